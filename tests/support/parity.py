@@ -99,6 +99,25 @@ class ParityCase:
         ends = range(first, len(token_ids))
         return torch.cat([self._rows_after(adapter, dtype, token_ids[:end], 1) for end in ends])
 
+    def model(self, adapter: str | None, dtype: torch.dtype) -> Any:
+        """Plain transformers + PEFT with eager attention; loaded once."""
+        key = (adapter, dtype)
+        if key not in self._models:
+            config = AutoConfig.from_pretrained(self.directory)
+            model = auto_class(config).from_pretrained(
+                self.directory, dtype=torch.float32, attn_implementation="eager"
+            )
+            if self._bits is not None:
+                dequantize_linears(model, self._bits)
+            if dtype != torch.float32:
+                model = model.to(dtype)
+            if adapter is not None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of PEFT about itself
+                    model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
+            self._models[key] = model.eval()
+        return self._models[key]
+
     def adapter_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all adapters on the device."""
         name = str(dtype).removeprefix("torch.")
@@ -120,29 +139,11 @@ class ParityCase:
         """Log-probabilities of what follows each of the last ``count`` tokens; computed once."""
         key = (adapter, dtype, (*tokens, count))
         if key not in self._rows:
-            model = self._load(adapter, dtype)
+            model = self.model(adapter, dtype)
             with torch.inference_mode():
                 logits = model(input_ids=torch.tensor([tokens])).logits[0, -count:]
             self._rows[key] = torch.log_softmax(logits.float(), dim=-1)
         return self._rows[key]
-
-    def _load(self, adapter: str | None, dtype: torch.dtype) -> Any:
-        key = (adapter, dtype)
-        if key not in self._models:
-            config = AutoConfig.from_pretrained(self.directory)
-            model = auto_class(config).from_pretrained(
-                self.directory, dtype=torch.float32, attn_implementation="eager"
-            )
-            if self._bits is not None:
-                dequantize_linears(model, self._bits)
-            if dtype != torch.float32:
-                model = model.to(dtype)
-            if adapter is not None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of PEFT about itself
-                    model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
-            self._models[key] = model.eval()
-        return self._models[key]
 
 
 def dequantize_linears(model: PreTrainedModel, bits: int) -> None:
