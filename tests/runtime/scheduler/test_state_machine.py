@@ -473,7 +473,7 @@ def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
 
 # All policies at all depths; those of one, and one depth of the others, in every run.
 CROWDS = [
-    pytest.param(policy, depth, marks=() if policy == "fcfs" or depth == 2 else pytest.mark.full)
+    pytest.param(policy, depth, marks=() if depth == 2 else pytest.mark.full)
     for policy in SCHEDULER_POLICIES
     for depth in (1, 2, 3)
 ]
