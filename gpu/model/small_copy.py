@@ -188,7 +188,7 @@ def _is_no_size(
         _write(changed, field, _FIRST_THRESHOLD + _THRESHOLD_STEP)
     try:
         return _shapes(kind, changed) == shapes
-    except Exception:
+    except Exception:  # sizes no longer fit one another, so it is one
         return False
 
 

@@ -93,10 +93,10 @@ class EngineConfig:
     )  # fmt: skip
     max_decode_gap_s: float | None = option(
         None, above=0, maximum=86400,
-        help="Seconds that a step takes at most which computes a prompt beside requests that "
-        "decode; the prompt's chunk is cut, to one block at least. Default: five decode steps, or "
-        "longer where a chunk needs that for 97 % of the prefill rate; without a profile, for a "
-        "quarter of --max-num-batched-tokens.",
+        help="Seconds that a step may take that computes a prompt while other requests decode; the "
+        "prompt's chunk is cut, to one block at least. Default: the time of five decode steps or, "
+        "if that is longer, of the smallest chunk that keeps 97 % of the prefill rate (without a "
+        "profile: of a quarter of --max-num-batched-tokens).",
     )  # fmt: skip
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Requests that run at once at most."

@@ -18,11 +18,11 @@ class DecodeGap:
     """Says how many prompt tokens a step may have beside rows that decode.
 
     With ``--max-decode-gap-s`` as many as the step is predicted to compute in that time, and one
-    block at least. By default as many as five steps compute that have the rows that decode and no
-    others, and at least a number that hardly slows prefill: with a profile the fewest that keep 97
-    % of its rate, otherwise a quarter of ``max_num_batched_tokens``. Times are the profile's, at
-    the pace of the last steps; without a profile what steps have taken, and until something is
-    known of these there is no bound.
+    block at least. By default the time is that of five steps with only the rows that decode. A
+    step may have a number of tokens that hardly slows prefill even if it takes longer: with a
+    profile the fewest that keep 97 % of the rate, else a quarter of ``max_num_batched_tokens``.
+    Times are the profile's, at the pace of the last steps. Without a profile they are what steps
+    have taken; until something is known of these, there is no bound.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     )
     yield families.gauge(
         "decode_gap_bound_seconds",
-        "What --max-decode-gap-s, or its default, let the last step take in which a prompt was "
-        "computed beside requests that decode; 0 before the first.",
+        "Time that --max-decode-gap-s or its default allowed the last step that computed a prompt "
+        "while other requests decoded; 0 before the first.",
         stats.decode_gap_bound_s,
     )
     workers = stats.cpu_workers
