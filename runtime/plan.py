@@ -176,6 +176,7 @@ class StepResult:
 
     step_id: StepId
     rows: tuple[RowResult, ...]
+    cpu_wait_s: float = 0.0  # of the time since the step before, without a CPU core to compute on
 
 
 @dataclass(frozen=True, slots=True)

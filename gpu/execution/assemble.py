@@ -41,6 +41,7 @@ from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_input_groups, with_input_groups
 from ..replay.select import OFF, select_decode_graphs
+from .adaptive_threads import AdaptiveThreads
 from .executor import AdapterFetch, DeviceExecutor
 from .runner import ModelRunner
 from .sampler import Sampler
@@ -71,6 +72,7 @@ class LoadedModel:
     max_exact_len: int | None  # of a request
     max_step_tokens: int | None  # of a step
     recompute_at_tokens: int | None
+    threads: AdaptiveThreads | None = None  # that compute on a CPU, once ``probe`` has chosen them
 
     @property
     def backend_names(self) -> dict[str, str]:
@@ -92,18 +94,20 @@ class LoadedModel:
 
     def close(self) -> None:
         """Give back what is not memory: the attention function and the device. Idempotent."""
+        if self.threads is not None:
+            self.threads.close()
         self.hook.close()
         self.device.close()
 
 
 def load(
     source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None],
-    stream_cpus: tuple[int, ...] = (), kept_weights: Path | None = None,
+    stream_cpus: tuple[int, ...] = (), kept: Path | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Load the model and replace its attention and its linears.
 
     ``stream_cpus``: where the threads of a CPU device run; () = where the caller does.
-    ``kept_weights``: where packed weights lie that starts before have made; None = nowhere.
+    ``kept``: the folder with what starts before have made and measured; None = there is none.
 
     Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
     be used.
@@ -118,6 +122,7 @@ def load(
     linears: QuantizedLinears | None = None
     if quantization is not None:
         dtype = check_dtype(dtype, quantization, is_chosen=config.dtype != "auto")
+        kept_weights = None if kept is None else kept / "weights"
         linears = QuantizedLinears(source, hf_config, quantization, kept_weights)
     context = StepContext()
     with contextlib.ExitStack() as undo:
@@ -131,7 +136,7 @@ def load(
         else:
             model = linears.load_rest(dtype, where, hook.name)
         guard_longrope(model, context)
-        loaded = _equip(model, context, hook, device, config, on_progress, linears)
+        loaded = _equip(model, context, hook, device, config, on_progress, linears, kept)
         undo.pop_all()
         return loaded
 
@@ -139,7 +144,7 @@ def load(
 def _equip(
     model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
     device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
-    linears: QuantizedLinears | None,
+    linears: QuantizedLinears | None, kept: Path | None,
 ) -> LoadedModel:  # fmt: skip
     where, dtype = model.device, model.dtype
     on_progress("choosing and compiling kernels")
@@ -159,7 +164,9 @@ def _equip(
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # whose kernels are those of quantised weights, too
     if linears is None or dtype != torch.bfloat16 or not linears.takes_all(model):
-        make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype)
+        make_linear = select_linear_backend(
+            config.linear_backend, device=where, dtype=dtype, kept=kept
+        )
     weights = _replace_linears(model, context, make_linear, target_map, linears, on_progress)
     fused_kernels_name = select_fused_kernels(
         config.fused_kernels, model, lambda: record_attention(model, hook)
@@ -252,6 +259,7 @@ def make_executor(
     return DeviceExecutor(
         runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
         max_model_len=max_model_len, assistant=assistant, host_kv=host_kv,
+        after_step=None if loaded.threads is None else loaded.threads.after_step,
     )  # fmt: skip
 
 

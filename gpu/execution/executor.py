@@ -68,8 +68,13 @@ class DeviceExecutor:
     def __init__(
         self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
         *, max_model_len: int, assistant: Assistant | None = None, host_kv: HostKv | None = None,
+        after_step: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """Plans with ASSISTED rows need an ``assistant``, and with KV transfers a ``host_kv``."""
+        """Plans with ASSISTED rows need an ``assistant``, and with KV transfers a ``host_kv``.
+
+        ``after_step`` returns for how many seconds the step has waited for CPU cores.
+        """
+        self._after_step = after_step
         self._runner = runner
         self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
@@ -112,7 +117,8 @@ class DeviceExecutor:
         with self._unwatched():
             for batch in plan.sub_batches:
                 rows.extend(self._run_batch(batch))
-        self._results.append(StepResult(plan.step_id, tuple(rows)))
+        waited_s = 0.0 if self._after_step is None else self._after_step()
+        self._results.append(StepResult(plan.step_id, tuple(rows), waited_s))
         self._notify()
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:

@@ -7,11 +7,14 @@ from pathlib import Path
 from ...cpu_workers.affinity import limit_torch_threads
 from ...runtime.config.engine import EngineConfig
 from ...runtime.errors import ModelError
+from ..forward.kernel_threads import num_kernel_threads, set_kernel_threads
+from ..kept_choices import choice_path
 from ..model.load import quiet_library
 from ..model.probe import MAX_PROBE_TOKENS, NUM_PROBE_SEQUENCES, check_parity
 from ..model.source import describe
+from .adaptive_threads import AdaptiveThreads, ThreadChoice
 from .assemble import LoadedModel, least, make_runner
-from .threads import choose_threads, probe_tokens
+from .threads import choose_threads, probe_tokens, set_threads
 from .threshold_probe import judge_thresholds
 
 _LOG = logging.getLogger(__name__)
@@ -25,18 +28,19 @@ _ANY_LENGTH = 2**20  # where a model does not say what context it was made for
 
 def probe(
     loaded: LoadedModel, config: EngineConfig, *, max_threads: int | None,
-    kept_verdicts: Path | None = None,
+    owns_torch: bool = True, kept: Path | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Compare packed rows with plain transformers, and choose the threads of the CPU device.
 
     Args:
         loaded: The model, whose pool is not yet made.
         config: With ``skip_parity_probe`` a mismatch is only warned about.
-        max_threads: Choose at most so many threads for this process; None = leave them alone.
-        kept_verdicts: Where it is kept what became of a model's thresholds; None = nowhere.
+        max_threads: Choose at most so many threads for this process; None = as many as now.
+        owns_torch: Whether torch's number of threads in this process is the engine's to set.
+        kept: The folder with what starts before have found out; None = there is none.
 
     Returns:
-        The model with the numbers of tokens up to which it is served.
+        The model with the numbers of tokens up to which it is served, and its threads.
 
     Raises:
         ModelError: Packed rows give other logits than plain transformers.
@@ -48,7 +52,7 @@ def probe(
             with quiet_library():  # which warns of configurations of parts that were left out
                 error = check_parity(loaded.model, loaded.hook, runner.probe_step)
                 _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
-                loaded = _limited(loaded, config, kept_verdicts)
+                loaded = _limited(loaded, config, kept)
         except ModelError as mismatch:
             if not config.skip_parity_probe:
                 raise
@@ -56,25 +60,42 @@ def probe(
                 "the parity probe failed and is waived by --skip-parity-probe: %s", mismatch
             )
         if max_threads is not None and loaded.model.device.type == "cpu":
-            choose_threads(runner, max_threads, loaded.weights.num_bytes)
+            shape = loaded.weights.num_bytes, loaded.layout, sorted(loaded.backend_names.items())
+            path = choice_path(kept, "threads", max_threads, shape)
+            choose_threads(runner, max_threads, loaded.weights.num_bytes, path)
     finally:
         runner.pool.close()
-    if _ALL_OWN_KERNELS.items() <= loaded.backend_names.items():
+    if loaded.model.device.type != "cpu":
+        return loaded
+    threads = AdaptiveThreads(_settle_threads(loaded, config, owns_torch=owns_torch))
+    return replace(loaded, threads=threads)
+
+
+def _settle_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: bool) -> ThreadChoice:
+    """Hold torch to what it needs, and say how the number of threads changes from now on."""
+    is_all_own = _ALL_OWN_KERNELS.items() <= loaded.backend_names.items()
+    if is_all_own:
         # A helper thread of torch would spin for milliseconds after each small sum, on the core
         # that the helper of our kernels needs.
         is_limited = limit_torch_threads()
         _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
-    return loaded
+    sets_torch = owns_torch and not is_all_own
+    return ThreadChoice(
+        num_kernel_threads(), set_threads if sets_torch else set_kernel_threads,
+        is_fixed=config.fixed_cpu_threads, has_others=sets_torch,
+    )  # fmt: skip
 
 
 def _limited(
-    loaded: LoadedModel, config: EngineConfig, kept_verdicts: Path | None
+    loaded: LoadedModel, config: EngineConfig, kept: Path | None
 ) -> LoadedModel:  # fmt: skip
     """``loaded`` with the limit that its thresholds set. Raises ``ModelError``."""
     made_for = getattr(loaded.config, "max_position_embeddings", None)
     longest = least(loaded.max_exact_len, made_for, config.max_model_len)
     max_tokens = max(longest or _ANY_LENGTH, config.max_num_batched_tokens)
-    verdict = judge_thresholds(loaded.model, max_tokens, kept_verdicts)
+    verdict = judge_thresholds(
+        loaded.model, max_tokens, None if kept is None else kept / "verdicts"
+    )
     name = describe(loaded.model.config)
     if verdict.outcome == "wrong":
         raise ModelError(

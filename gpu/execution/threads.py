@@ -5,13 +5,16 @@ from a second core and, where other programs want the cores as well, waits at ev
 """
 
 import logging
-import time
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from ...runtime.kept_records import keep, read_kept
 from ..forward.kernel_threads import set_kernel_threads
 from ..model.probe import ProbeRow
+from ..quiet_time import quiet_s, take_samples
 from .runner import ModelRunner
 
 _LOG = logging.getLogger(__name__)
@@ -19,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 _DECODE_START = 40  # tokens of context of the decode rows
 _PREFILL_TOKENS = 32  # per row
 _NUM_ROUNDS = 7
+_LIMIT_S = 0.5  # of one kind of step, on a machine that is not quiet
 # One thread is chosen if it takes no longer than this much of the time of all threads, in decode
 # and in prefill: it leaves the other cores to the rest of the machine.
 _ACCEPTED_RATIO = 1.1
@@ -38,21 +42,38 @@ def probe_tokens() -> int:
     return max(_DECODE_START + 1, _PREFILL_TOKENS)
 
 
-def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int) -> int:
+def choose_threads(
+    runner: ModelRunner, max_threads: int, weight_bytes: int, kept: Path | None = None
+) -> int:
     """Measure a small model with one thread and with all, set the better number, return it.
 
+    Where other processes do not let it be measured, it is ``max_threads``. ``kept``: the file that
+    holds what was measured before; None = none.
     Changes this process's threads, so it is for a process that is corun's own.
     """
     if max_threads == 1 or weight_bytes > _MAX_SMALL_MODEL_BYTES:
         set_threads(max_threads)
         return max_threads
+    known = None if kept is None else read_kept(kept, int)
+    if known in (1, max_threads):
+        set_threads(known)
+        _LOG.info("threads: %d (as measured before)", known)
+        return known
     all_ms = _measure_ms(runner, max_threads)
     one_ms = _measure_ms(runner, 1)
+    if not all(map(math.isfinite, (*all_ms, *one_ms))):
+        set_threads(max_threads)
+        _LOG.info(
+            "threads: %d (not measured, since other processes use the CPU cores)", max_threads
+        )
+        return max_threads
     is_one_enough = all(
         one <= _ACCEPTED_RATIO * many for one, many in zip(one_ms, all_ms, strict=True)
     )
     chosen = 1 if is_one_enough else max_threads
     set_threads(chosen)
+    if kept is not None:
+        keep(kept, chosen, "the next start measures the number of threads again")
     _LOG.info(
         "threads: %d (decode, prefill: %.2f, %.2f ms with 1 thread, %.2f, %.2f ms with %d)",
         chosen, *one_ms, *all_ms, max_threads,
@@ -61,20 +82,16 @@ def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int) -> 
 
 
 def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float]:
-    """Shortest times of a decode and of a prefill step of two rows."""
+    """Quiet times of a decode and of a prefill step of two rows; infinite where none was quiet."""
     set_threads(num_threads)
     decode = [ProbeRow(sequence, _DECODE_START, (1,)) for sequence in (0, 1)]
     prefill = [ProbeRow(sequence, 0, (1,) * _PREFILL_TOKENS) for sequence in (0, 1)]
     return (
-        _shortest_ms(lambda: runner.probe_step(decode)),
-        _shortest_ms(lambda: runner.probe_step(prefill)),
+        _quiet_ms(lambda: runner.probe_step(decode)),
+        _quiet_ms(lambda: runner.probe_step(prefill)),
     )
 
 
-def _shortest_ms(step: Callable[[], object]) -> float:
-    shortest_s = float("inf")
-    for _ in range(_NUM_ROUNDS):
-        start = time.perf_counter()
-        step()
-        shortest_s = min(shortest_s, time.perf_counter() - start)
-    return shortest_s * 1e3
+def _quiet_ms(step: Callable[[], object]) -> float:
+    step()  # its threads start
+    return quiet_s(take_samples(step, _NUM_ROUNDS, _LIMIT_S)) * 1e3

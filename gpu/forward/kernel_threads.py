@@ -6,6 +6,9 @@ numba's own answer takes a lock, and a step asks more than a hundred times.
 import threading
 
 import numba
+import numpy as np
+
+from ...cpu_workers.kernels.team import note_thread_ids
 
 _OF_THIS_THREAD = threading.local()
 
@@ -23,3 +26,10 @@ def set_kernel_threads(num_threads: int) -> None:
     num_threads = min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(num_threads)
     _OF_THIS_THREAD.num_threads = num_threads
+
+
+def kernel_thread_ids() -> set[int]:
+    """The threads that compute kernels for this thread, as the operating system counts them."""
+    ids = np.empty(num_kernel_threads(), np.int32)
+    note_thread_ids(ids)
+    return {threading.get_native_id(), *map(int, ids)}

@@ -1,13 +1,20 @@
 """Which backend computes the base model's linears: as told, or by a probe and a measurement."""
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from ...runtime.errors import ConfigError
+from ...runtime.kept_records import keep, read_kept
+from ..forward.kernel_threads import num_kernel_threads
+from ..kept_choices import choice_path
+from ..quiet_time import quiet_s, take_samples
 from .base import LinearBackend, MakeLinear
 from .numba_backend import NumbaLinear
 from .onednn import OnednnLinear
@@ -26,6 +33,7 @@ _MEASURED_FEATURES = 1024
 _MEASURED_TURNS = 2
 _MEASURED_ROUNDS = 8
 _WARM_UP_S = 0.01
+_LIMIT_S = 0.2  # of one size in a turn, on a machine that is not quiet
 # What a less preferred backend must gain: less is noise, and start after start would compute
 # results that differ by their rounding.
 _MIN_GAIN = 0.1
@@ -34,13 +42,14 @@ _PROBE_TOKENS = (1, 2, 11)
 
 
 def select_linear_backend(
-    name: str, *, device: torch.device | str, dtype: torch.dtype
+    name: str, *, device: torch.device | str, dtype: torch.dtype, kept: Path | None = None
 ) -> MakeLinear:
     """Return what makes a backend from a weight and a bias.
 
     ``auto`` takes, of the backends that give the right product here, the fastest on the CPU and
-    torch's linear elsewhere. Raises ConfigError if a backend is asked for that cannot work here.
-    The probe compiles kernels.
+    torch's linear elsewhere. Where other processes do not let that be measured, it is the first.
+    ``kept``: where it is kept what was measured; None = nowhere.
+    Raises ConfigError if a backend is asked for that cannot work here. The probe compiles kernels.
     """
     device = torch.device(device)
     if name not in {"auto", *BACKENDS}:
@@ -59,15 +68,23 @@ def select_linear_backend(
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if len(able) == 1:
         return _chosen(able[0], "; ".join(refused))
+    path = choice_path(kept, "linear", str(dtype), num_kernel_threads(), able)
+    known = None if path is None else read_kept(path, str)
+    if known in able:
+        return _chosen(known, "; ".join(["as measured before", *refused]))
     times = _measure_ms(able, dtype)
+    if not all(map(math.isfinite, itertools.chain(*times.values()))):
+        busy = "not measured, since other processes use the CPU cores"
+        return _chosen(able[0], "; ".join([busy, *refused]))
+    best = fastest(times)
+    if path is not None:
+        keep(path, best, "the next start measures linear backends again")
     figures = [
         f"{candidate} {' and '.join(f'{value:.3f}' for value in times[candidate])} ms"
         for candidate in able
     ]
     sizes = " and ".join(str(tokens) for tokens in _MEASURED_TOKENS)
-    return _chosen(
-        fastest(times), "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused])
-    )
+    return _chosen(best, "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused]))
 
 
 def _chosen(name: str, reason: str) -> MakeLinear:
@@ -122,7 +139,7 @@ def _operands(features: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
-    """Best time of a product by backend and number of tokens.
+    """Quiet time of a product by backend and number of tokens; infinite where none was quiet.
 
     One backend after the other, and all once more: helper threads of one library spin for
     milliseconds after its last product, on the cores of the next one's, which is warmed up as long.
@@ -134,10 +151,8 @@ def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
         for name, backend in backends.items():
             _warm_up(backend, x[: _MEASURED_TOKENS[0]])
             for size, tokens in enumerate(_MEASURED_TOKENS):
-                for _ in range(_MEASURED_ROUNDS):
-                    start = time.perf_counter()
-                    backend(x[:tokens])
-                    best[name][size] = min(best[name][size], (time.perf_counter() - start) * 1e3)
+                samples = take_samples(partial(backend, x[:tokens]), _MEASURED_ROUNDS, _LIMIT_S)
+                best[name][size] = min(best[name][size], quiet_s(samples) * 1e3)
     return best
 
 

@@ -85,7 +85,7 @@ def divide_machine(
     own = [devices[index % len(devices)] if devices else None for index in range(number)]
     memory = _memory(machine, needs, has_devices=bool(devices))
     if unpinned:
-        num_threads = max(1, machine.num_cpus // number)
+        num_threads = max(1, machine.num_threads // number)
         shares = [replace(memory, num_threads=num_threads, device=one) for one in own]
         return MachineDivision(tuple(shares), machine.allowed_cpus)
     cores = _divided(machine, own, needs)

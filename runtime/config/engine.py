@@ -8,6 +8,7 @@ from ..memory.policies.registry import MEMORY_POLICIES
 from ..scheduler.predictor import OUTPUT_PREDICTORS
 from ..scheduler.registry import SCHEDULER_POLICIES
 from .notations import (
+    check_cpu_cores,
     check_lora_resolvers,
     parse_cpu_cores,
     parse_lora_modules,
@@ -35,11 +36,6 @@ DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 # is loaded.
 _PROFILE = ("profile",)
 _CHECK = ("check",)
-
-
-def _check_cpu_cores(text: str, flag: str) -> None:
-    if text not in ("auto", "none"):
-        parse_cpu_cores(text, flag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +302,13 @@ class EngineConfig:
         None,
         minimum=1,
         maximum=4096,
-        help="Threads of the CPU device in an engine process; default: the CPU quota, or 1 where "
-        "that measures as fast.",
+        help="Threads of the CPU device at most; default: as physical cores and the CPU quota "
+        "allow, or 1 where that measures as fast. Fewer compute while other processes use the "
+        "cores.",
         commands=_PROFILE,
+    )
+    fixed_cpu_threads: bool = option(
+        False, help="Compute with all threads while other processes use the cores, too."
     )
     cpu_cores: str = option(
         "auto",
@@ -317,7 +317,7 @@ class EngineConfig:
         help="CPUs of the workers that compute LoRA deltas, one each, e.g. 2-7,10; none = no "
         "workers; auto = physical cores near the accelerator, but the engine's.",
         commands=_PROFILE,
-        check=_check_cpu_cores,
+        check=check_cpu_cores,
     )
     engine_cores: str | None = option(
         None,

@@ -107,6 +107,12 @@ def _parse_json(text: str, flag: str) -> tuple[str, str, str | None]:
     return name, path, base_model_name
 
 
+def check_cpu_cores(text: str, flag: str) -> None:
+    """Raise ``ConfigError`` unless ``text`` is auto, none or a list of CPUs."""
+    if text not in ("auto", "none"):
+        parse_cpu_cores(text, flag)
+
+
 def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:
     """Return the CPUs of a list such as ``2-7,10`` in the order given.
 

@@ -33,7 +33,6 @@ from .adapter_versions import AdapterVersions, sampling_of
 from .load_state import OpenWork
 from .messages import (
     AddRequest,
-    CpuWorkerStats,
     EngineLoad,
     EngineStats,
     MachineReport,
@@ -41,7 +40,7 @@ from .messages import (
 )
 from .residency import Changed, ResidencyReader
 from .slow_log import SlowLog
-from .stats import StepCounts, engine_stats, machine_report
+from .stats import CpuStats, StepCounts, engine_stats, machine_report
 from .updates import update_of
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class EngineCore:
         *,
         clock: Callable[[], float],
         on_adapter_gone: Callable[[AdapterId], None] | None = None,
-        cpu_workers: Callable[[], CpuWorkerStats] = CpuWorkerStats,
+        cpu: Callable[[], CpuStats] = CpuStats,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """Put an engine together.
@@ -85,7 +84,7 @@ class EngineCore:
             config: What else it is told.
             clock: Seconds, monotonic.
             on_adapter_gone: Told when a dropped version has left the device.
-            cpu_workers: Asked for the state of the CPU workers; without them all zero.
+            cpu: Asked for the state of what computes on CPU cores.
             unix_clock: Seconds, as the world counts.
         """
         self._scheduler = scheduler
@@ -94,7 +93,7 @@ class EngineCore:
         self._config = config
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
-        self._cpu_workers = cpu_workers
+        self._cpu = cpu
         self._residency = ResidencyReader(scheduler.memory, clock, unix_clock)
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._slow_log = SlowLog(config.log_slow_s)
@@ -251,7 +250,7 @@ class EngineCore:
             work.wait(0, len(message.prompt_token_ids))
         return engine_stats(
             self._scheduler, self._names_of, steps=self._steps,
-            cpu_workers=self._cpu_workers(), work=work, now_s=self._clock(),
+            cpu=self._cpu(), work=work, now_s=self._clock(),
         )  # fmt: skip
 
     def machine(self) -> MachineReport:

@@ -214,6 +214,15 @@ class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):
     num_failed_jobs: int = 0  # given up because their worker died
 
 
+class ThreadStats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's threads that compute on the CPU; all zero where an accelerator computes."""
+
+    num_threads: int = 0  # that compute now
+    ran_s: float = 0.0  # of all of them, since the start
+    waited_s: float = 0.0  # runnable, without a core
+    waited_share: float = 0.0  # of both, in the last quarter of a second of steps, or more
+
+
 class LinkUsage(msgspec.Struct, frozen=True, array_like=True):
     """What has moved between host and device since the start."""
 
@@ -245,6 +254,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     cpu_workers: CpuWorkerStats = CpuWorkerStats()
+    threads: ThreadStats = ThreadStats()
     num_retried_rows: int = 0
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
     adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "gpu" or "cpu", and reason

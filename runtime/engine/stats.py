@@ -10,7 +10,22 @@ from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_times import LearnedTimes
 from .load_state import OpenWork, load_state
-from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats, MachineReport
+from .messages import (
+    CpuWorkerStats,
+    EngineStats,
+    LinkUsage,
+    LoadStats,
+    MachineReport,
+    ThreadStats,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStats:
+    """What computes on CPU cores."""
+
+    workers: CpuWorkerStats = field(default_factory=CpuWorkerStats)
+    threads: ThreadStats = field(default_factory=ThreadStats)
 
 
 @dataclass(slots=True)
@@ -33,7 +48,7 @@ def engine_stats(
     names_of: Callable[[Iterable[AdapterId]], tuple[str, ...]],
     *,
     steps: StepCounts,
-    cpu_workers: CpuWorkerStats,
+    cpu: CpuStats,
     work: OpenWork,
     now_s: float,
 ) -> EngineStats:
@@ -65,7 +80,8 @@ def engine_stats(
         generated_tokens=counters.generated_tokens,
         running_adapters=names_of(memory.cache.referenced_ids()),
         waiting_adapters=names_of(memory.cache.waiting_ids()),
-        cpu_workers=cpu_workers,
+        cpu_workers=cpu.workers,
+        threads=cpu.threads,
         num_retried_rows=counters.num_retried_rows,
         cold_starts=dict(scheduler.cold_start_counts()),
         adapter_evictions=_evictions(memory),

@@ -70,6 +70,21 @@ def cgroup_cpu_quota(root: Path) -> float | None:
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
+def cgroup_throttled_s(root: Path) -> float:
+    """Return for how many seconds CPU quotas have kept this process's groups from running.
+
+    In all, since the groups were made: each CPU on which a thread was ready counts.
+    """
+    throttled_s = 0.0
+    for hierarchy in _hierarchies(root):
+        for group in hierarchy.levels():
+            if hierarchy.version == 2 and _cpu_level_v2(group) is not None:
+                throttled_s += _read_stat(group / "cpu.stat", "throttled_usec") * 1e-6
+            elif hierarchy.version == 1 and "cpu" in hierarchy.controllers:
+                throttled_s += _read_stat(group / "cpu.stat", "throttled_time") * 1e-9
+    return throttled_s
+
+
 def _memory_level_v2(group: Path) -> tuple[int | None, int]:
     limits = [_read_number(group / name) for name in ("memory.max", "memory.high")]
     limit = min((value for value in limits if value is not None), default=None)

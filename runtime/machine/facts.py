@@ -12,6 +12,9 @@ from pathlib import Path
 
 from .cgroup import cgroup_cpu_quota, cgroup_memory
 
+# Of CPU time, that one more thread than a quota has whole CPUs must add.
+_LEAST_GAIN = 1.15
+
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
@@ -38,10 +41,25 @@ class MachineFacts:
 
     @property
     def num_cpus(self) -> int:
-        """Threads that can run at once: affinity, cut by the quota, at least one."""
+        """CPUs that can run at once: affinity, cut by the quota, at least one."""
         if self.cpu_quota is None:
             return len(self.allowed_cpus)
         return max(1, min(len(self.allowed_cpus), int(self.cpu_quota)))
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that should compute at once: one for each physical core, cut by the quota.
+
+        The quota's last part of a CPU gets a thread if it adds enough: all then run for a part of
+        each period, and stand still for the rest.
+        """
+        allowed = set(self.allowed_cpus)
+        unknown = allowed.difference(*self.core_cpus)
+        num_cores = len(unknown) + sum(not allowed.isdisjoint(core) for core in self.core_cpus)
+        if self.cpu_quota is None:
+            return max(1, num_cores)
+        whole = int(self.cpu_quota)
+        return max(1, min(num_cores, whole + (self.cpu_quota >= whole * _LEAST_GAIN)))
 
 
 def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
@@ -55,7 +73,7 @@ def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
         memory_available_bytes=_least(meminfo["MemAvailable"], memory.available_bytes),
         allowed_cpus=tuple(sorted(os.sched_getaffinity(0))),
         cpu_quota=cgroup_cpu_quota(root),
-        cpu_model=parse_cpu_model(_read_text(root / "proc/cpuinfo")),
+        cpu_model=read_cpu_model(root),
         numa_nodes=_numa_nodes(root / "sys/devices/system/node"),
         core_cpus=_core_cpus(root / "sys/devices/system/cpu"),
         shm_total_bytes=shm_total_bytes,
@@ -83,6 +101,11 @@ def parse_cpu_model(text: str) -> str:
     """Return the first model name of /proc/cpuinfo, or "unknown"."""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else "unknown"
+
+
+def read_cpu_model(root: Path = Path("/")) -> str:
+    """Return the first model name of the machine's CPUs, or "unknown"."""
+    return parse_cpu_model(_read_text(root / "proc/cpuinfo"))
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

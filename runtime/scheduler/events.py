@@ -40,6 +40,7 @@ class TimePart(enum.StrEnum):
     COMPUTE = "compute"  # its own share of steps, by tokens
     COMPANY = "company"  # what others in these steps take
     COLD_WAIT = "cold_wait"  # what steps take longer because its adapter is still coming
+    CPU_WAIT = "cpu_wait"  # in steps, for CPU cores that other processes use
     RECOMPUTE = "recompute"  # its share of what was computed before, and lost
 
 

@@ -256,6 +256,7 @@ class Scheduler:
         if step.plan.sub_batches:
             self._timed(step, now_s)
         self._last_end_s = now_s
+        self.timelines.computed(result.cpu_wait_s)
         events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
         return self._settle(events, now_s)
 

@@ -25,6 +25,7 @@ _WORDS = {
     TimePart.COMPUTE: "its own tokens to be computed",
     TimePart.COMPANY: "others' tokens in the same steps",
     TimePart.COLD_WAIT: "layers of its adapter that were still coming",
+    TimePart.CPU_WAIT: "CPU cores that other processes used",
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
 _NUM_TOLD = 2
@@ -58,6 +59,7 @@ class _Timeline:
     since_s: float
     shares: _Shares = ((TimePart.ORDER, 1.0),)
     warm_s: float | None = None  # what the step would take if the adapter were there
+    cpu_wait_s: float = 0.0  # of the time since then
     parts: dict[TimePart, float] = field(default_factory=dict)
     num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
 
@@ -69,12 +71,15 @@ class _Timeline:
     def turn(self, now_s: float, shares: _Shares, warm_s: float | None = None) -> None:
         """From now on time passes for something else."""
         passed_s = now_s - self.since_s
+        cpu_wait_s = min(passed_s, self.cpu_wait_s)
+        self._add(TimePart.CPU_WAIT, cpu_wait_s)
+        passed_s -= cpu_wait_s
         if self.warm_s is not None and passed_s > self.warm_s:
             self._add(TimePart.COLD_WAIT, passed_s - self.warm_s)
             passed_s = self.warm_s
         for part, share in self.shares:
             self._add(part, passed_s * share)
-        self.since_s, self.shares, self.warm_s = now_s, shares, warm_s
+        self.since_s, self.shares, self.warm_s, self.cpu_wait_s = now_s, shares, warm_s, 0.0
 
     def _add(self, part: TimePart, seconds: float) -> None:
         if seconds:
@@ -134,6 +139,12 @@ class Timelines:
                 self._computes(timeline, num_own, num_tokens, now_s)
             elif not timeline.request.num_in_flight_steps:
                 timeline.waits(_why_not_planned(timeline.request), now_s)
+
+    def computed(self, cpu_wait_s: float) -> None:
+        """A step has ended, which has waited so long for CPU cores."""
+        if cpu_wait_s:
+            for timeline in self._running.values():
+                timeline.cpu_wait_s += cpu_wait_s
 
     def end(self, request_id: RequestId, now_s: float) -> TimeParts | None:
         """Its first token is there, or it has ended without; None if that was told before."""

@@ -49,6 +49,12 @@ def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     workers = stats.cpu_workers
     yield families.gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
     yield families.gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
+    threads = stats.threads
+    yield families.gauge("cpu_threads", "Threads that compute on the CPU.", threads.num_threads)
+    yield families.gauge(
+        "cpu_wait_share", "Of the time in which these could run, without a core, of late.",
+        threads.waited_share,
+    )  # fmt: skip
 
 
 def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
@@ -200,6 +206,12 @@ def _totals(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
         ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
+        ("cpu_seconds", "For how long the computing threads ran.", stats.threads.ran_s),
+        (
+            "cpu_wait_seconds",
+            "For how long they could run and had no core.",
+            stats.threads.waited_s,
+        ),
         ("cpu_worker_restarts", "CPU workers replaced.", workers.num_restarts),
         ("cpu_worker_failed_jobs", "Jobs of dead workers.", workers.num_failed_jobs),
     ):

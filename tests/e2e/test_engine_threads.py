@@ -1,4 +1,4 @@
-"""Reading adapters of normal size leaves the engine's threads as they are.
+"""The engine's threads: adapters leave them as they are, and answers do not depend on their number.
 
 A helper thread of torch more than there are cores makes every OpenMP thread of the process sleep
 between loops, for the rest of its life.
@@ -6,11 +6,19 @@ between loops, for the rest of its life.
 
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from typing import ClassVar
 
+import numba
 import pytest
 import torch
+from corun import Engine, LoRARequest, SamplingParams
+from corun.gpu.execution import adaptive_threads
+from corun.gpu.forward.kernel_threads import num_kernel_threads
 from corun.runtime.demo import demo_model_path
+from corun.runtime.machine.core_contention import CoreContention
 from safetensors.torch import save_file
 from support.serving import Served
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,3 +67,58 @@ def test_reading_a_large_adapter_starts_no_threads(model: Path, tmp_path: Path) 
             answer = http.post("/v1/completions", json=body | {"model": "wide"})
             assert answer.status_code == 200, answer.text
         assert served.engine.num_threads() == before
+
+
+class Script(CoreContention):
+    """Says how many threads compute each step, whatever they have got of the cores."""
+
+    numbers: ClassVar[Iterator[int]] = cycle((2,))
+    used: ClassVar[set[int]] = set()
+
+    def is_due(self, now_s: float) -> bool:
+        return True
+
+    def observe(self, now_s: float, total: object) -> int:
+        self.used.add(num_kernel_threads())
+        self.num_threads = next(self.numbers)
+        return self.num_threads
+
+    @classmethod
+    def follow(cls, *numbers: int) -> None:
+        cls.used, cls.numbers = set(), cycle(numbers)
+
+
+def answers(engine: Engine, wide: LoRARequest) -> list[list[float]]:
+    """Tokens and their log-probabilities, of a long prompt alone and of three short ones."""
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    outputs = [
+        *engine.generate([[5] * 300], sampling, wide),
+        *engine.generate([[7] * 40, [9] * 70, [11] * 5], sampling, [wide, None, wide]),
+    ]
+    told = []
+    for output in outputs:
+        (choice,) = output.outputs
+        assert choice.logprobs is not None
+        pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+        told.append([number for token, of in pairs for number in (token, of[token].logprob)])
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_answers_do_not_depend_on_the_number_of_threads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """It changes in the middle of answers, while steps are captured, and once they are replayed."""
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("the machine has fewer processors")
+    monkeypatch.setattr(adaptive_threads, "CoreContention", Script)
+    save_wide_adapter(tmp_path / "wide", AutoConfig.from_pretrained(model).num_hidden_layers)
+    wide = LoRARequest("wide", 1, str(tmp_path / "wide"))
+    with Engine(
+        model=str(model), device="cpu", dtype=dtype, cpu_threads=2, prefix_cache="off"
+    ) as engine:
+        expected = answers(engine, wide)
+        for numbers in ((2, 2, 1, 1, 1, 2), (1,), (1, 2), (2,)):
+            Script.follow(*numbers)
+            assert answers(engine, wide) == expected, numbers
+            assert Script.used >= set(numbers)

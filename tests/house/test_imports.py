@@ -53,6 +53,10 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.slices",
         # How a thread is pinned is the same on both sides.
         "cpu_workers.affinity",
+        # For how long threads of this process wait for cores.
+        "cpu_workers.run_queue",
+        # What the machine offers this process, and how its cores are shared: plain data, policy.
+        "runtime.machine",
         # How transfers share a link: simulations share it the same way. Pure.
         "profiles.link",
         "runtime.plan",

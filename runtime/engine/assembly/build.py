@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +31,8 @@ from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..loop import OwnPolicies
 from ..memory_watch import watch_memory
-from ..messages import CpuWorkerStats, ModelInfo, TokenizerSpec
+from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
+from ..stats import CpuStats
 from ..tokenizer import read_tokenizer
 from .adapter_wiring import (
     adapter_fetch,
@@ -39,7 +41,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
-from .placement import Placement, place_engine, verdicts_directory, weights_directory
+from .placement import Placement, kept_directory, place_engine
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
 from .sizes import copies_adapters, max_model_len_of, plan_engine_memory
@@ -149,11 +151,12 @@ def _build(
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)
-    num_cpus = placement.machine.num_cpus
-    num_threads = config.cpu_threads or num_cpus
+    most_threads = placement.machine.num_threads
+    num_threads = config.cpu_threads or most_threads
     # torch's threads are the whole process's. A pinned engine with more threads than cores would
     # wait at every barrier, so asking for cores is asking for as many, also in somebody else's.
-    if own_process or config.cpu_threads is not None or config.engine_cores is not None:
+    owns_torch = own_process or config.cpu_threads is not None or config.engine_cores is not None
+    if owns_torch:
         set_threads(num_threads)
     set_kernel_threads(num_threads)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
@@ -167,15 +170,13 @@ def _build(
         config.model, int(hf_config.get_text_config().vocab_size), revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )  # fmt: skip
-    loaded = assemble.load(
-        source, config, on_progress, placement.background_cpus, weights_directory()
-    )
+    loaded = assemble.load(source, config, on_progress, placement.background_cpus, kept_directory())
     try:
         on_progress("comparing logits with transformers (parity probe)")
         may_choose = own_process and config.cpu_threads is None
         loaded = start_probe.probe(
-            loaded, config, kept_verdicts=verdicts_directory(),
-            max_threads=num_cpus if may_choose else None,
+            loaded, config, kept=kept_directory(),
+            max_threads=most_threads if may_choose else None, owns_torch=owns_torch,
         )  # fmt: skip
         if loaded.max_step_tokens is not None:
             num_tokens = min(config.max_num_batched_tokens, loaded.max_step_tokens)
@@ -274,7 +275,7 @@ def _connect(
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
                        machine=measured.model, log_slow_s=config.log_slow_s),
             clock=time.monotonic, on_adapter_gone=manager.forget,
-            cpu_workers=CpuWorkerStats if coexecution is None else coexecution.worker_stats,
+            cpu=partial(_cpu_stats, loaded, coexecution),
         )  # fmt: skip
         manager.attach(core)
         if not is_cuda:
@@ -286,6 +287,18 @@ def _connect(
         info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
+
+
+def _cpu_stats(loaded: "LoadedModel", coexecution: "Coexecution | None") -> CpuStats:
+    workers = CpuWorkerStats() if coexecution is None else coexecution.worker_stats()
+    threads = loaded.threads
+    if threads is None:
+        return CpuStats(workers)
+    total = threads.total
+    return CpuStats(
+        workers,
+        ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share),
+    )
 
 
 def _coexecution(

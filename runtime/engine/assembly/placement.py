@@ -24,14 +24,14 @@ class Placement:
     background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
 
 
-def weights_directory() -> Path:
-    """Where this user's packed weights are kept."""
-    return state_directory(dict(os.environ), Path.home()).with_name("weights")
+def kept_directory() -> Path:
+    """Where packed weights are kept, and what starts have found out of models and the machine."""
+    return state_directory(dict(os.environ), Path.home()).parent
 
 
 def verdicts_directory() -> Path:
     """Where it is kept what this user's models do beyond the parity probe."""
-    return weights_directory().with_name("verdicts")
+    return kept_directory() / "verdicts"
 
 
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:

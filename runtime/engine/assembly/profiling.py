@@ -30,7 +30,7 @@ from ...config.demo import with_demo
 from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ModelError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
-from .placement import Placement, place_engine, verdicts_directory, weights_directory
+from .placement import Placement, kept_directory, place_engine
 from .turns import measure_turns
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
 
     facts = read_machine_facts()
     placement = place_engine(config, facts)
-    num_cpus = placement.machine.num_cpus
-    set_threads(config.cpu_threads or num_cpus)
+    most_threads = placement.machine.num_threads
+    set_threads(config.cpu_threads or most_threads)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     loaded = assemble.load(
-        source, config, listener.on_progress, placement.background_cpus, weights_directory()
+        source, config, listener.on_progress, placement.background_cpus, kept_directory()
     )
     try:
         if not loaded.target_map.targets:
@@ -104,8 +104,8 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
         loaded = start_probe.probe(
             loaded,
             config,
-            kept_verdicts=verdicts_directory(),
-            max_threads=num_cpus if config.cpu_threads is None else None,
+            kept=kept_directory(),
+            max_threads=most_threads if config.cpu_threads is None else None,
         )
         subject = subject_of(config, loaded, placement, facts)
         with _as_corun_error():

@@ -12,7 +12,7 @@ from ...config.engine import EngineConfig
 from ...errors import ConfigError
 from ...machine.facts import read_machine_facts
 from ..tokenizer import load_tokenizer
-from .placement import place_engine, weights_directory
+from .placement import kept_directory, place_engine
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     if len(tokens) < 2:
         raise ConfigError(f"--text has {len(tokens)} tokens; there is nothing to predict")
     placement = place_engine(config, read_machine_facts())
-    set_threads(placement.machine.num_cpus)
+    set_threads(placement.machine.num_threads)
     full_config = replace(config, quantization=None, lm_head_quantization="auto")
     full, quantized = (_figures(one, tokens) for one in (full_config, config))
     return QuantizationReport(model, full, quantized)
@@ -94,7 +94,7 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
 
     assert config.model is not None
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
-    loaded = assemble.load(source, config, lambda _: None, kept_weights=weights_directory())
+    loaded = assemble.load(source, config, lambda _: None, kept=kept_directory())
     try:
         kind = loaded.weights.kind or str(loaded.dtype).removeprefix("torch.")
         if config.quantization is None and loaded.weights.kind:

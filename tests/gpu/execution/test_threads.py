@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from corun.gpu.execution import threads
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.model.probe import ProbeRow
+from corun.gpu.quiet_time import Sample
 
 
 class FakeRunner:
@@ -58,6 +60,35 @@ def test_a_single_cpu_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     runner = FakeRunner(monkeypatch, {})
     assert threads.choose_threads(runner, 1, 2**20) == 1  # type: ignore[arg-type]
     assert runner.num_threads == 1
+
+
+def test_noise_takes_all_threads_and_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = FakeRunner(monkeypatch, {1: (1.0, 1.0), 4: (5.0, 5.0)})
+    monkeypatch.setattr(
+        threads, "take_samples",
+        lambda call, num_quiet, limit_s: [Sample(19.967e-3, 19.9e-3), Sample(20.016e-3, 19.9e-3)],
+    )  # fmt: skip
+    kept = tmp_path / "choice.json"
+    assert threads.choose_threads(runner, 4, 2**20, kept) == 4  # type: ignore[arg-type]
+    assert runner.num_threads == 4
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("chosen", [1, 4])
+def test_a_quiet_choice_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: int
+) -> None:
+    kept = tmp_path / "choices" / "choice.json"
+    runner = FakeRunner(monkeypatch, {chosen: (1.0, 1.0), 5 - chosen: (5.0, 5.0)})
+    assert threads.choose_threads(runner, 4, 2**20, kept) == chosen  # type: ignore[arg-type]
+    again = FakeRunner(monkeypatch, {})
+    assert threads.choose_threads(again, 4, 2**20, kept) == chosen  # type: ignore[arg-type]
+    assert again.num_threads == chosen
+    kept.write_text("3")  # another number would have been neither
+    runner = FakeRunner(monkeypatch, {chosen: (1.0, 1.0), 5 - chosen: (5.0, 5.0)})
+    assert threads.choose_threads(runner, 4, 2**20, kept) == chosen  # type: ignore[arg-type]
 
 
 def test_kernel_threads_are_of_the_thread_that_sets_them() -> None:

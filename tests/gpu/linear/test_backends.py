@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear, product_dtype
 from corun.gpu.linear.plain import PlainLinear
 from corun.gpu.linear.select import select_linear_backend
+from corun.gpu.quiet_time import Sample
 from corun.runtime.errors import ConfigError
 
 # The arithmetics that this process can compute with, whatever it would choose.
@@ -127,3 +129,51 @@ def test_auto_leaves_the_preferred_only_for_a_gain(
     times: dict[str, list[float]], expected: str
 ) -> None:
     assert select.fastest(times) == expected
+
+
+def record(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> list[int]:
+    """Let every product seem to take a scheduler tick; returns the number of measurements."""
+    count: list[int] = []
+    recorded_ms = [19.967, 20.016, 19.984, 20.003]
+
+    def take(call: object, num_quiet: int, limit_s: float) -> list[Sample]:
+        count.append(1)
+        # numba comes first, and its best sample is the worse one.
+        took_s = [ms * (1.5 if len(count) <= 3 else 1) * 1e-3 for ms in recorded_ms]
+        return [Sample(one, 0.0 if quiet else one * 0.99) for one in took_s]
+
+    monkeypatch.setattr(select, "take_samples", take)
+    return count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_chooses_nothing_and_is_not_kept(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    count = record(monkeypatch, quiet=False)
+    preferred = "numba" if dtype is torch.bfloat16 else "onednn"
+    with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):
+        for _ in range(2):
+            make = select_linear_backend("auto", device="cpu", dtype=dtype, kept=tmp_path)
+            assert make.name == preferred
+    assert caplog.text.count("not measured, since other processes use the CPU cores") == 2
+    assert len(count) % 2 == 0 and len(count) > 0
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_quiet_choice_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = record(monkeypatch, quiet=True)
+    first = select_linear_backend("auto", device="cpu", dtype=torch.float32, kept=tmp_path)
+    measured = len(count)
+    assert measured > 0
+    with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):
+        again = select_linear_backend("auto", device="cpu", dtype=torch.float32, kept=tmp_path)
+    assert again is first
+    assert len(count) == measured and "as measured before" in caplog.text
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text('"cublas"')
+    select_linear_backend("auto", device="cpu", dtype=torch.float32, kept=tmp_path)
+    assert len(count) == 2 * measured

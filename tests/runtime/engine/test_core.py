@@ -13,6 +13,7 @@ from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConvention
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
+from corun.runtime.engine.stats import CpuStats
 from corun.runtime.errors import (
     AdapterChangedError,
     EngineDeadError,
@@ -60,7 +61,7 @@ class Engine:
             CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth),
             clock=lambda: self.now_s,
             on_adapter_gone=self.gone.append,
-            cpu_workers=lambda: self.workers,
+            cpu=lambda: CpuStats(self.workers),
         )
 
     def register(

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.engine.load_state import OpenWork
-from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LinkUsage
-from corun.runtime.engine.stats import StepCounts, engine_stats, machine_report
+from corun.runtime.engine.messages import EngineStats, LinkUsage
+from corun.runtime.engine.stats import CpuStats, StepCounts, engine_stats, machine_report
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, KvTransfer, TransferResult
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
@@ -28,7 +28,7 @@ def stats_of(scheduler: Scheduler, now_s: float = 0.0) -> EngineStats:
     steps.add(5)
     return engine_stats(
         scheduler, lambda ids: tuple(map(str, ids)),
-        steps=steps, cpu_workers=CpuWorkerStats(), work=OpenWork(scheduler), now_s=now_s,
+        steps=steps, cpu=CpuStats(), work=OpenWork(scheduler), now_s=now_s,
     )  # fmt: skip
 
 

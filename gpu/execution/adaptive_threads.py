@@ -1,0 +1,135 @@
+"""Keeps the number of the engine's computing threads to the cores that other processes leave."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cpu_workers.run_queue import RunQueue, all_thread_ids
+from ...runtime.machine.cgroup import cgroup_throttled_s
+from ...runtime.machine.core_contention import QUIET_S, CoreContention, CpuTime
+from ..forward.kernel_threads import kernel_thread_ids
+
+_LOG = logging.getLogger(__name__)
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """How many threads the engine's thread computes with, and who else takes part."""
+
+    max_threads: int  # in use at the start
+    set_threads: Callable[[int], None]
+    is_fixed: bool = False  # the number stays, and waits are told
+    # Whether libraries beside our kernels compute on threads, in a process of the engine's own.
+    has_others: bool = False
+
+
+class AdaptiveThreads:
+    """Sets the number of threads between steps. All methods belong to the engine's thread."""
+
+    def __init__(self, choice: ThreadChoice) -> None:
+        """Where the kernel does not count what threads wait for, the number stays."""
+        self._choice = choice
+        self._contention: CoreContention | None = None
+        self._total, self._begin = CpuTime(), CpuTime()
+        self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
+        self._waited_s: list[float] = []  # by thread, at the end of the step before
+        self._queue = RunQueue(())
+        self._look_at_threads()
+        if self._queue.read() is None:
+            _LOG.warning(
+                "threads: always %d, since this kernel keeps no /proc/self/task/*/schedstat: it "
+                "does not say whether other processes use the cores", choice.max_threads,
+            )  # fmt: skip
+            return
+        self._contention = CoreContention(
+            choice.max_threads, time.monotonic(), CpuTime(),
+            min_threads=choice.max_threads if choice.is_fixed else 1,
+        )  # fmt: skip
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute now."""
+        contention = self._contention
+        return self._choice.max_threads if contention is None else contention.num_threads
+
+    @property
+    def total(self) -> CpuTime:
+        """What the threads have got of the cores since the start, as of the last step."""
+        return self._total
+
+    @property
+    def waited_share(self) -> float:
+        """Of the time in which the threads could have run, in the last window of a step or more."""
+        return 0.0 if self._contention is None else self._contention.waited_share
+
+    def after_step(self) -> float:
+        """Look at what the threads have got, and change their number if that says so.
+
+        Returns for how many seconds the thread that waited most was without a core since the step
+        before.
+        """
+        times = None if self._contention is None else self._queue.read()
+        if times is None:
+            return 0.0
+        self._total = self._begin + _sum(times)
+        waited_s = [waited for _, waited in times]
+        longest_s = max(now - then for now, then in zip(waited_s, self._waited_s, strict=True))
+        self._waited_s = waited_s
+        now_s = time.monotonic()
+        if self._contention is not None and self._contention.is_due(now_s):
+            self._decide(self._contention, now_s)
+        return longest_s
+
+    def close(self) -> None:
+        """Give file descriptors back. Idempotent."""
+        self._contention = None
+        self._queue.close()
+
+    def _decide(self, contention: CoreContention, now_s: float) -> None:
+        # A quota stops all threads together, so fewer of them would only do less.
+        throttled_s = min(cgroup_throttled_s(_ROOT) - self._throttled_s, self._total.waited_s)
+        before, was_contended = contention.num_threads, contention.is_contended
+        chosen = contention.observe(now_s, self._total - CpuTime(0.0, throttled_s))
+        if chosen != before:
+            self._choice.set_threads(chosen)
+            self._look_at_threads()
+            _LOG.debug("threads: %d, after %d", chosen, before)
+        if contention.is_contended and not was_contended:
+            _LOG.warning(
+                "other processes use the CPU cores: the engine's threads waited for a core for "
+                "%.0f %% of the time in which they could have run. %s",
+                100 * contention.waited_share, self._consequence(chosen),
+            )  # fmt: skip
+        elif was_contended and not contention.is_contended:
+            _LOG.info("the CPU cores are free again: the engine computes with %d threads", chosen)
+
+    def _consequence(self, chosen: int) -> str:
+        max_threads = self._choice.max_threads
+        if self._choice.is_fixed:
+            return f"It goes on with {max_threads} threads (--fixed-cpu-threads)"
+        if max_threads == 1:
+            return "It computes with one thread already"
+        return (
+            f"It computes with {chosen} of {max_threads} threads, and with all again once they "
+            f"hardly wait for {QUIET_S:.0f} s"
+        )
+
+    def _look_at_threads(self) -> None:
+        """From now on at those that compute now."""
+        ids = kernel_thread_ids()
+        if self._choice.has_others:
+            ids |= set(all_thread_ids()) - {thread.native_id for thread in threading.enumerate()}
+        self._queue.close()
+        self._queue = RunQueue(ids)
+        times = self._queue.read() or []
+        self._begin = self._total - _sum(times)
+        self._waited_s = [waited for _, waited in times]
+
+
+def _sum(times: list[tuple[float, float]]) -> CpuTime:
+    return CpuTime(sum(ran for ran, _ in times), sum(waited for _, waited in times))

@@ -1,0 +1,68 @@
+"""How long something takes on a quiet machine, measured on one that may not be quiet."""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..cpu_workers.run_queue import RunQueue, all_thread_ids
+
+# A sample counts if the process's threads waited for cores for less than this part of it.
+_MAX_WAITED_SHARE = 0.05
+_LEAST_SAMPLES = 3  # quiet ones: fewer say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call."""
+
+    took_s: float
+    waited_s: float | None  # threads of the process were runnable without a core; None = not known
+    num_preempted: int = 0  # how often a thread of the process had to leave its core
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether other processes did not delay the call, as far as is known."""
+        if self.waited_s is None:
+            return self.num_preempted == 0
+        return self.waited_s <= _MAX_WAITED_SHARE * self.took_s
+
+
+def quiet_s(samples: Iterable[Sample]) -> float:
+    """The shortest quiet sample; infinite if too few were quiet to say anything. Pure."""
+    quiet = [sample.took_s for sample in samples if sample.is_quiet]
+    return min(quiet) if len(quiet) >= _LEAST_SAMPLES else math.inf
+
+
+def take_samples(call: Callable[[], object], num_quiet: int, limit_s: float) -> list[Sample]:
+    """Call until so many samples were quiet, but for no longer than ``limit_s``.
+
+    The threads that compute must have started.
+    """
+    samples: list[Sample] = []
+    queue = RunQueue(all_thread_ids())
+    end_s = time.perf_counter() + limit_s
+    try:
+        while sum(sample.is_quiet for sample in samples) < num_quiet:
+            before, num_before = _waited_s(queue), _num_preempted()
+            start_s = time.perf_counter()
+            call()
+            took_s = time.perf_counter() - start_s
+            after, num_after = _waited_s(queue), _num_preempted()
+            waited_s = None if before is None or after is None else after - before
+            samples.append(Sample(took_s, waited_s, num_after - num_before))
+            if start_s + took_s >= end_s:
+                break
+    finally:
+        queue.close()
+    return samples
+
+
+def _waited_s(queue: RunQueue) -> float | None:
+    times = queue.read()
+    return None if times is None else sum(waited for _, waited in times)
+
+
+def _num_preempted() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

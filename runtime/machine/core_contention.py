@@ -1,0 +1,91 @@
+"""How many threads a program should use while other processes use its cores. Pure.
+
+The kernel counts for how long threads ran and for how long they were runnable and waited for a
+core. Of n threads that wait for a share w of that time, n (1 - w) run at once on average. Threads
+beyond that number slow a parallel loop down instead of speeding it up, as the loop ends with its
+last thread.
+"""
+
+from dataclasses import dataclass
+
+# A shorter window holds too few scheduler ticks, of 1 to 10 ms.
+_WINDOW_S = 0.25
+# Of the wait of a window: above the first fewer threads are used, below the second cores are free.
+_CONTENDED_SHARE, _QUIET_SHARE = 0.2, 0.1
+# Of one thread that a core must have left, for it to be used.
+_LEAST_PART = 0.7
+QUIET_S = 30.0
+_TRIAL_S = 2.0  # for which all threads are used again before the cores count as free
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """Of some threads, since some moment."""
+
+    ran_s: float = 0.0
+    waited_s: float = 0.0  # runnable, without a core
+
+    def __add__(self, other: "CpuTime") -> "CpuTime":
+        return CpuTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s)
+
+    def __sub__(self, other: "CpuTime") -> "CpuTime":
+        return CpuTime(self.ran_s - other.ran_s, self.waited_s - other.waited_s)
+
+    @property
+    def waited_share(self) -> float:
+        """Of the time in which the threads could have run."""
+        total_s = self.ran_s + self.waited_s
+        return self.waited_s / total_s if total_s > 0 else 0.0
+
+
+class CoreContention:
+    """Says how many threads to use, by what the threads in use have got.
+
+    The number goes down with the first window that shows contention. It goes back to all threads
+    after ``QUIET_S`` in which the threads in use hardly waited.
+    """
+
+    def __init__(
+        self, max_threads: int, now_s: float, total: CpuTime, *, min_threads: int = 1
+    ) -> None:
+        """``total``: what the threads have got so far."""
+        self.num_threads = max_threads
+        self.is_contended = False
+        self.waited_share = 0.0  # of the last window
+        self._max_threads, self._min_threads = max_threads, min_threads
+        self._begin_s, self._begin = now_s, total
+        self._quiet_since_s = now_s
+        self._is_trial = False  # all threads are in use again
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether enough time has passed for ``observe`` to see something."""
+        return now_s - self._begin_s >= _WINDOW_S
+
+    def observe(self, now_s: float, total: CpuTime) -> int:
+        """How many threads to use from now on.
+
+        ``total``: of the threads in use, since the start, without waits that a quota has caused.
+        """
+        window = total - self._begin
+        if not self.is_due(now_s) or window.ran_s + window.waited_s < _WINDOW_S / 2:
+            return self.num_threads
+        self._begin_s, self._begin = now_s, total
+        self.waited_share = max(0.0, window.waited_share)
+        if self.waited_share > _QUIET_SHARE:
+            self._quiet_since_s = now_s
+        if self.waited_share > _CONTENDED_SHARE:
+            self.is_contended, self._is_trial = True, False
+            running = self.num_threads * (1 - self.waited_share)
+            self.num_threads = max(self._min_threads, int(running + 1 - _LEAST_PART))
+        elif self.is_contended:
+            self._try_again(now_s)
+        return self.num_threads
+
+    def _try_again(self, now_s: float) -> None:
+        quiet_s = now_s - self._quiet_since_s
+        if self.num_threads < self._max_threads:
+            if quiet_s >= QUIET_S:
+                self.num_threads = self._max_threads
+                self._quiet_since_s, self._is_trial = now_s, True
+        elif quiet_s >= (_TRIAL_S if self._is_trial else QUIET_S):
+            self.is_contended = False
