@@ -20,7 +20,7 @@ def choice_path(directory: Path | None, *facts: object) -> Path | None:
     """
     if directory is None:
         return None
-    machine = read_cpu_model(), process_isa(), os.cpu_count()
+    machine = read_cpu_model(), process_isa().name, os.cpu_count()
     versions = corun_version, transformers.__version__, str(torch.__version__), numba.__version__
     digest = hashlib.sha256(repr((machine, versions, facts)).encode()).hexdigest()
     return directory / "choices" / f"{digest}.json"

@@ -1,10 +1,19 @@
 """Machine facts, read from made-up trees that stand for machines and containers."""
 
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from corun.runtime.machine.cgroup import CgroupMemory, cgroup_cpu_quota, cgroup_memory
+from corun.runtime.machine.cgroup import (
+    CgroupMemory,
+    cgroup_cpu_quota,
+    cgroup_memory,
+    cgroup_throttled_s,
+)
 from corun.runtime.machine.facts import (
     MachineFacts,
     NumaNode,
@@ -195,3 +204,128 @@ def test_parsers() -> None:
     assert parse_cpu_list("0-2,5,7-8\n") == (0, 1, 2, 5, 7, 8)
     assert parse_cpu_list("\n") == ()
     assert parse_cpu_model("") == "unknown"
+
+
+_PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores", "quota", "expected"),
+    [
+        (range(8), _PAIRS, None, 4),  # two CPUs of a core are one thread
+        ((0, 2, 3), _PAIRS, None, 2),
+        ((0, 9), _PAIRS, None, 2),  # one whose core is not known
+        (range(8), (), None, 8),
+        (range(8), _PAIRS, 3.0, 3),
+        (range(8), _PAIRS, 1.5, 2),
+        (range(8), _PAIRS, 1.1, 1),  # one more thread would add a tenth at most
+        (range(8), _PAIRS, 0.5, 1),
+        (range(8), _PAIRS, 64.0, 4),
+    ],
+)
+def test_threads_are_physical_cores_cut_by_the_quota(
+    cpus: Sequence[int], cores: tuple[tuple[int, ...], ...], quota: float | None, expected: int
+) -> None:
+    facts = MachineFacts(
+        memory_total_bytes=1, memory_limit_bytes=None, memory_available_bytes=1,
+        allowed_cpus=tuple(cpus), cpu_quota=quota, cpu_model="x", numa_nodes=(), core_cpus=cores,
+        shm_total_bytes=0, shm_available_bytes=0,
+    )  # fmt: skip
+    assert facts.num_threads == expected
+
+
+def test_v2_throttling_of_all_levels_with_a_quota(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/a/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/a/cpu.stat": "usage_usec 9\nthrottled_usec 2500000\n",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+        "sys/fs/cgroup/a/b/cpu.stat": "usage_usec 9\nthrottled_usec 7000000\n",
+        "sys/fs/cgroup/a/b/cpu.weight": "5\n",  # a low weight is waiting, and throttles nothing
+    }
+    assert cgroup_throttled_s(_machine(tmp_path, _v2() | files)) == pytest.approx(2.5)
+
+
+def test_v1_throttling_of_all_levels(tmp_path: Path) -> None:
+    files = {
+        "cpu,cpuacct/cpu.stat": "nr_throttled 0\nthrottled_time 0\n",
+        "cpu,cpuacct/c/cpu.cfs_quota_us": "150000\n",
+        "cpu,cpuacct/c/cpu.cfs_period_us": "100000\n",
+        "cpu,cpuacct/c/cpu.shares": "64\n",
+        "cpu,cpuacct/c/cpu.stat": "nr_throttled 40\nthrottled_time 1500000000\n",
+    }
+    assert cgroup_throttled_s(_machine(tmp_path, _v1(files))) == pytest.approx(1.5)
+    assert cgroup_throttled_s(tmp_path / "elsewhere") == 0
+
+
+# Prints quota and threads, and throttled seconds once it has used some of its quota.
+_IN_A_GROUP = """
+import sys, time
+from pathlib import Path
+from corun.runtime.machine.cgroup import cgroup_throttled_s
+from corun.runtime.machine.facts import read_machine_facts
+sys.stdin.readline()
+end_s = time.process_time() + 0.15
+while time.process_time() < end_s:
+    pass
+facts = read_machine_facts()
+print(facts.cpu_quota, facts.num_threads)
+print(cgroup_throttled_s(Path("/")))
+"""
+
+
+def test_real_nested_groups_with_a_quota(cpu_groups: tuple[Path, Path]) -> None:
+    outer, inner = cpu_groups
+    set_quota(outer, 30_000)
+    set_quota(inner, 20_000)
+    with subprocess.Popen(
+        [sys.executable, "-c", _IN_A_GROUP], stdin=PIPE, stdout=PIPE, text=True
+    ) as child:
+        (inner / "cgroup.procs").write_text(str(child.pid))
+        told, _ = child.communicate("go\n", timeout=60)
+    first, throttled_s = told.splitlines()
+    assert first == "0.2 1"
+    assert float(throttled_s) > cgroup_throttled_s(Path("/"))
+
+
+def set_quota(group: Path, quota_us: int) -> None:
+    """Of 100 ms, in whatever version the group is of."""
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota_us} 100000")
+    else:
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+
+
+@pytest.fixture
+def cpu_groups() -> Iterator[tuple[Path, Path]]:
+    """A control group below this process's own, and one below that; skips where there are none."""
+    outer = _own_cpu_group() / f"corun-test-cpu-{os.getpid()}"
+    inner = outer / "inner"
+    try:
+        outer.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        if (outer / "cgroup.subtree_control").exists():
+            try:
+                (outer / "cgroup.subtree_control").write_text("+cpu")
+            except OSError as error:
+                pytest.skip(f"a control group's CPU time cannot be limited: {error}")
+        inner.mkdir()
+        try:
+            yield outer, inner
+        finally:
+            inner.rmdir()
+    finally:
+        outer.rmdir()
+
+
+def _own_cpu_group() -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        if "cpu" in names.split(","):
+            return Path("/sys/fs/cgroup", names, path.lstrip("/"))
+        whole = Path("/sys/fs/cgroup", path.lstrip("/"))
+        if number == "0" and not names and (whole / "cgroup.controllers").exists():
+            return whole
+    pytest.skip("this machine has no control groups of CPU time")

@@ -158,3 +158,21 @@ def test_a_squashed_request_says_so_and_what_it_lost() -> None:
     assert first.timing.parts == {TimePart.COMPUTE: 2.0, TimePart.RECOMPUTE: 1.0}
     assert (last.num_preemptions, last.num_squashes) == (1, 1)
     assert scheduler.counters.preemptions == {PreemptionCause.SQUASH: 1}
+
+
+def test_cpu_cores_that_others_use_are_a_part_of_steps() -> None:
+    timelines = Timelines()
+    one, other = running(timelines, 1), running(timelines, 2)
+    waiting = make_request(3)
+    timelines.arrived(waiting, 0.0)
+    timelines.planned(rows(chunks=[(one, 6), (other, 2)]), 1.0)
+    timelines.computed(0.5)
+    timelines.computed(1.5)
+    parts = end(timelines, one, 5.0)
+    assert parts[TimePart.CPU_WAIT] == 2.0
+    assert (parts[TimePart.COMPUTE], parts[TimePart.COMPANY]) == (1.5, 0.5)
+    timelines.computed(9.0)
+    parts = end(timelines, other, 5.0)
+    assert parts[TimePart.CPU_WAIT] == 4.0
+    assert sum(parts.values()) == 5.0
+    assert TimePart.CPU_WAIT not in end(timelines, waiting, 6.0)
