@@ -24,9 +24,14 @@ def read_kept(path: Path, kind: type[Record]) -> Record | None:
         record = msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):  # there is none, or not one of ours
         return None
-    with contextlib.suppress(OSError):  # of another user, or on a read-only file system
-        os.utime(path)
+    mark_as_used(path)
     return record
+
+
+def mark_as_used(path: Path) -> None:
+    """Set the time of its last use, unless it is another user's or on a read-only file system."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def keep(path: Path, record: object, consequence: str) -> None:

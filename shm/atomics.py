@@ -16,6 +16,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .kept_code import keeps_code
+
+_KEPT = keeps_code(__file__)
+
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -114,13 +118,13 @@ def _monotonic_ns(typing_context: Any) -> Any:
     return types.int64(), generate
 
 
-@numba.njit("int32(int64)", nogil=True, cache=True)
+@numba.njit("int32(int64)", nogil=True, cache=_KEPT)
 def load_acquire(address: int) -> int:
     """The 4-byte word at ``address``; what its writer wrote before it is visible afterwards."""
     return int(_load_acquire_32(address))
 
 
-@numba.njit("void(int64, int32)", nogil=True, cache=True)
+@numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
 def store_release(address: int, value: int) -> None:
     """Store to the 4-byte word at ``address``, after everything that this thread wrote before.
 
@@ -130,44 +134,44 @@ def store_release(address: int, value: int) -> None:
     _store_release_32(address, value)
 
 
-@numba.njit("int64(int64)", nogil=True, cache=True)
+@numba.njit("int64(int64)", nogil=True, cache=_KEPT)
 def load_acquire_64(address: int) -> int:
     """``load_acquire`` for 8 bytes."""
     return int(_load_acquire_64(address))
 
 
-@numba.njit("void(int64, int64)", nogil=True, cache=True)
+@numba.njit("void(int64, int64)", nogil=True, cache=_KEPT)
 def store_release_64(address: int, value: int) -> None:
     """``store_release`` for 8 bytes."""
     _fence()
     _store_release_64(address, value)
 
 
-@numba.njit("void()", nogil=True, cache=True)
+@numba.njit("void()", nogil=True, cache=_KEPT)
 def fence() -> None:
     """Order everything before against everything after, streaming stores included."""
     _fence()
 
 
-@numba.njit("void()", nogil=True, cache=True)
+@numba.njit("void()", nogil=True, cache=_KEPT)
 def pause() -> None:
     """Tell the core that it spins, so that its sibling gets the issue slots."""
     _pause()
 
 
-@numba.njit("int64()", nogil=True, cache=True)
+@numba.njit("int64()", nogil=True, cache=_KEPT)
 def monotonic_ns() -> int:
     """What ``time.monotonic_ns`` says."""
     return int(_monotonic_ns())
 
 
-@numba.njit("boolean(int32, int32)", nogil=True, cache=True)
+@numba.njit("boolean(int32, int32)", nogil=True, cache=_KEPT)
 def has_reached(value: int, target: int) -> bool:
     """Whether ``value`` is ``target`` or up to 2^31 - 1 steps past it, cyclically."""
     return bool(numba.int32(value - target) >= 0)
 
 
-@numba.njit("boolean(int64, int32, int64)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32, int64)", nogil=True, cache=_KEPT)
 def spin_until(address: int, target: int, timeout_ns: int) -> bool:
     """Spin until the word at ``address`` has reached ``target``; False after ``timeout_ns``."""
     if has_reached(_load_acquire_32(address), target):

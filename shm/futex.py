@@ -15,6 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .kept_code import keeps_code
+
+_KEPT = keeps_code(__file__)
+
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -61,7 +65,7 @@ def _futex_wake(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@numba.njit("void(int64, int32, int64)", nogil=True, cache=True)
+@numba.njit("void(int64, int32, int64)", nogil=True, cache=_KEPT)
 def sleep_on(address: int, seen: int, timeout_ns: int) -> None:
     """Sleep while the 4-byte word at ``address`` is ``seen``, until woken or ``timeout_ns``.
 
@@ -70,7 +74,7 @@ def sleep_on(address: int, seen: int, timeout_ns: int) -> None:
     _futex_wait(address, seen, timeout_ns)
 
 
-@numba.njit("int64(int64)", nogil=True, cache=True)
+@numba.njit("int64(int64)", nogil=True, cache=_KEPT)
 def wake(address: int) -> int:
     """Wake all who sleep on the word at ``address``, in all processes; how many that were."""
     return int(_futex_wake(address))

@@ -18,8 +18,11 @@ from .atomics import (
     store_release_64,
 )
 from .futex import sleep_on
+from .kept_code import keeps_code
 from .layout import JOB_BYTES, JOBS_OFFSET, RESULT_BYTES, RESULT_FIELDS, offset_of
 from .park import publish
+
+_KEPT = keeps_code(__file__)
 
 NOT_YET, ARRIVED, ENDED = 0, 1, 2
 """What a wait says: nothing came in time; it is there; the worker's state has changed."""
@@ -38,7 +41,7 @@ _LOOKS_PER_CLOCK = 64
 _NAP_NS = 50_000
 
 
-@numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=True)
+@numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
 def _spin(mailbox: int, word: int, target: int, state: int, spin_ns: int) -> int:
     if has_reached(load_acquire(word), target):
         return ARRIVED
@@ -56,7 +59,7 @@ def _spin(mailbox: int, word: int, target: int, state: int, spin_ns: int) -> int
             return NOT_YET
 
 
-@numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=True)
+@numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
 def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: int) -> int:
     """Wait until job ``sequence`` is published: spin, then sleep once until woken or ``park_ns``.
 
@@ -75,7 +78,7 @@ def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: in
     return int(_spin(mailbox, word, sequence, state, 0))
 
 
-@numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=True)
+@numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
 def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: int) -> int:
     """Wait until the x of job ``sequence`` has arrived: spin, then look every 50 microseconds.
 
@@ -90,14 +93,14 @@ def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: i
     return found
 
 
-@numba.njit("void(int64, int32)", nogil=True, cache=True)
+@numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
 def begin(mailbox: int, sequence: int) -> None:
     """Say that the computation of job ``sequence`` begins: its deadline counts from here."""
     store_release_64(mailbox + _BEAT, monotonic_ns())
     store_release(mailbox + _STARTED, sequence)
 
 
-@numba.njit("void(int64, int32, int32, int32, int32, int32)", nogil=True, cache=True)
+@numba.njit("void(int64, int32, int32, int32, int32, int32)", nogil=True, cache=_KEPT)
 def complete(
     mailbox: int, num_slots: int, sequence: int, generation: int, status: int, duration_us: int
 ) -> None:

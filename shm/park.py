@@ -20,7 +20,10 @@ import numba
 from .atomics import fence, has_reached, load_acquire, monotonic_ns, spin_until, store_release
 from .errors import PeerDeadError, WaitTimeoutError
 from .futex import sleep_on, wake
+from .kept_code import keeps_code
 from .words import wrap
+
+_KEPT = keeps_code(__file__)
 
 SPIN_NS = 50_000
 """How long to spin before sleeping: about what falling asleep and being woken takes."""
@@ -31,7 +34,7 @@ PARK_NS = 50_000_000
 _NAP_NS = 50_000
 
 
-@numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=_KEPT)
 def park_once(address: int, target: int, park_ns: int, sleeps_address: int) -> bool:
     """Sleep until somebody publishes or ``park_ns`` are over; whether the word has come by then."""
     store_release(sleeps_address, 1)
@@ -43,7 +46,7 @@ def park_once(address: int, target: int, park_ns: int, sleeps_address: int) -> b
     return bool(has_reached(load_acquire(address), target))
 
 
-@numba.njit("boolean(int64, int32, int64)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32, int64)", nogil=True, cache=_KEPT)
 def _nap(address: int, target: int, park_ns: int) -> bool:
     end = monotonic_ns() + park_ns
     while True:
@@ -55,7 +58,7 @@ def _nap(address: int, target: int, park_ns: int) -> bool:
         sleep_on(address, seen, _NAP_NS)
 
 
-@numba.njit("boolean(int64, int32, int64, int64, int64)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
 def wait_once(address: int, target: int, spin_ns: int, park_ns: int, sleeps_address: int) -> bool:
     """Spin up to ``spin_ns``, then sleep once, up to ``park_ns``; whether ``target`` is reached.
 
@@ -69,7 +72,7 @@ def wait_once(address: int, target: int, spin_ns: int, park_ns: int, sleeps_addr
     return bool(park_once(address, target, park_ns, sleeps_address))
 
 
-@numba.njit("void(int64, int32, int64)", nogil=True, cache=True)
+@numba.njit("void(int64, int32, int64)", nogil=True, cache=_KEPT)
 def publish(address: int, value: int, sleeps_address: int) -> None:
     """Store ``value`` to the word with release order, and wake its sleeper if there is one."""
     store_release(address, value)

@@ -1,5 +1,6 @@
 """The package as its users import it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,3 +49,9 @@ def test_what_a_policy_is_written_with_loads_next_to_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cpu_build_that_the_readme_installs_is_the_tested_one() -> None:
+    tested = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    named = set(re.findall(r"torch==([\d.]+)\+cpu", (ROOT / "README.md").read_text()))
+    assert tested is not None and named == {tested[1]}

@@ -16,6 +16,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...shm.atomics import has_reached, load_acquire, monotonic_ns, pause
+from ...shm.kept_code import keeps_code
+
+_KEPT = keeps_code(__file__)
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -60,7 +63,7 @@ def _sleep_ns(typing_context: Any, duration_ns: Any) -> Any:
     return types.void(types.int64), generate
 
 
-@numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=_KEPT)
 def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> bool:
     """Wait until the word at ``address`` has reached ``target``; False after ``timeout_ns``.
 
@@ -83,7 +86,7 @@ def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> boo
             _yield_core()
 
 
-@numba.njit("void(int64)", nogil=True, cache=True)
+@numba.njit("void(int64)", nogil=True, cache=_KEPT)
 def wait_clock(deadline_ns: int) -> None:
     """Wait until the monotonic clock shows ``deadline_ns``, to a few microseconds if possible."""
     while True:
@@ -96,13 +99,13 @@ def wait_clock(deadline_ns: int) -> None:
             _yield_core()
 
 
-@numba.njit("boolean(int64, int32)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32)", nogil=True, cache=_KEPT)
 def wait_briefly(address: int, target: int) -> bool:
     """The begin of ``wait_word``, before a wait on a lock that nobody is in a hurry for."""
     return bool(wait_word(address, target, 0, _BRIEFLY_NS))
 
 
-@numba.njit("boolean(int64, int32)", nogil=True, cache=True)
+@numba.njit("boolean(int64, int32)", nogil=True, cache=_KEPT)
 def wait_awake(address: int, target: int) -> bool:
     """All of ``wait_word`` but the sleeps, before a wait on a lock."""
     return bool(wait_word(address, target, 0, _YIELD_NS))

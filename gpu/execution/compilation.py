@@ -13,6 +13,8 @@ from typing import Any
 import numba.core.event as numba_events
 import torch
 
+from ...shm.kept_code import why_code_is_not_kept
+
 # Where kernels are, in the order in which an engine on the CPU comes to need them.
 _GROUPS = {
     "corun.shm": "signals and waits",
@@ -80,10 +82,10 @@ def compilation_told(on_progress: Callable[[str], None]) -> Iterator[None]:
     with numba_events.install_listener("numba:compile", teller), _triton_tells(teller):
         yield
     if teller.num_compiled:
-        on_progress(
-            f"compiled {teller.num_compiled} kernels in {teller.total_s:.1f} s; "
-            "they are kept for the next start"
-        )
+        kept = "they are kept for the next start"
+        if why_code_is_not_kept() is not None:
+            kept = "the next start compiles them again"
+        on_progress(f"compiled {teller.num_compiled} kernels in {teller.total_s:.1f} s; {kept}")
 
 
 @contextmanager

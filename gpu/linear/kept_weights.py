@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from ...runtime.kept_records import mark_as_used
 from ...runtime.whole_file import replacing
 from ..device import huge_pages
 
@@ -54,9 +55,9 @@ class KeptWeights:
                 raise ValueError("its index is none")
             self._index = index
             self._start = _aligned(_LENGTH_BYTES + length)
-            os.utime(self._path)  # the time of its last use
         except (OSError, ValueError) as error:
             self._damaged(str(error))
+        mark_as_used(self._path)
 
     def __len__(self) -> int:
         """Matrices that it has."""
@@ -138,10 +139,10 @@ def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
     note = directory / f"{question}.digest"
     try:
         answer = note.read_text()
-        os.utime(note)
     except OSError:
         answer = ""
     if re.fullmatch("[0-9a-f]{64}", answer):
+        mark_as_used(note)
         return answer
     answer = find()
     try:

@@ -19,6 +19,7 @@ from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgres
 
 EXIT_GRACE_S = 5.0  # after Shutdown: a step may have to end first
 DEATH_GRACE_S = 0.5  # after the channel's end
+SILENCE_S = 2.5  # of a start, after which it is said again what it does
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class ChannelClient:
         self._death: EngineDeadError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._doing = "starting the engine"  # as the engine has said last
+        self._doing_since_s = 0.0
 
     @property
     def num_heartbeats(self) -> int:
@@ -82,7 +85,7 @@ class ChannelClient:
         try:
             await self._channel.open(self._launch())
             self._greet()
-            return await self._ready
+            return await self._started()
         except BaseException:
             await self.close()
             raise
@@ -145,6 +148,21 @@ class ChannelClient:
             _logger.error("%s", self._death)
             self._on_death(self._death)
 
+    async def _started(self) -> Ready:
+        """Wait for the engine; where it says nothing for long, say that it is still at it."""
+        assert self._ready is not None
+        now_s = asyncio.get_running_loop().time
+        said_s = self._doing_since_s = now_s()
+        while True:
+            due_s = max(said_s, self._doing_since_s) + SILENCE_S
+            if now_s() >= due_s:
+                said_s = now_s()
+                _logger.info("still %s (%.0f s)", self._doing, said_s - self._doing_since_s)
+                continue
+            done, _ = await asyncio.wait({self._ready}, timeout=due_s - now_s())
+            if done:
+                return self._ready.result()
+
     def _channel_closed(self, error: Exception | None) -> None:
         if error is not None:
             _logger.error("the channel to the engine broke: %s", error)
@@ -155,6 +173,7 @@ class ChannelClient:
         match message:
             case StartupProgress(text):
                 _logger.info("%s", text)
+                self._doing, self._doing_since_s = text, asyncio.get_running_loop().time()
             case StartupFailed(kind, error):
                 if not self._ready.done():
                     self._ready.set_exception(rebuild_error(kind, error, default=EngineDeadError))

@@ -57,6 +57,8 @@ LONG_STEP_S = 1.0
 FAILING_MODEL = "model-that-cannot-be-loaded"
 BROKEN_MODEL = "model-that-shows-a-bug"
 SLOW_MODEL = "model-that-loads-for-ever"
+SILENT_MODEL = "one that loads without a word"
+SILENT_S = 1.0
 
 
 class FakeCore:
@@ -322,6 +324,8 @@ def build(
         raise ModelError(f"cannot load {config.model}")
     if config.model == BROKEN_MODEL:
         raise ZeroDivisionError("a bug while loading")
+    if config.model == SILENT_MODEL:
+        time.sleep(SILENT_S)
     while config.model == SLOW_MODEL:
         on_progress("still loading")
         time.sleep(0.001)

@@ -22,6 +22,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ....shm.kept_code import keeps_code
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SIMD = Path(__file__).parent
@@ -55,7 +57,8 @@ def kernel(*signatures: str, **options: Any) -> Callable[[Callable[..., Any]], A
         )
         bound.__doc__, bound.__module__ = function.__doc__, function.__module__
         bound.__qualname__ = function.__qualname__
-        settings = {"error_model": "numpy", "cache": True, "nogil": True} | options
+        kept = keeps_code(function.__code__.co_filename)
+        settings = {"error_model": "numpy", "cache": kept, "nogil": True} | options
         return njit(list(signatures) or None, **settings)(bound)
 
     return decorate

@@ -41,7 +41,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
-from .placement import Placement, kept_directory, place_engine
+from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
 from .sizes import copies_adapters, max_model_len_of, plan_engine_memory
@@ -149,6 +149,7 @@ def _build(
         from ....gpu.forward.kernel_threads import set_kernel_threads
         from ....gpu.model.source import ModelSource, load_config
 
+    warn_of_what_is_not_kept()
     facts = read_machine_facts()
     placement = place_engine(config, facts)
     most_threads = placement.machine.num_threads

@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....profiles.find import state_directory
+from ....shm.kept_code import VARIABLE as KERNELS_VARIABLE
+from ....shm.kept_code import shared_with, why_code_is_not_kept
 from ...config.engine import EngineConfig
 from ...config.notations import format_cpus, parse_cpu_cores
 from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
 from ...machine.facts import MachineFacts, pci_numa_node
+
+STATE_VARIABLE = "XDG_STATE_HOME"
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,14 +28,51 @@ class Placement:
     background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
 
 
-def kept_directory() -> Path:
-    """Where packed weights are kept, and what starts have found out of models and the machine."""
+def kept_directory() -> Path | None:
+    """Where packed weights are kept, and what starts have found out of models and the machine.
+
+    None if nothing is kept: where it cannot be made, or others can write.
+    """
+    state = _state()
+    return None if _why_state_is_not_kept(state) is not None else state
+
+
+def verdicts_directory() -> Path | None:
+    """Where it is kept what this user's models do, as far as it was tried; None if nothing is."""
+    kept = kept_directory()
+    return None if kept is None else kept / "verdicts"
+
+
+def warn_of_what_is_not_kept() -> None:
+    """Log once what each start does again, and the variables that change it."""
+    reasons = {
+        KERNELS_VARIABLE: ("compiles kernels again", why_code_is_not_kept()),
+        STATE_VARIABLE: ("tries models again", _why_state_is_not_kept(_state())),
+    }
+    found = {name: told for name, told in reasons.items() if told[1] is not None}
+    if found:
+        _LOG.warning(
+            "each start %s, since %s; set %s to a directory that only this user can write",
+            " and ".join(what for what, _ in found.values()),
+            ", and ".join(str(why) for _, why in found.values()), " and ".join(found),
+        )  # fmt: skip
+
+
+def _state() -> Path:
     return state_directory(dict(os.environ), Path.home()).parent
 
 
-def verdicts_directory() -> Path:
-    """Where it is kept what this user's models do beyond the parity probe."""
-    return kept_directory() / "verdicts"
+def _why_state_is_not_kept(state: Path) -> str | None:
+    shared = shared_with(state)
+    if shared is not None:
+        return f"others can write {shared}"
+    if state.exists():  # perhaps on a read-only file system, with what others have made ready
+        return None
+    try:
+        state.mkdir(parents=True)
+    except OSError as error:
+        return f"{state} cannot be made: {error.strerror}"
+    return None
 
 
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine import channel_client
 from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.messages import (
@@ -99,6 +100,31 @@ def test_requests_run_side_by_side(kind: str) -> None:
             for request_id, token_ids in tokens.items():
                 assert token_ids == [*f"text {request_id}".encode(), EOS_ID]
         assert session.deaths == []
+
+    asyncio.run(run())
+
+
+@both
+def test_a_long_start_goes_on_saying_what_it_does(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel_client, "SILENCE_S", fake_core.SILENT_S / 5)
+    caplog.set_level("INFO")
+
+    async def run() -> None:
+        async with Session(make_client(kind, fake_core.SILENT_MODEL)) as session:
+            assert session.ready.model.name == "fake"
+
+    asyncio.run(run())
+    assert "still pretending to load (" in caplog.text
+
+
+def test_a_silent_start_can_be_given_up() -> None:
+    async def run() -> None:
+        client = make_client("process", fake_core.SILENT_MODEL)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.start(lambda _: None, lambda _: None), 0.3)
+        await client.close()
 
     asyncio.run(run())
 

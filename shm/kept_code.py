@@ -1,0 +1,98 @@
+"""Whether compiled kernels are kept in files, which numba runs as code, and why not.
+
+numba takes the first directory that it can write: that of NUMBA_CACHE_DIR, else the one beside the
+source, else the user's. It raises an error if there is none, and trusts whatever it finds there. So
+kernels are kept only where a directory can be written, and by this user and root alone.
+"""
+
+import contextlib
+import os
+import stat
+import tempfile
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "NUMBA_CACHE_DIR"
+
+_reasons: list[str] = []  # of modules whose kernels are not kept
+
+
+@cache
+def keeps_code(source: str) -> bool:
+    """Whether kernels of the file ``source`` are kept: ``cache`` of numba's decorators."""
+    reason = _why_not(Path(source).resolve().parent)
+    if reason is not None:
+        _reasons.append(reason)
+    return reason is None
+
+
+def why_code_is_not_kept() -> str | None:
+    """Why kernels of a module that has been imported are not kept; None if all are."""
+    return _reasons[0] if _reasons else None
+
+
+def shared_with(path: Path) -> Path | None:
+    """The first directory on the way to ``path`` that others can write; None if there is none.
+
+    Others are all but root, this user and a group that has this user's name and no other member. A
+    directory that is not there yet is as private as the one that it would be made in.
+    """
+    path = path.resolve()
+    child_exists = False
+    for directory in (path, *path.parents):
+        try:
+            found = directory.stat()
+        except OSError:
+            continue
+        # In a sticky directory nobody can replace what is another user's.
+        is_safe_parent = child_exists and bool(found.st_mode & stat.S_ISVTX)
+        if found.st_uid not in (0, os.geteuid()) or (_is_shared(found) and not is_safe_parent):
+            return directory
+        child_exists = True
+    return None
+
+
+@cache
+def _why_not(folder: Path) -> str | None:
+    directories = _directories(folder)
+    for directory in directories:
+        if _can_write(directory):
+            shared = shared_with(directory)
+            return None if shared is None else f"others can write {shared}"
+    return f"{' and '.join(map(str, directories))} cannot be written"
+
+
+def _directories(folder: Path) -> tuple[Path, ...]:
+    """Where numba looks for a place, in this order."""
+    import numba
+    from numba.misc.appdirs import AppDirs
+
+    places = (folder / "__pycache__", Path(AppDirs("numba", appauthor=False).user_cache_dir))
+    given = numba.config.CACHE_DIR
+    return (Path(given), *places) if given else places
+
+
+def _can_write(directory: Path) -> bool:
+    """Whether a file can be made there, as numba tries it."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+        return True
+    return False
+
+
+def _is_shared(found: os.stat_result) -> bool:
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _is_own_group(found.st_gid)
+
+
+def _is_own_group(group_id: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}

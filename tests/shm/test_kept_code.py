@@ -1,0 +1,65 @@
+"""Compiled kernels are kept where this user alone can write, and nowhere else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corun.shm.kept_code import shared_with
+
+# Of the process that is asked; the directories are made by the test.
+SCRIPT = """
+from pathlib import Path
+from corun.shm import atomics
+from corun.shm.kept_code import why_code_is_not_kept
+print(atomics.monotonic_ns() > 0, why_code_is_not_kept())
+"""
+
+
+def asked(cache: Path) -> str:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_directory_of_ones_own_is_used(tmp_path: Path) -> None:
+    assert asked(tmp_path / "kernels") == "True None"
+    assert list((tmp_path / "kernels").rglob("*.nbi"))
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
+def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -> None:
+    cache = tmp_path / "kernels"
+    cache.mkdir()
+    cache.chmod(mode)
+    assert asked(cache) == f"True others can write {cache}"
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
+    cache = tmp_path / "kernels"
+    cache.mkdir(mode=0o755)
+    os.chown(cache, 4242, 4242)
+    assert asked(cache) == f"True others can write {cache}"
+    assert not list(cache.iterdir())
+
+
+def test_what_others_could_put_in_its_place(tmp_path: Path) -> None:
+    open_one, closed = tmp_path / "open", tmp_path / "open" / "closed"
+    closed.mkdir(parents=True)
+    assert shared_with(closed) is None
+    assert shared_with(closed / "not" / "yet") is None
+    open_one.chmod(0o777)
+    assert shared_with(closed) == open_one
+    assert shared_with(open_one / "not" / "yet") == open_one
+    open_one.chmod(0o1777)  # as the temporary directory is
+    assert shared_with(closed) is None
+    assert shared_with(open_one / "not" / "yet") == open_one
+    closed.chmod(0o775)
+    os.chown(closed, -1, 4242) if os.geteuid() == 0 else None
+    assert shared_with(closed) in ({closed} if os.geteuid() == 0 else {closed, None})
