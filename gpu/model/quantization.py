@@ -36,9 +36,9 @@ from .stored_quantization import (
     is_stored_tensor,
     read_stored,
     read_stored_quantization,
-    stored_paths,
+    stored_linears,
 )
-from .targets import build_target_map
+from .targets import build_target_map, left_out_parts
 from .weight_files import WeightFiles
 
 _LOG = logging.getLogger(__name__)
@@ -153,6 +153,7 @@ class QuantizedLinears:
         in_full = quantization.stored is not None and not quantization.stored.bits
         self._files = FourBitFiles(source) if in_full else WeightFiles(source)
         self._bits: dict[str, int | None] = {}  # by path; None = as stored
+        self._stored: dict[str, str] = {}  # paths on disk of what is quantised there, by path
         self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another one
         self._kept: KeptWeights | None = None
         self._made: dict[str, PackedWeight] = {}
@@ -186,9 +187,10 @@ class QuantizedLinears:
             for path, bits in self._bits.items()
             if bits is None or self._tensor_of.get(path) == f"{path}.weight"
         }
+        replaced = zeros.keys() | {f"{stored}.weight" for stored in self._stored.values()}
         names = [
             name for name in self._files.names
-            if name not in zeros and not (self._quantization.stored and is_stored_tensor(name))
+            if name not in replaced and not (self._quantization.stored and is_stored_tensor(name))
         ]  # fmt: skip
         with self._files.lazily(names) as tensors:
             return load_model(
@@ -262,13 +264,11 @@ class QuantizedLinears:
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Say which of ``linears`` are quantised."""
-        stored = stored_paths(self._files) if self._quantization.stored is not None else frozenset()
-        if stored - linears.keys():
-            raise ModelError(
-                f"{self._source.path!r} has quantised weights that are no plain linear's: "
-                f"{min(stored - linears.keys())}; corun does not serve them"
-            )
-        self._bits = dict.fromkeys(sorted(stored))
+        if self._quantization.stored is not None:
+            left_out = [one.path for one in left_out_parts(skeleton.model)]
+            self._stored = stored_linears(self._files, linears, left_out)
+        stored = self._stored.keys()
+        self._bits = dict.fromkeys(stored)
         asked = {path: self._quantization.bits for path in _inside_layers(skeleton.model, linears)}
         head = skeleton.model.get_output_embeddings()
         asked |= {
@@ -296,7 +296,7 @@ class QuantizedLinears:
 
     def _check_bias(self, path: str, linear: nn.Linear) -> None:
         """Some write zeros where a linear has no bias; anything else would be lost."""
-        name = f"{path}.bias"
+        name = f"{self._stored[path]}.bias"
         is_lost = linear.bias is None and self._files.shape(name) is not None
         if is_lost and bool(self._files.read(name).any()):
             raise ModelError(f"{self._source.path!r} has {name}, but the model has no such bias")
@@ -335,7 +335,7 @@ class QuantizedLinears:
         shape = (linear.out_features, linear.in_features)
         if bits is None:
             assert stored is not None
-            return read_stored(self._files, path, shape, stored)
+            return read_stored(self._files, self._stored[path], shape, stored)
         name = self._tensor_of.get(path)
         num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)
         parts = []

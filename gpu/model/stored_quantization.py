@@ -6,7 +6,7 @@ again. bitsandbytes in 4 bits, whose levels are no whole numbers, is read as ful
 (``four_bit_files.py``). All that would change the result and is not understood is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
+from ...runtime.adapters.tensor_names import PathIndex
 from ...runtime.errors import ModelError
 from ..linear.quantized import BITS, QuantizedWeight
 from .source import way_to_full_weights
@@ -182,10 +183,33 @@ def stored_paths(files: WeightFiles) -> frozenset[str]:
     return frozenset(paths)
 
 
+def stored_linears(
+    files: WeightFiles, linears: Iterable[str], left_out: Iterable[str]
+) -> dict[str, str]:
+    """Paths on disk of those of ``linears`` that are quantised there, by their paths in the model.
+
+    Files of multi-modal models have the names of older releases, and linears of the parts that are
+    ``left_out``. Raises ``ModelError`` for a path that is neither.
+    """
+    known = PathIndex({path: path for path in linears})
+    unused = PathIndex({path: path for path in left_out})
+    found = {}
+    for stored in sorted(stored_paths(files)):
+        path = known.find(stored)
+        if path is not None:
+            found[path] = stored
+        elif unused.find_holder(stored) is None:
+            raise ModelError(
+                f"the checkpoint has quantised weights that are no plain linear's: {stored}; corun "
+                "does not serve them"
+            )
+    return found
+
+
 def read_stored(
     files: WeightFiles, path: str, shape: tuple[int, int], stored: StoredQuantization
 ) -> QuantizedWeight:
-    """The linear at ``path``, whose matrix is ``shape`` [out_features, in_features].
+    """The linear at ``path`` on disk, whose matrix is ``shape`` [out_features, in_features].
 
     Raises ``ModelError`` naming it.
     """

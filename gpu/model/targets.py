@@ -61,7 +61,7 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             group = next_group.setdefault(layer, 0)
             next_group[layer] = group + 1
             targets.append(_target(len(targets), path, layer, group, module))
-    unused = (*_left_out(model), *_of_shared_kv(model, layers_path))
+    unused = (*left_out_parts(model), *_of_shared_kv(model, layers_path))
     return TargetMap(tuple(targets), refused, unused, _vocabularies(model))
 
 
@@ -151,7 +151,8 @@ def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> Targe
     return replace(target_map, targets=tuple(targets), refused=refused)
 
 
-def _left_out(model: nn.Module) -> Iterator[UnusedModule]:
+def left_out_parts(model: nn.Module) -> Iterator[UnusedModule]:
+    """What text never reaches and was not loaded."""
     return (module.unused for module in model.modules() if isinstance(module, LeftOut))
 
 

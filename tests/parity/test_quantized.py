@@ -12,7 +12,8 @@ from corun import Engine, LoRARequest, SamplingParams
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, check, make_case, prompts, split_at
 from support.model_profiles import Figures
-from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
+from support.parity import MAX_LOGPROBS, AdapterSpec, HalfErrors, ParityCase, largest_error
+from support.stored_integers import store_in_integers
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -67,6 +68,22 @@ def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
         check(case, answers)
         assert engine.assisted
         engine.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "qwen3_vl"])
+def test_stored_integers_of_wrappers(model_type: str, method: str, tmp_path: Path) -> None:
+    """Their files have other names than their modules, and linears of a tower in integers, too."""
+    specs = (AdapterSpec("regex", {"target_modules": r".*language_model.*\.(q_proj|up_proj)"}),)
+    bits = {"gptq": "int4", "compressed-tensors": "int8"}[method]
+    case = ParityCase(model_type, tmp_path, quantization=bits, specs=specs)
+    stored = store_in_integers(case.directory, tmp_path / "stored", method)
+    names = [None, *case.adapters]
+    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
+    with Engine(model=str(stored), device="cpu", dtype="float32", memory_gib=0.05) as engine:
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
+    for name, output in zip(names, outputs, strict=True):
+        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
