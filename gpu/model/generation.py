@@ -12,6 +12,18 @@ _LOG = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+# What transformers' generate applies and corun does not, with the value that changes no answer.
+_NOT_APPLIED: dict[str, object] = {
+    "bad_words_ids": None, "begin_suppress_tokens": None, "constraints": None, "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "force_words_ids": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0,
+    "max_new_tokens": None, "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0,
+    "num_beams": 1, "penalty_alpha": 0.0, "sequence_bias": None, "stop_strings": None,
+    "suppress_tokens": None, "token_healing": False, "top_h": None, "typical_p": 1.0,
+    "watermarking_config": None,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
@@ -28,13 +40,15 @@ def read_generation_defaults(
 
     Only values that the file states count, because the library's own defaults are nobody's choice;
     ``do_sample: false`` stands for temperature 0. Values that no request may have are left out with
-    a warning. Raises ``ModelError`` if the file cannot be read.
+    a warning, and a warning names values that would change answers and are not applied. Raises
+    ``ModelError`` if the file cannot be read.
     """
     generation = load_generation_config(source, config)
     stated = generation.to_diff_dict()
     sampling = {name: stated[name] for name in _SAMPLING_FIELDS if _is_usable(name, stated, source)}
     if stated.get("do_sample") is False:
         sampling["temperature"] = 0.0
+    _warn_of_unapplied(stated, source)
     eos = generation.eos_token_id
     if eos is None:
         eos = getattr(config, "eos_token_id", None)
@@ -56,3 +70,17 @@ def _is_usable(name: str, stated: dict[str, Any], source: ModelSource) -> bool:
         _LOG.warning("generation_config.json of %s: %s; it is left out", source.path, error)
         return False
     return True
+
+
+def _warn_of_unapplied(stated: dict[str, Any], source: ModelSource) -> None:
+    names = [
+        name for name, neutral in _NOT_APPLIED.items()
+        if stated.get(name) not in (None, neutral, [], {})
+    ]  # fmt: skip
+    if names:
+        _LOG.warning(
+            "generation_config.json of %s: corun does not apply %s; answers can differ from those "
+            "of transformers' generate. Requests can set stop, min_tokens, max_tokens and "
+            "logit_bias",
+            source.path, ", ".join(names),
+        )  # fmt: skip

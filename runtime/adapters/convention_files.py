@@ -21,6 +21,7 @@ from .conventions import (
     ADDED_TOKENS_NAME,
     GENERATION_CONFIG_NAME,
     MAX_TEMPLATE_BYTES,
+    PROCESSOR_TEMPLATE_NAME,
     SPECIAL_TOKENS_NAME,
     TEMPLATE_NAME,
     TOKENIZER_CONFIG_NAME,
@@ -65,6 +66,7 @@ class ConventionReader:
         try:
             contents = ConventionContents(
                 template=_read_template(folder),
+                processor_template=_read_json(folder, PROCESSOR_TEMPLATE_NAME),
                 tokenizer_config=_read_json(folder, TOKENIZER_CONFIG_NAME),
                 special_tokens_map=_read_json(folder, SPECIAL_TOKENS_NAME),
                 added_tokens=_read_json(folder, ADDED_TOKENS_NAME),

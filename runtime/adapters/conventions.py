@@ -14,12 +14,14 @@ import msgspec
 from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
 
 TEMPLATE_NAME, TOKENIZER_NAME = "chat_template.jinja", "tokenizer.json"
+PROCESSOR_TEMPLATE_NAME = "chat_template.json"  # what processors of older releases wrote
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 ADDED_TOKENS_NAME = "added_tokens.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 CONVENTION_NAMES = (
     TEMPLATE_NAME,
+    PROCESSOR_TEMPLATE_NAME,
     TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
     SPECIAL_TOKENS_NAME,
@@ -57,6 +59,7 @@ class ConventionContents:
     """What is in the files, as JSON's types; empty where there is no file."""
 
     template: str | None = None  # of a file of its own
+    processor_template: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any]
     added_tokens: Mapping[str, Any]
@@ -96,21 +99,28 @@ def _with_digest(found: AdapterConventions) -> AdapterConventions:
 
 
 def _template(contents: ConventionContents) -> Template | None:
-    """Return what transformers takes: a file of its own, or else a field of the configuration."""
+    """Return that of a file of its own, or else of the tokenizer, or else of the processor."""
     if contents.template is not None:
         return contents.template
-    source = contents.tokenizer_config.get("chat_template")
+    of_tokenizer = _field_template(TOKENIZER_CONFIG_NAME, contents.tokenizer_config)
+    if of_tokenizer is not None:
+        return of_tokenizer
+    return _field_template(PROCESSOR_TEMPLATE_NAME, contents.processor_template)
+
+
+def _field_template(file: str, fields: Mapping[str, Any]) -> Template | None:
+    source = fields.get("chat_template")
     if isinstance(source, list):
         try:
             source = {str(one["name"]): str(one["template"]) for one in source}
         except (TypeError, KeyError):
-            raise _wrong(TOKENIZER_CONFIG_NAME, "chat_template", "a text or named texts") from None
+            raise _wrong(file, "chat_template", "a text or named texts") from None
     elif not isinstance(source, str | None):
-        raise _wrong(TOKENIZER_CONFIG_NAME, "chat_template", "a text or named texts")
+        raise _wrong(file, "chat_template", "a text or named texts")
     num_bytes = sum(len(one.encode(errors="replace")) for one in _texts(source))
     if num_bytes > MAX_TEMPLATE_BYTES:
         raise ValueError(
-            f"the chat_template of {TOKENIZER_CONFIG_NAME} has {num_bytes} bytes, and at most "
+            f"the chat_template of {file} has {num_bytes} bytes, and at most "
             f"{MAX_TEMPLATE_BYTES} are read"
         )
     return source

@@ -4,9 +4,12 @@ A front end that has the engine in another process needs neither transformers no
 tokenizer that is all in its Rust backend. Knows nothing of requests.
 """
 
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
+from ..adapters.conventions import PROCESSOR_TEMPLATE_NAME
 from ..adapters.vocabulary import BaseTokens
 from ..errors import ModelError
 from .messages import TokenizerSpec
@@ -22,12 +25,16 @@ def load_tokenizer(
 ) -> Any:
     """Load transformers' tokenizer from a directory or hub id.
 
-    Raises ``ModelError`` if there is none.
+    One without a chat template gets that of the model's processor, if there is one. Raises
+    ``ModelError`` if there is no tokenizer.
     """
     try:
-        return _import_auto_tokenizer().from_pretrained(
+        hf = _import_auto_tokenizer().from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
+        if hf.chat_template is None:
+            hf.chat_template = _processor_template(path, revision)
+        return hf
     # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
     except Exception as error:
         raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
@@ -77,6 +84,20 @@ def read_tokenizer(
     tokens = BaseTokens(dict(hf.get_vocab()), added, hf.eos_token_id, num_embeddings)
     # A tokenizer's own code may do anything, which its text does not say.
     return tokens, None if trust_remote_code else spec_of(hf)
+
+
+def _processor_template(path: str, revision: str | None) -> str | None:
+    """Return the chat template that older releases of transformers wrote for a processor."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(path, PROCESSOR_TEMPLATE_NAME, revision=revision)
+    except OSError:  # there is none
+        return None
+    template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    if not isinstance(template, str):
+        raise ModelError(f"chat_template in {PROCESSOR_TEMPLATE_NAME} is not a text")
+    return template
 
 
 def _import_auto_tokenizer() -> Any:

@@ -358,6 +358,26 @@ def test_defaults_that_no_request_may_have_are_left_out(
     assert "top_p is 0.0" in caplog.text
 
 
+def test_settings_that_are_not_applied_are_named(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stated = {
+        "no_repeat_ngram_size": 3, "suppress_tokens": [5], "bad_words_ids": [[7]], "num_beams": 4,
+        "forced_bos_token_id": 0, "forced_eos_token_id": None, "begin_suppress_tokens": [],
+        "guidance_scale": 1.0, "min_length": 0, "typical_p": 1, "max_length": 4096,
+    }  # fmt: skip
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    assert defaults(directory) == GenerationDefaults((2,), {})
+    assert (
+        "bad_words_ids, forced_bos_token_id, no_repeat_ngram_size, num_beams, suppress_tokens;"
+        in (caplog.text)
+    )
+    caplog.clear()
+    (directory / "generation_config.json").write_text('{"min_length": 0, "max_length": 4096}')
+    defaults(directory)
+    assert not caplog.text
+
+
 def test_the_end_token_of_the_tokenizer_is_one_more(directory: Path) -> None:
     assert defaults(directory, 2).eos_token_ids == (2,)
     assert defaults(directory, 7).eos_token_ids == (2, 7)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from corun.runtime.adapters.convention_files import (
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.vocabulary import BaseTokens
 from corun.runtime.demo import demo_model_path
+from transformers import AutoTokenizer
 
 BASE_TOKENIZER = demo_model_path() / "tokenizer.json"
 TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
@@ -58,6 +60,20 @@ def test_a_template_is_read_as_transformers_reads_it(
 ) -> None:
     write(tmp_path, chat_template__jinja=b"\xc3\xa9\r\nx\ry")
     assert reader.read(tmp_path).template == "é\nx\ny"
+
+
+def test_a_template_of_a_processor(reader: ConventionReader, tmp_path: Path) -> None:
+    write(tmp_path, chat_template__json={"chat_template": TEMPLATE})
+    assert reader.read(tmp_path).template == TEMPLATE
+
+
+def test_a_byte_order_mark_is_part_of_a_template_as_in_transformers(
+    reader: ConventionReader, tmp_path: Path
+) -> None:
+    write(tmp_path, chat_template__jinja=b"\xef\xbb\xbf" + TEMPLATE.encode())
+    template = reader.read(tmp_path).template
+    shutil.copy(BASE_TOKENIZER, tmp_path)
+    assert template == AutoTokenizer.from_pretrained(tmp_path).chat_template == "\ufeff" + TEMPLATE
 
 
 def test_the_base_tokenizer_beside_it_is_no_other(reader: ConventionReader, tmp_path: Path) -> None:

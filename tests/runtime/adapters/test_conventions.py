@@ -18,7 +18,10 @@ DECODER: dict[str, Any] = {"added_tokens_decoder": {"1": {"content": "</s>", "sp
 def read(
     template: str | None = None, *, tokenizer: TokenDifferences | None = None, **files: Any
 ) -> tuple[AdapterConventions, list[str]]:
-    names = ("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config")
+    names = (
+        "processor_template", "tokenizer_config", "special_tokens_map", "added_tokens",
+        "generation_config",
+    )  # fmt: skip
     contents = ConventionContents(
         template=template, **{name: files.pop(name, {}) for name in names}
     )
@@ -45,6 +48,17 @@ def test_a_file_of_its_own_goes_before_a_field() -> None:
     assert read(tokenizer_config=config)[0].template == "of the field"
     by_name = {"chat_template": [{"name": "default", "template": "x"}]}
     assert read(tokenizer_config=by_name)[0].template == {"default": "x"}
+
+
+def test_the_template_of_a_processor_is_the_last_that_is_taken() -> None:
+    processor = {"chat_template": "of the processor"}
+    assert read(processor_template=processor)[0].template == "of the processor"
+    config = {"chat_template": "of the tokenizer"}
+    assert read(processor_template=processor, tokenizer_config=config)[0].template == (
+        "of the tokenizer"
+    )
+    with pytest.raises(ValueError, match=r"chat_template in chat_template\.json"):
+        read(processor_template={"chat_template": 3})
 
 
 @pytest.mark.parametrize(

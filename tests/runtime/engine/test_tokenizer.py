@@ -37,6 +37,17 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert spec.chat_template == {"default": "x"}
 
 
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.json"
+    file.write_text('{"chat_template": "x"}')
+    spec = spec_of(load(tmp_path))
+    assert spec is not None and spec.chat_template == "x"
+    assert load(tmp_path, chat_template="y").chat_template == "y"
+    file.write_text("{")
+    with pytest.raises(ModelError):
+        load(tmp_path)
+
+
 def test_one_in_python_is_not_told() -> None:
     class Slow:
         is_fast = False
