@@ -8,7 +8,7 @@ import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.engine.messages import EngineStats
-from support.architectures import ARCHITECTURES
+from support.architectures import ARCHITECTURES, mostly
 from support.devices import DEVICES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
 
@@ -78,8 +78,14 @@ def test_mixed_batch_in_small_chunks(case: ParityCase, where: str) -> None:
     check(case, requests, params, device=where, **options)
 
 
+@pytest.mark.parametrize(
+    "case", mostly("llama3-rope", "gemma2", "phi3-longrope", "mixtral"), indirect=True
+)
 def test_preempted_requests(case: ParityCase) -> None:
-    """A pool too small for all: requests are preempted, recomputed, and answer the same."""
+    """A pool too small for all: requests are preempted, recomputed, and answer the same.
+
+    In bfloat16 requests of all architectures are (``test_half_precision``).
+    """
     requests = make_requests(case, seed=2, count=10, max_prompt_tokens=6)
     params = [dataclasses.replace(GREEDY, max_tokens=24)] * len(requests)
     stats = check(
@@ -90,6 +96,9 @@ def test_preempted_requests(case: ParityCase) -> None:
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize(
+    "case", mostly("llama3-rope", "phi3", "gpt-neox", "mixtral"), indirect=True
+)
 def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
     """Adapters are evicted for others, loaded again, and answer the same."""
     requests = make_requests(case, seed=3, count=10, max_prompt_tokens=12)

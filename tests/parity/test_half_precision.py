@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
-from support.architectures import ARCHITECTURES
+from support.architectures import ARCHITECTURES, mostly
 from support.devices import DEVICES
 from support.parity import MAX_LOGPROBS, VOCAB_SIZE, HalfErrors, ParityCase
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MAX_ERROR_RATIO = 1.5  # of PEFT's own error in that type
 NUM_REQUESTS = 10
@@ -88,15 +90,7 @@ def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path:
     check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        name if name in {"llama3-rope", "gemma2", "mixtral"}
-        else pytest.param(name, marks=pytest.mark.full)
-        for name in ARCHITECTURES
-    ] + ["gpt2"],
-)  # fmt: skip
-@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "gemma2", "mixtral"), "gpt2"])
 def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None:
     """Held to PEFT over the dequantised weights, with deltas of activations as they are."""
     check(architecture, torch.bfloat16, 3, tmp_path, quantization="int8")

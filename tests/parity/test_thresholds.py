@@ -119,9 +119,7 @@ class MaskWindow:
     """Phimoe of one seed, whose window only the mask says, and prompts beyond it."""
 
     def __init__(self, seed: int, directory: Path) -> None:
-        self.case = ParityCase(
-            "phimoe-window", directory, seed=seed, specs=(), depends_on_length=False
-        )
+        self.case = ParityCase("phimoe-window", directory, seed=seed, specs=())
         rng = random.Random(seed)
         self._prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (40, 57, 70)]
 

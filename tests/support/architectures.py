@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
@@ -103,6 +104,14 @@ WITH_THRESHOLDS = {architecture.name: architecture for architecture in _THRESHOL
 _BY_NAME = {
     **ARCHITECTURES, **WITH_THRESHOLDS, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS,
 }  # fmt: skip
+
+
+def mostly(*names: str) -> list[Any]:
+    """All architectures as values of a parameter; those beside ``names`` only with ``--full``."""
+    return [
+        name if name in names else pytest.param(name, marks=pytest.mark.full)
+        for name in ARCHITECTURES
+    ]
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:

@@ -31,10 +31,7 @@ def make_case(
     quantization: str | None = None,
 ) -> ParityCase:  # fmt: skip
     """Adapters on all linears, on some, in one layer, with a pattern of ranks, and a large one."""
-    return ParityCase(
-        "llama-deep", directory, seed=3, specs=specs, depends_on_length=False,
-        quantization=quantization,
-    )  # fmt: skip
+    return ParityCase("llama-deep", directory, seed=3, specs=specs, quantization=quantization)
 
 
 def prompts(count: int, seed: int = 0, num_tokens: int = 24) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Truth for what the engine computes: transformers + PEFT, run plainly."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 VOCAB_SIZE = 96
 MAX_LOGPROBS = 20
+_ROPES_BY_LENGTH = {"longrope", "dynamic"}
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,18 @@ class ParityCase:
 
     def __init__(
         self, architecture: str, directory: Path, *, seed: int = 0,
-        specs: Sequence[AdapterSpec] = ADAPTER_SPECS, depends_on_length: bool = True,
-        quantization: str | None = None,
+        specs: Sequence[AdapterSpec] = ADAPTER_SPECS, quantization: str | None = None,
     ) -> None:  # fmt: skip
-        """``depends_on_length``: whether a token's truth may change with those behind it.
-
-        ``quantization``: what base weights are that, and those of the head, before they are
+        """``quantization``: what base weights are that, and those of the head, before they are
         dequantised again.
         """
-        self._depends_on_length = depends_on_length
         self._bits = None if quantization is None else {"int8": 8, "int4": 4}[quantization]
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
+        rope = getattr(AutoConfig.from_pretrained(self.directory), "rope_parameters", None) or {}
+        self._depends_on_length = rope.get("rope_type") in _ROPES_BY_LENGTH
+        self._adapter_bytes: dict[torch.dtype, int] = {}
         self._models: dict[tuple[str | None, torch.dtype], Any] = {}
         self._rows: dict[tuple[str | None, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         targets = linear_names(make_model(architecture))
@@ -91,8 +92,8 @@ class ParityCase:
     ) -> torch.Tensor:
         """Log-probabilities of the tokens from index ``first`` on: [tokens - first, vocabulary].
 
-        Each row is computed from its own prefix alone, so that models whose rotary factors depend
-        on the length are asked at the length at which a server would ask them.
+        A model whose rotary factors depend on the length is asked at the lengths at which a server
+        would ask it: each row is computed from its own prefix alone.
         """
         if not self._depends_on_length:
             return self._rows_after(adapter, dtype, token_ids[:-1], len(token_ids) - first)
@@ -103,14 +104,10 @@ class ParityCase:
         """Plain transformers + PEFT with eager attention; loaded once."""
         key = (adapter, dtype)
         if key not in self._models:
-            config = AutoConfig.from_pretrained(self.directory)
-            model = auto_class(config).from_pretrained(
-                self.directory, dtype=torch.float32, attn_implementation="eager"
-            )
-            if self._bits is not None:
-                dequantize_linears(model, self._bits)
-            if dtype != torch.float32:
-                model = model.to(dtype)
+            if key == (None, torch.float32):
+                model = self._read_base()
+            else:
+                model = copy.deepcopy(self.model(None, torch.float32)).to(dtype)
             if adapter is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of PEFT about itself
@@ -120,11 +117,13 @@ class ParityCase:
 
     def adapter_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all adapters on the device."""
-        name = str(dtype).removeprefix("torch.")
-        with Engine(model=str(self.directory), device="cpu", dtype=name) as engine:
-            for adapter, path in self.adapters.items():
-                engine.add_lora(LoRARequest(adapter, 1, str(path)))
-            return sum(info.num_bytes for info in engine.list_loras())
+        if dtype not in self._adapter_bytes:
+            name = str(dtype).removeprefix("torch.")
+            with Engine(model=str(self.directory), device="cpu", dtype=name) as engine:
+                for adapter, path in self.adapters.items():
+                    engine.add_lora(LoRARequest(adapter, 1, str(path)))
+                self._adapter_bytes[dtype] = sum(one.num_bytes for one in engine.list_loras())
+        return self._adapter_bytes[dtype]
 
     def kv_block_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
         """Bytes of a block of so many tokens."""
@@ -132,6 +131,15 @@ class ParityCase:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         num_layers, keys_and_values, dim = 2, 2, 16
         return int(num_layers * keys_and_values * num_tokens * num_kv_heads * dim * dtype.itemsize)
+
+    def _read_base(self) -> Any:
+        config = AutoConfig.from_pretrained(self.directory)
+        model = auto_class(config).from_pretrained(
+            self.directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        if self._bits is not None:
+            dequantize_linears(model, self._bits)
+        return model
 
     def _rows_after(
         self, adapter: str | None, dtype: torch.dtype, tokens: list[int], count: int
