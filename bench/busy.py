@@ -95,7 +95,9 @@ class Bench:
             "peer": Variant(peer_command=self.peers.get(kind), peer_fields=self.peer_fields),
         }
         for number in sorted({1, num_cpus()}):
-            variants[f"threads {number}"] = with_options(auto, "--cpu-threads", str(number))
+            variants[f"threads {number}"] = with_options(
+                auto, "--cpu-threads", str(number), "--fixed-cpu-threads"
+            )
         return Servers(
             self.folder / "model", self.folder / "adapters", self.vocab_size, variants, prefix
         )
