@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from ...runtime.config.engine import DTYPES
 from ...runtime.errors import ConfigError, ModelError
 from .conv1d import linears_for_conv1d
-from .skeleton import build_skeleton
+from .skeleton import build_skeleton, without_initial_values
 from .source import ModelSource, describe, warn_of_adapter
 from .weight_files import WeightFiles
 
@@ -67,10 +67,12 @@ def load_model(
         stack.enter_context(quiet_library())
         try:
             # Of a path it would apply an adapter that lies there.
-            model, loading = skeleton.model_class.from_pretrained(
-                None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
-                attn_implementation=attention, output_loading_info=True,
-                ignore_mismatched_sizes=True,
+            model, loading = without_initial_values(
+                lambda: skeleton.model_class.from_pretrained(
+                    None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
+                    attn_implementation=attention, output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
             )  # fmt: skip
         except ModelError:  # of a tensor that was read
             raise

@@ -4,11 +4,11 @@
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,6 +32,7 @@ from .stored_quantization import read_stored_quantization
 from .targets import build_target_map, record_input_groups, with_input_groups
 from .text_part import leave_out_other_parts, without_other_parts
 
+_T = TypeVar("_T")
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -45,7 +46,12 @@ class Skeleton:
 
 
 class _WithoutInitialValues(TorchFunctionMode):
-    """Leaves out what modules set their weights to: there are none on the meta device."""
+    """Leaves out what modules set their weights to on the meta device: there are no values."""
+
+    def __init__(self, *, ranges_on_cpu: bool) -> None:
+        """``ranges_on_cpu``: and what modules compute of them, as rotary embeddings do."""
+        super().__init__()
+        self._ranges_on_cpu = ranges_on_cpu
 
     def __torch_function__(
         self,
@@ -54,9 +60,33 @@ class _WithoutInitialValues(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        named = dict(kwargs or {})
         if getattr(func, "__module__", None) == torch.nn.init.__name__:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
+            tensor: torch.Tensor = args[0] if args else named["tensor"]
+            if tensor.is_meta:
+                return tensor
+        elif func is torch.arange and self._ranges_on_cpu:
+            device = named.get("device") or torch.get_default_device()
+            if torch.device(device).type == "meta":
+                named["device"] = "cpu"
+        return func(*args, **named)
+
+
+def without_initial_values(build: Callable[[], _T]) -> _T:
+    """Return what ``build`` makes of modules on the meta device, which get no initial values.
+
+    Random values and arithmetic on that device are Python in torch, which imports sympy: 35 MiB and
+    a quarter of a second. So modules compute with ranges on the CPU; those that cannot, because
+    they combine them with tensors of the meta device, are built again with all there.
+    """
+    try:
+        with _WithoutInitialValues(ranges_on_cpu=True):
+            return build()
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+    with _WithoutInitialValues(ranges_on_cpu=False):
+        return build()
 
 
 def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton:
@@ -69,11 +99,13 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
     auto_class = _auto_class(source, config)
     try:
         # In bfloat16, because some products of experts know no other type on the meta device.
-        with torch.device("meta"), _WithoutInitialValues():
-            model: PreTrainedModel = auto_class.from_config(
-                copy.deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16,
-                trust_remote_code=source.trust_remote_code,
-            )  # fmt: skip
+        with torch.device("meta"):
+            model: PreTrainedModel = without_initial_values(
+                lambda: auto_class.from_config(
+                    copy.deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16,
+                    trust_remote_code=source.trust_remote_code,
+                )
+            ).to("meta")  # fmt: skip
     except Exception as error:  # foreign code: whatever it raises, there is no model
         reason = f"{type(error).__name__}: {error}"
         if attention in reason:  # its attention classes are a fixed table of its own

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .skeleton import without_initial_values
+
 _VOCAB_SIZE = 64
 _MIN_HEADS = 2
 _INTERMEDIATE_SIZE = 96
@@ -194,7 +196,7 @@ def _is_no_size(
 
 def _shapes(kind: type[PreTrainedModel], config: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        model = kind(copy.deepcopy(config))
+        model = without_initial_values(lambda: kind(copy.deepcopy(config)))
     return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
 
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor")
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor", "sympy")
 
 
 def run(code: str) -> list[str]:

@@ -10,7 +10,7 @@ from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.load import load_model
 from corun.gpu.model.probe import record_attention
 from corun.gpu.model.quantization import plan_quantization
-from corun.gpu.model.skeleton import target_map_of
+from corun.gpu.model.skeleton import target_map_of, without_initial_values
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.targets import build_target_map, record_input_groups, with_input_groups
 from corun.runtime.adapters.target_map import TargetMap
@@ -102,3 +102,27 @@ def test_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> Non
     assert str(at_check.value) == str(at_start.value)
     assert f"quantised by '{method}'" in str(at_check.value)
     assert "serve the full model in safetensors" in str(at_check.value)
+
+
+def test_initial_values_are_left_out_on_the_meta_device_alone() -> None:
+    def build() -> torch.nn.Linear:
+        linear = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(linear.weight)
+        return linear
+
+    assert without_initial_values(build).weight.tolist() == [[1.0, 1.0]] * 2
+    with torch.device("meta"):
+        assert without_initial_values(build).weight.is_meta
+
+
+def test_ranges_are_on_the_meta_device_where_modules_combine_them_with_what_is_there() -> None:
+    with torch.device("meta"):
+        powers = without_initial_values(lambda: 2.0 ** torch.arange(3))
+        assert powers.tolist() == [1, 2, 4]
+        assert without_initial_values(lambda: torch.arange(3) + torch.ones(3)).is_meta
+        with pytest.raises(RuntimeError, match="no such layer"):
+            without_initial_values(_fails)
+
+
+def _fails() -> None:
+    raise RuntimeError("no such layer")
