@@ -20,7 +20,7 @@ from neighbours.servers import Server, Servers, Variant, Window
 
 _T = TypeVar("_T")
 Figures = dict[str, Any]
-_BOUND_METRIC = "corun:decode_gap_bound_seconds "
+_BOUND_METRIC = "corun:decode_gap_bound_seconds{"
 _WATCH_EVERY_S = 0.5
 _LONG = (1024, 64)  # tokens of a prompt and of an answer
 _READS = 5

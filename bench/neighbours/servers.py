@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from load import Job, Sample, Send, Workload, closed_loop, http_sender, make_jobs, window_loop
 from load import percentile as percentile_of
 from serve import corun_server, free_port, running_server
@@ -19,6 +20,9 @@ from serve import corun_server, free_port, running_server
 # By requests in flight: tokens of a prompt and of an answer.
 LOADS: Mapping[int, tuple[int, int]] = {1: (128, 32), 8: (128, 32), 16: (64, 64)}
 _JOBS_AT_ONCE = 64
+_MAX_IDLE_WAIT_S = 60.0
+_IDLE_LOOK_S = 0.2
+_MAX_IDLE_USE = 0.1  # of a CPU; clocks of processes tick 100 times a second
 _seeds = itertools.count(1)  # no prompt comes twice: a prefix cache would find it
 
 
@@ -60,13 +64,14 @@ class Server:
     adapters: tuple[str, ...]
     vocab_size: int
     url: str
+    pid: int
 
     def window(self, num_clients: int, window_s: float) -> Window:
-        """Measure a while, with ``num_clients`` requests in flight."""
-        return Window.of(
-            asyncio.run(window_loop(self.send, self._jobs(num_clients), num_clients, window_s)),
-            window_s,
-        )
+        """Measure a while, with ``num_clients`` requests in flight, and wait until it is idle."""
+        loop = window_loop(self.send, self._jobs(num_clients), num_clients, window_s)
+        window = Window.of(asyncio.run(loop), window_s)
+        self._wait_until_idle()
+        return window
 
     def answers(self, num_clients: int, shape: tuple[int, int], num_requests: int) -> Window:
         """Measure so many requests of ``shape`` until all have been answered."""
@@ -79,6 +84,18 @@ class Server:
         """Have every adapter read, while nothing else runs."""
         jobs = [Job([5, 6, 7], name, 4) for name in self.adapters]
         asyncio.run(closed_loop(self.send, jobs, 1))
+
+    def _wait_until_idle(self) -> None:
+        """A server may compute on for requests that are no longer wanted."""
+        deadline_s = time.monotonic() + _MAX_IDLE_WAIT_S
+        before_s = cpu_s(self.pid)
+        while time.monotonic() < deadline_s:
+            time.sleep(_IDLE_LOOK_S)
+            now_s = cpu_s(self.pid)
+            if now_s - before_s <= _MAX_IDLE_USE * _IDLE_LOOK_S:
+                return
+            before_s = now_s
+        print(f"{self.url} is still not idle after {_MAX_IDLE_WAIT_S:g} s", flush=True)
 
     def _jobs(self, num_clients: int) -> Iterator[Job]:
         while True:
@@ -125,16 +142,16 @@ class Servers:
         adapters = tuple(sorted(path.name for path in self.lora_dir.iterdir()))
         with contextlib.ExitStack() as stack:
             if variant.peer_command is not None:
-                send, url = stack.enter_context(_peer(variant, adapters, self.prefix))
+                send, url, pid = stack.enter_context(_peer(variant, adapters, self.prefix))
             else:
-                host, port, _ = stack.enter_context(
+                host, port, pid = stack.enter_context(
                     corun_server(
                         self.model, self.lora_dir, "--device", "cpu", *variant.options,
                         preloaded=(), prefix=self.prefix, environment=_environment(variant),
                     )
                 )  # fmt: skip
                 send, url = http_sender(host, port), f"http://{host}:{port}"
-            server = Server(send, adapters, self.vocab_size, url)
+            server = Server(send, adapters, self.vocab_size, url, pid)
             server.read_adapters()
             yield server
 
@@ -147,15 +164,23 @@ def _environment(variant: Variant) -> dict[str, str]:
 @contextlib.contextmanager
 def _peer(
     variant: Variant, adapters: Sequence[str], prefix: Sequence[str]
-) -> Iterator[tuple[Send, str]]:
+) -> Iterator[tuple[Send, str, int]]:
     port = free_port()
     command = shlex.split((variant.peer_command or "").replace("{port}", str(port)))
-    with running_server([*prefix, *command], port, ready_path="/health"):
-        fields_of = peer_fields(variant.peer_fields, adapters)
-        yield http_sender("127.0.0.1", port, more_fields=fields_of), f"http://127.0.0.1:{port}"
+    with running_server([*prefix, *command], port, ready_path="/health") as pid:
+        send = http_sender(
+            "127.0.0.1", port, more_fields=peer_fields(variant.peer_fields, adapters)
+        )
+        yield send, f"http://127.0.0.1:{port}", pid
 
 
 def peer_fields(text: str, adapters: Sequence[str]) -> Callable[[Job], dict[str, Any]]:
     """What a peer's requests have beside the usual fields, by their adapter."""
     fields = {name: json.loads(text.replace("ADAPTER", str(i))) for i, name in enumerate(adapters)}
     return lambda job: fields[job.model]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process and those that it has started, in seconds."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -41,10 +41,15 @@ def gap_of(row: Mapping[str, Sequence[float]]) -> float:
     return statistics.median(row["gap_p95_ms"])
 
 
+def over(value: float, other: float) -> float:
+    """Their ratio; infinite over nothing."""
+    return value / other if other else float("inf")
+
+
 def paired(cell: Cells, name: str, other: str) -> Ratio:
     """Of the rates of two servers, round by round."""
     rates = zip(cell[name]["tokens_per_s"], cell[other]["tokens_per_s"], strict=True)
-    return ratio_of([a / b for a, b in rates])
+    return ratio_of([over(a, b) for a, b in rates])
 
 
 def speed_verdicts(label: str, clients: int, cell: Cells) -> Iterator[Verdict]:
@@ -72,16 +77,16 @@ def threads_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
     """The threads that were chosen against the better of those that are given."""
     fixed = {name: rate_of(row) for name, row in cell.items() if name.startswith("threads ")}
     best = max(fixed, key=lambda name: fixed[name])
-    ratio = rate_of(cell["auto"]) / fixed[best]
+    ratio = over(rate_of(cell["auto"]), fixed[best])
     yield f"{label}: {ratio:.2f} of {best}, >= {MIN_OF_BEST_THREADS}", ratio >= MIN_OF_BEST_THREADS
 
 
 def share_verdicts(label: str, per_core: int, cell: Cells, quiet: Cells) -> Iterator[Verdict]:
     """Rates and gaps beside competitors against those of a quiet machine."""
     share = share_of(per_core)
-    rate = rate_of(cell["auto"]) / rate_of(quiet["auto"]) / share
+    rate = over(rate_of(cell["auto"]), rate_of(quiet["auto"])) / share
     yield f"{label}: {rate:.2f} x share x quiet rate, >= {MIN_OF_SHARE}", rate >= MIN_OF_SHARE
-    gap = gap_of(cell["auto"]) / gap_of(quiet["auto"]) * share
+    gap = over(gap_of(cell["auto"]), gap_of(quiet["auto"])) * share
     yield (
         f"{label}: P95 gap {gap:.2f} x quiet P95 gap / share, <= {MAX_GAP_OVER_SHARE:g}",
         gap <= MAX_GAP_OVER_SHARE,
@@ -90,7 +95,7 @@ def share_verdicts(label: str, per_core: int, cell: Cells, quiet: Cells) -> Iter
 
 def peer_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
     """At least as fast as another project's server."""
-    ratio = rate_of(cell["auto"]) / rate_of(cell["peer"])
+    ratio = over(rate_of(cell["auto"]), rate_of(cell["peer"]))
     yield f"{label}: {ratio:.2f} of the peer's rate, >= 1", ratio >= 1
 
 
@@ -108,7 +113,7 @@ def again_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
 def start_verdicts(label: str, cells: Sequence[Cells]) -> Iterator[Verdict]:
     """Servers that started under load, once all is quiet, against one of a quiet start."""
     for clients in ("1", "8"):
-        ratios = [1 / paired(cell[clients], "started under load", "quiet").median for cell in cells]
+        ratios = [paired(cell[clients], "quiet", "started under load").median for cell in cells]
         num_held = sum(ratio <= MAX_OVER_STARTED for ratio in ratios)
         yield (
             f"{label}, {clients} requests: the quiet start is at most {max(ratios):.2f} x as fast, "

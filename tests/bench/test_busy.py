@@ -92,6 +92,7 @@ def test_a_peer_is_to_be_reached_in_every_cell() -> None:
     cell = {"auto": row(90.0), "threads 1": row(80.0), "peer": row(90.0)}
     assert [*judged(busy__int4__0__8=cell)] == [True]
     assert [*judged(busy__int4__0__8=cell | {"peer": row(91.0)})] == [False]
+    assert [*judged(busy__int4__0__8=cell | {"peer": row(0.0)})] == [True]
 
 
 @pytest.mark.parametrize(
