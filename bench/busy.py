@@ -23,9 +23,10 @@ disturbed again. The last line is JSON.
 """
 
 import argparse
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -245,13 +246,15 @@ def make_files(folder: Path, config: LlamaConfig) -> None:
         make_adapters(folder / "model", folder / "adapters")
 
 
-def linked(folder: Path, checkout: Path) -> Path:
+@contextlib.contextmanager
+def linked(checkout: Path | None) -> Iterator[Path | None]:
     """A folder in which ``checkout`` can be imported as corun."""
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "corun"
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkout.resolve())
-    return folder
+    if checkout is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "corun").symlink_to(checkout.resolve())
+        yield Path(folder)
 
 
 def _options() -> argparse.Namespace:
@@ -286,24 +289,21 @@ def main() -> None:
     folder = options.folder / "models" / options.size
     config = SIZES[options.size]
     make_files(folder, config)
-    bench = Bench(
-        pace,
-        Kept(results, {"setup": machine, "against": other, "size": options.size} | asdict(pace)),
-        folder,
-        config.vocab_size,
-        None if other is None else linked(options.folder / "against", options.against),
-        dict(peer.split("=", 1) for peer in options.peer),
-        options.peer_fields,
-    )
-    for kind in options.kinds:
-        with bench.servers(kind) as servers:
-            for part in (part for part in PARTS if part in options.parts):
-                PARTS[part](bench, kind, servers)
-    bounds = verdicts(bench.kept.cells)
+    kept = Kept(results, {"setup": machine, "against": other, "size": options.size} | asdict(pace))
+    peers = dict(peer.split("=", 1) for peer in options.peer)
+    with linked(options.against) as against:
+        bench = Bench(
+            pace, kept, folder, config.vocab_size, against, peers, options.peer_fields
+        )  # fmt: skip
+        for kind in options.kinds:
+            with bench.servers(kind) as servers:
+                for part in (part for part in PARTS if part in options.parts):
+                    PARTS[part](bench, kind, servers)
+    bounds = verdicts(kept.cells)
     for said, is_met in bounds.items():
         print(f"{_WORDS[is_met]}  {said}")
-    workload = {"size": options.size, "against": other, "peers": dict(bench.peers)}
-    report("busy", workload | asdict(pace), bench.kept.cells, bounds)
+    workload = {"size": options.size, "against": other, "peers": peers}
+    report("busy", workload | asdict(pace), kept.cells, bounds)
 
 
 if __name__ == "__main__":
