@@ -32,12 +32,12 @@ def load_tokenizer(
         hf = _import_auto_tokenizer().from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-        if hf.chat_template is None:
-            hf.chat_template = _processor_template(path, revision)
-        return hf
     # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
     except Exception as error:
         raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+    if hf.chat_template is None:
+        hf.chat_template = _processor_template(path, revision)
+    return hf
 
 
 def plain_backend(hf: Any) -> Any:
@@ -94,9 +94,14 @@ def _processor_template(path: str, revision: str | None) -> str | None:
         file = cached_file(path, PROCESSOR_TEMPLATE_NAME, revision=revision)
     except OSError:  # there is none
         return None
-    template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    try:
+        template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"{PROCESSOR_TEMPLATE_NAME} of {path!r} cannot be read: {error!r}"
+        ) from error
     if not isinstance(template, str):
-        raise ModelError(f"chat_template in {PROCESSOR_TEMPLATE_NAME} is not a text")
+        raise ModelError(f"chat_template in {PROCESSOR_TEMPLATE_NAME} of {path!r} is not a text")
     return template
 
 

@@ -43,8 +43,12 @@ def test_the_template_of_a_processor(tmp_path: Path) -> None:
     spec = spec_of(load(tmp_path))
     assert spec is not None and spec.chat_template == "x"
     assert load(tmp_path, chat_template="y").chat_template == "y"
-    file.write_text("{")
-    with pytest.raises(ModelError):
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"chat_template": {}}'])
+def test_a_damaged_template_of_a_processor(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(ModelError, match=r"chat_template\.json of"):
         load(tmp_path)
 
 
