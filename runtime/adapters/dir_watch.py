@@ -18,6 +18,9 @@ from .sources import LoraDirEntries, discover, log_entries, why_unknown
 
 _LOG = logging.getLogger(__name__)
 
+# Its line for each batch of changes says nothing of adapters, and comes with every file written.
+logging.getLogger("watchfiles").setLevel(logging.WARNING)
+
 _LOOK_MS = 500  # while something has not settled, and to notice the end
 _POLL_S = 5.0  # where the system tells of no changes
 

@@ -122,3 +122,12 @@ def test_a_directory_that_is_replaced_by_another(watched: Watched, tmp_path: Pat
     while "four" not in changed:
         changes = watched.next()
         changed |= set(changes.changed) if changes is not None else set()
+
+
+def test_no_line_of_another_library_for_changes(
+    watched: Watched, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        make_adapter(tmp_path / "loras" / "new")
+        assert watched.next()
+    assert not [one for one in caplog.records if one.name.startswith("watchfiles")]
