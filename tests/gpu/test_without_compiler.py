@@ -1,4 +1,4 @@
-"""A start imports no compiler, and what asks for it later gets it."""
+"""Starts and captured passes import no compiler, and what asks for it later gets it."""
 
 import subprocess
 import sys
@@ -23,6 +23,18 @@ print("heavy", *[name for name in {HEAVY} if name in sys.modules])
 engine.close()
 """
     assert run(code) == ["heavy"]
+
+
+def test_a_captured_pass_imports_no_compiler() -> None:
+    code = f"""
+import sys, torch
+from corun.gpu.replay.capture import capture_pass
+token = torch.tensor([[1]])
+logits, captured = capture_pass(lambda ids, positions: (ids + positions).float(), token, token)
+print(logits.item(), type(captured).__name__)
+print("heavy", *[name for name in {HEAVY} if name in sys.modules])
+"""
+    assert run(code) == ["2.0", "CapturedPass", "heavy"]
 
 
 def test_what_asks_for_the_compiler_later_gets_it() -> None:
