@@ -8,7 +8,7 @@ import threading
 import numba
 import numpy as np
 
-from ...cpu_workers.kernels.team import note_thread_ids
+from ...cpu_workers.kernels.simd.team import note_thread_ids
 
 _OF_THIS_THREAD = threading.local()
 

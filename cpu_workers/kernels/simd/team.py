@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from .simd.compiled import kernel
+from .compiled import kernel
 
 
 @intrinsic
