@@ -73,16 +73,17 @@ class AdaptiveThreads:
         Returns for how many seconds the thread that waited most was without a core since the step
         before.
         """
-        times = None if self._contention is None else self._queue.read()
-        if times is None:
+        contention = self._contention
+        times = None if contention is None else self._queue.read()
+        if contention is None or times is None:
             return 0.0
         self._total = self._begin + _sum(times)
         waited_s = [waited for _, waited in times]
         longest_s = max(now - then for now, then in zip(waited_s, self._waited_s, strict=True))
         self._waited_s = waited_s
         now_s = time.monotonic()
-        if self._contention is not None and self._contention.is_due(now_s):
-            self._decide(self._contention, now_s)
+        if contention.is_due(now_s):
+            self._decide(contention, now_s)
         return longest_s
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class AdaptiveThreads:
             self._look_at_threads()
             _LOG.debug("threads: %d, after %d", chosen, before)
         if contention.is_contended and not was_contended:
-            _LOG.warning(
+            _LOG.info(
                 "other processes use the CPU cores: the engine's threads waited for a core for "
                 "%.0f %% of the time in which they could have run. %s",
                 100 * contention.waited_share, self._consequence(chosen),

@@ -7,6 +7,7 @@ with plain transformers beyond all of them, or below one of them, or never.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ... import __version__ as corun_version
+from ...cpu_workers.affinity import limit_torch_threads
 from ...runtime.kept_records import keep, read_kept
 from ..attention.torch_backend import TorchAttention
 from ..forward.batch import StepContext
@@ -67,15 +69,18 @@ def judge_thresholds(
 
 
 def _judge(model: PreTrainedModel, max_tokens: int) -> ThresholdVerdict:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for one another
+    # More OpenMP threads would wait for one another, and ``torch.set_num_threads`` would set the
+    # number of the user's process, too.
+    with ThreadPoolExecutor(1, initializer=limit_torch_threads) as pool:
+        return pool.submit(_judge_in_thread, model, max_tokens).result()
+
+
+def _judge_in_thread(model: PreTrainedModel, max_tokens: int) -> ThresholdVerdict:
     try:
         small = make_small_copy(model, MAX_PROBE_TOKENS + 1, max_tokens)
         return ThresholdVerdict() if small is None else _judge_copy(small)
     except Exception as error:  # foreign code with sizes that it was not made for
         return ThresholdVerdict("untried", reason=f"{type(error).__name__}: {error}")
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _judge_copy(small: SmallCopy) -> ThresholdVerdict:
