@@ -55,7 +55,8 @@ def test_all_processes_end_without_a_word(
     errors = tmp_path / "errors"
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "corun.runtime.cli", *command],
+            # Jobs in the background of a script ignore SIGINT, and so does what they start.
+            ["env", "--default-signal", sys.executable, "-m", "corun.runtime.cli", *command],
             env=os.environ | {"XDG_STATE_HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
         )  # fmt: skip

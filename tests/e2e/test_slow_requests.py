@@ -99,7 +99,9 @@ def test_a_cold_request_says_so(server: Served) -> None:
     assert told["parts_s"]["adapter_load"] > 0.0, told
     line = log_line(server, request_id)
     assert f"for vowels had its first token after {told['time_to_first_token_s']:.3g} s: " in line
-    assert " s for its adapter to be loaded" in line
+    # On a busy machine the load is not one of the two that took the most.
+    for seconds in sorted(told["parts_s"].values())[-2:]:
+        assert f" {seconds:.3g} s for " in line, told
     _, warm = ask(server, 2, 20, 2, model="vowels")
     assert "adapter_load" not in warm["parts_s"]
 
