@@ -65,7 +65,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	mkdir -p $(TYPING)
 	ln -sfn "$(CURDIR)" $(TYPING)/corun
-	MYPYPATH=$(TYPING):tests:bench $(BIN)/mypy --explicit-package-bases \
+	MYPYPATH=$(TYPING):tests:bench $(BIN)/mypy --num-workers 2 --explicit-package-bases \
 		$(TYPING)/corun $(wildcard tests) $(wildcard bench)
 
 format: $(VENV)/.installed-dev

@@ -1,5 +1,6 @@
 """What every test gets: no network, GPU tests only with a GPU, and a time budget per folder."""
 
+import gc
 import logging
 import os
 import tempfile
@@ -69,6 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     _STATE.cleanup()
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all that they import stay until the end: collections that look at them
+    # again and again would take minutes.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

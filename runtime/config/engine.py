@@ -308,9 +308,7 @@ class EngineConfig:
         commands=_PROFILE,
     )
     fixed_cpu_threads: bool = option(
-        False,
-        help="Compute with all threads while other processes use the cores, too. The onednn and "
-        "plain linear backends round by the number of threads, numba does not.",
+        False, help="Compute with all threads while other processes use the cores, too."
     )
     cpu_cores: str = option(
         "auto",

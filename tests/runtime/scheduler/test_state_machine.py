@@ -471,9 +471,13 @@ def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
     )
 
 
-# All policies at all depths; those of one, and one depth of the others, in every run.
+# All policies at all depths; one depth of the default and of the simplest in every run.
 CROWDS = [
-    pytest.param(policy, depth, marks=() if depth == 2 else pytest.mark.full)
+    pytest.param(
+        policy,
+        depth,
+        marks=() if depth == 2 and policy in ("corun", "fcfs") else pytest.mark.full,
+    )
     for policy in SCHEDULER_POLICIES
     for depth in (1, 2, 3)
 ]
