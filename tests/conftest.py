@@ -73,8 +73,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests and all that they import stay until the end: collections that look at them
-    # again and again would take minutes.
+    # Thousands of tests and all that they import stay until the end. A garbage collection that
+    # looks at them is slow, and tests ask for many.
     gc.collect()
     gc.freeze()
 

@@ -145,7 +145,7 @@ class AskedPass:
 
 # Which of its rotary embeddings is taken depends on the lengths of requests.
 NOT_CAPTURED = {"phi3-longrope"}
-# In every run; the others with --full.
+# Replayed in float32 in every run; the other architectures only with --full.
 IN_FLOAT32 = {"llama3-rope", "gemma2", "gpt-neox", "mixtral"}
 
 
