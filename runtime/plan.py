@@ -84,7 +84,7 @@ class AdapterTransfer:
     transfer_id: TransferId
     adapter_id: AdapterId
     num_bytes: int
-    is_demand: bool = True  # a request waits for it; prefetches give way
+    is_demand: bool = True  # a request waits for it, or it is pinned; prefetches give way
     offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
     host: HostPlace | None = None  # where it comes from; None = nobody plans that
 

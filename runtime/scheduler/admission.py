@@ -275,8 +275,9 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _load_pinned(self, now_s: float) -> None:
+        # On demand: a prefetch gives way to all loads of requests and could wait for ever.
         for adapter_id, adapter in self._memory.pins.to_load():
-            if not self._load_ahead(adapter_id, adapter, now_s):
+            if not self._load_ahead(adapter_id, adapter, now_s, is_demand=True):
                 return
 
     def _prefetch(self, now_s: float) -> None:
@@ -295,8 +296,9 @@ class Admission:
                 self._forecast.loads(adapter_id, adapter.num_bytes)
 
     def _load_ahead(
-        self, adapter_id: AdapterId, adapter: AdapterFacts | None, now_s: float
-    ) -> bool:
+        self, adapter_id: AdapterId, adapter: AdapterFacts | None, now_s: float,
+        *, is_demand: bool = False,
+    ) -> bool:  # fmt: skip
         """Load an adapter unless it is there, leaving what is kept for growth; False: no room."""
         memory = self._memory
         if memory.cache.state(adapter_id) is not AdapterState.ABSENT:
@@ -311,5 +313,5 @@ class Admission:
             memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
             if not memory.has_adapter_room(needed_bytes):
                 return False
-        memory.load(adapter_id, adapter, now_s, is_demand=False)
+        memory.load(adapter_id, adapter, now_s, is_demand=is_demand)
         return True

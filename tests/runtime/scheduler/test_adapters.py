@@ -183,6 +183,8 @@ def test_what_is_pinned_has_the_first_room_however_many_wait() -> None:
         executor.submit(plan)
         loads += loaded_by(plan)
     assert scheduler.num_waiting > 10
+    [load] = [one for one in loads_of(plan) if one.adapter_id == 99]
+    assert load.is_demand, "as a prefetch it would give way to the loads of all who wait"
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
