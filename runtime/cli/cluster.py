@@ -17,7 +17,7 @@ from typing import Any
 
 from ..adapters.sources import collect_sources
 from ..cluster.division import MachineDivision
-from ..cluster.kinds.measured import given_card
+from ..cluster.engine_types.measured import given_card
 from ..cluster.launch.local import divide_this_machine
 from ..cluster.launch.supervisor import ClusterPlan, ClusterSupervisor
 from ..cluster.place import make_state_dir

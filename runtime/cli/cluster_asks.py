@@ -5,8 +5,8 @@ import asyncio
 import os
 from collections.abc import Iterator
 
+from ..cluster.engine_types.measured import given_card
 from ..cluster.http.calls import call, make_session
-from ..cluster.kinds.measured import given_card
 from ..cluster.place import find_controller, read_key
 from ..cluster.wire import (
     ENGINES_PATH,

@@ -55,8 +55,8 @@ async def _measure(
     arguments: argparse.Namespace, url: str, config: EngineConfig, output: Path,
     progress: ProgressLine,
 ) -> Profile:  # fmt: skip
+    from ..cluster.engine_types.vllm import look_at
     from ..cluster.http.calls import make_session
-    from ..cluster.kinds.vllm import look_at
     from ..cluster.profiling.run import SERVER_EFFORTS, ServerTask, profile_server
     from ..engine.assembly.base_model import read_base_model
 

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 
 from ...server.listening import bind, listen, url_of
+from ..engine_types.corun_api import EngineApi
 from ..http.calls import make_session
 from ..http.serving import serve_app
-from ..kinds.corun_api import EngineApi
 from ..launch.local import LocalLauncher
 from ..process import EXIT_FAILED, EXIT_USAGE, exit_words
 from ..settings import AgentSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import UnknownModelError
 from ...server.errors import HttpError
-from ..kinds.corun_api import EngineApi
+from ..engine_types.corun_api import EngineApi
 from ..wire import AdapterEntry, Ensured
 from .fetch import Fetcher
 from .store import AdapterFileStore

@@ -17,8 +17,8 @@ import msgspec
 from ...errors import CorunError
 from ...server.errors import HttpError
 from ...tasks import cancel_all
+from ..engine_types.registry import engine_type_of
 from ..http.calls import UnreachableError
-from ..kinds.registry import kind_of
 from ..launch.launcher import DRAINING, READY
 from ..wire import (
     AgentCard,
@@ -291,7 +291,7 @@ class Members:
         """Raises ``EngineRefusedError`` if it is of another kind, or ``UnreachableError``."""
         url = card.url
         try:
-            profile = await kind_of(card.measured).profile(self._session, card)
+            profile = await engine_type_of(card.measured).profile(self._session, card)
         except UnreachableError:
             raise
         except HttpError as error:

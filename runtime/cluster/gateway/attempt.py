@@ -5,8 +5,8 @@ from types import TracebackType
 from typing import Self
 
 from ...server.errors import HttpError
+from ..engine_types.engine_type import Dialect
 from ..http.calls import refusal_of
-from ..kinds.kind import Dialect
 from ..policy.reports import RouteRequest
 from ..wire import GATEWAY_HEADER, AdapterEntry
 from .health import REFUSED

@@ -10,8 +10,8 @@ import aiohttp
 
 from ...server.answers import ModelCard
 from ...server.errors import HttpError
-from ..kinds.kind import Dialect, SentRecord
-from ..kinds.registry import kind_of
+from ..engine_types.engine_type import Dialect, SentRecord
+from ..engine_types.registry import engine_type_of
 from ..policy.reports import ServerId, ServerReport
 from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
 from .counts import EngineCounts
@@ -49,7 +49,7 @@ class EngineLink:
         self._session = session
         self._routing = routing
         self._table = table
-        self._kind = kind_of(card.measured)
+        self._engine_type = engine_type_of(card.measured)
         self._sent = SentRecord(gateway_id, lambda: table.adapters)
         self._on_ejected: set[Callable[[str], None]] = set()
         self._incarnation: str | None = None
@@ -97,7 +97,7 @@ class EngineLink:
             if self.profile is None or self.profile.is_measured or not self.is_usable:
                 continue
             try:
-                self.profile = await self._kind.profile(self._session, self.card)
+                self.profile = await self._engine_type.profile(self._session, self.card)
             except HttpError as error:
                 _logger.debug("engine %s tells no profile: %s", self.engine_id, error)
             else:
@@ -157,7 +157,7 @@ class EngineLink:
         """Of a request for an adapter that it calls ``model``, or for the base model."""
         if model is None and self.base_cards:
             model = self.base_cards[0].id
-        return self._kind.dialect(model, asked)
+        return self._engine_type.dialect(model, asked)
 
     def withdraw(self, number: int, incarnation: str | None) -> None:
         """A request is not there any more that was sent to this process."""
@@ -176,10 +176,10 @@ class EngineLink:
         )
 
     async def _listen(self) -> None:
-        self.profile = await self._kind.profile(self._session, self.card)
-        self.base_cards = await self._kind.base_cards(self._session, self.card)
+        self.profile = await self._engine_type.profile(self._session, self.card)
+        self.base_cards = await self._engine_type.base_cards(self._session, self.card)
         mirror = EngineMirror(self._gateway_id)
-        states = self._kind.states(self._session, self.card, self._sent)
+        states = self._engine_type.states(self._session, self.card, self._sent)
         async with aclosing(states):
             async for state in states:
                 self._take(state, mirror)

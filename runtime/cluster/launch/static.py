@@ -8,7 +8,7 @@ import aiohttp
 
 from ...errors import ConfigError
 from ...tasks import cancel_all
-from ..kinds.registry import kind_of
+from ..engine_types.registry import engine_type_of
 from ..wire import EngineCard, EngineStatus
 from .launcher import DRAINING, EXITED, READY, StatusBoard
 
@@ -36,7 +36,7 @@ class StaticLauncher:
         if engine_id in self._looking:
             return
         card = self._engines[engine_id]
-        await kind_of(card.measured).profile(self._session, card)
+        await engine_type_of(card.measured).profile(self._session, card)
         self._board.set(
             EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
         )
@@ -62,7 +62,7 @@ class StaticLauncher:
         self._board.close()
 
     async def _look(self, card: EngineCard) -> None:
-        url = card.url + kind_of(card.measured).ready_path
+        url = card.url + engine_type_of(card.measured).ready_path
         while True:
             await asyncio.sleep(self._look_every_s)
             state, reason = await self._state_at(url)

@@ -15,8 +15,8 @@ import numpy as np
 from ....profiles.curve import median
 from ....profiles.profile import ProfileError
 from ...server.errors import HttpError
+from ..engine_types.vllm_dialect import vllm_refusal
 from ..http.calls import fetch
-from ..kinds.vllm_dialect import vllm_refusal
 
 _COMPLETIONS_PATH = "/v1/completions"
 _ROUND_TRIP_PATH = "/version"

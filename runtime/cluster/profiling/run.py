@@ -19,9 +19,9 @@ from ....profiles.profile import Profile, ProfileError, check_fits
 from ....profiles.server import BaseModel, MeasuredServer, SeenServer
 from ...server.errors import HttpError
 from ...whole_file import write_whole
+from ..engine_types.vllm import look_at, metrics_of
+from ..engine_types.vllm_api import VllmApi
 from ..http.calls import make_session
-from ..kinds.vllm import look_at, metrics_of
-from ..kinds.vllm_api import VllmApi
 from .adapters import write_adapter
 from .bench import STEPS, ServerBench
 from .compose import Notes, Repeated, ServerTimes, Sizes, compose_server

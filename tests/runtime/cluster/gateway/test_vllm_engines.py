@@ -137,7 +137,7 @@ def test_requests_go_straight_to_it_and_answers_look_like_ours(tmp_path: Path) -
                 models = [one["id"] for one in (await response.json())["data"]]
             assert models == [BASE, "sql"]
             url = f"{front.url}/v1/lora_adapters/sql"
-            await eventually_shown(front, url, {server.url: "gpu"})
+            await eventually_shown(front, url, {server.url: "device"})
 
     in_front(tmp_path, work)
 

@@ -12,7 +12,7 @@ from corun.profiles.meter import Report
 from corun.profiles.profile import Profile, ProfileError, load_profile, save_profile
 from corun.profiles.server import BaseModel
 from corun.runtime.cli.main import main
-from corun.runtime.cluster.kinds.measured import given_card
+from corun.runtime.cluster.engine_types.measured import given_card
 from corun.runtime.cluster.profiling.run import ServerEffort, ServerTask, profile_server
 from corun.runtime.server.errors import HttpError
 from support.agents import KEY, serving

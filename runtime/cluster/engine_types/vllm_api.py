@@ -92,7 +92,7 @@ class VllmApi:
                 raise
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        raise AssertionError("``VllmKind.can_pin`` says so")
+        raise AssertionError("``VllmEngineType.can_pin`` says so")
 
     async def unload(self, name: str) -> None:
         """All contents of it."""

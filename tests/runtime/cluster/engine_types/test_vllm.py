@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corun.runtime.cluster.engine_types.engine_type import SentRecord
+from corun.runtime.cluster.engine_types.vllm import VllmEngineType
+from corun.runtime.cluster.engine_types.vllm_api import VllmApi
 from corun.runtime.cluster.http.calls import make_session
-from corun.runtime.cluster.kinds.kind import SentRecord
-from corun.runtime.cluster.kinds.vllm import VllmKind
-from corun.runtime.cluster.kinds.vllm_api import VllmApi
 from corun.runtime.cluster.wire import AdapterEntry, EngineState
 from corun.runtime.server.errors import HttpError
 from support.adapter_files import write_adapter
@@ -18,7 +18,7 @@ from support.agents import KEY, serving
 from support.gateways import entry_of
 from support.recorded_vllm import BASE, RecordedVllm, VllmOptions, vllm_card
 
-KIND = VllmKind()
+ENGINE_TYPE = VllmEngineType()
 DIGESTS = ("0" * 64, "1" * 64)
 Work = Callable[[RecordedVllm, VllmApi], Awaitable[None]]
 
@@ -35,7 +35,7 @@ def with_vllm(work: Work, **options: Any) -> None:
 async def states_of(server: RecordedVllm, sent: SentRecord, number: int) -> list[EngineState]:
     found: list[EngineState] = []
     async with make_session(KEY) as session:
-        states = KIND.states(session, vllm_card(server.url), sent)
+        states = ENGINE_TYPE.states(session, vllm_card(server.url), sent)
         async with contextlib.aclosing(states):
             async for state in states:
                 found.append(state)
@@ -84,7 +84,7 @@ def test_what_is_not_what_was_measured_is_refused(
     async def work(server: RecordedVllm, api: VllmApi) -> None:
         async with make_session(KEY) as session:
             with pytest.raises(HttpError, match=words):
-                await KIND.profile(session, vllm_card(server.url, **measured))
+                await ENGINE_TYPE.profile(session, vllm_card(server.url, **measured))
 
     with_vllm(work, **options)
 
@@ -93,8 +93,8 @@ def test_a_server_like_it_is_what_was_measured() -> None:
     async def work(server: RecordedVllm, api: VllmApi) -> None:
         card = vllm_card(server.url)
         async with make_session(KEY) as session:
-            profile = await KIND.profile(session, card)
-            (base,) = await KIND.base_cards(session, card)
+            profile = await ENGINE_TYPE.profile(session, card)
+            (base,) = await ENGINE_TYPE.base_cards(session, card)
         assert (profile.model, profile.max_model_len, base.id) == (BASE, 512, BASE)
         assert card.measured is not None and profile.machine == card.measured.machine
 
@@ -114,7 +114,7 @@ def test_states_say_what_metrics_and_the_record_do() -> None:
         assert first.load is not None and first.load.num_running_by_rank == {8: 5}
         assert first.load.num_waiting_by_rank == {} and first.load.total_kv_tokens == 838784
         assert {one.name: one.level for one in first.adapters} == {
-            "a": "gpu", "b": "disk", "c": "gpu",
+            "a": "device", "b": "disk", "c": "device",
         }  # fmt: skip
         assert (second.adapters, second.removed) == ((), ())
         assert [one.beat for one in (first, second, third)] == [1, 2, 3]

@@ -1,7 +1,7 @@
 """What is read of vLLM's metrics, as they were recorded."""
 
 import pytest
-from corun.runtime.cluster.kinds.vllm_metrics import read_metrics
+from corun.runtime.cluster.engine_types.vllm_metrics import read_metrics
 from support.recorded_vllm import METRICS
 
 TEXT = METRICS.encode()

@@ -24,7 +24,7 @@ from ..wire import (
     PlacedAdapter,
 )
 from .corun import MODELS_PATH
-from .kind import Dialect, SentRecord
+from .engine_type import Dialect, SentRecord
 from .vllm_api import VllmApi, name_of
 from .vllm_dialect import VllmDialect, vllm_refusal
 from .vllm_metrics import VllmMetrics, read_metrics
@@ -56,8 +56,8 @@ class _Version(msgspec.Struct, frozen=True):
     version: str
 
 
-class VllmKind:
-    """The ``EngineKind`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
+class VllmEngineType:
+    """The ``EngineType`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
 
     can_pin = False  # it has no route for that
     ready_path = _HEALTH_PATH
@@ -213,7 +213,7 @@ def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
     return {
         name: PlacedAdapter(
             name=name, digest=entries[name].digest,
-            level="gpu" if name in on_device else "disk",
+            level="device" if name in on_device else "disk",
             rank=entries[name].rank, num_bytes=entries[name].num_bytes,
         )
         for name in names

@@ -73,7 +73,7 @@ class AdapterApi(Protocol):
         ...
 
 
-class EngineKind(Protocol):
+class EngineType(Protocol):
     """Engines of one kind; every call has a deadline and raises ``HttpError``."""
 
     can_pin: bool  # adapters

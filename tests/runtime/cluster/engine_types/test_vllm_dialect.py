@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from corun.runtime.cluster.kinds.vllm_dialect import VllmDialect, vllm_refusal
+from corun.runtime.cluster.engine_types.vllm_dialect import VllmDialect, vllm_refusal
 
 DIALECT = VllmDialect("sql@0123456789abcdef", "sql")
 EVENT = b'data: {"id":"c","model":"sql@0123456789abcdef","choices":[{"index":0,"text":"%b"}]}\n\n'

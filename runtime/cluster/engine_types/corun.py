@@ -10,7 +10,7 @@ from ..http.calls import UnreachableError, call
 from ..http.events import read_events
 from ..wire import ENGINE_STATE_PATH, PROFILE_PATH, EngineCard, EngineProfile, EngineState
 from .corun_api import EngineApi
-from .kind import Dialect, SentRecord
+from .engine_type import Dialect, SentRecord
 
 MODELS_PATH = "/v1/models"
 _TIMEOUT_S = 5.0
@@ -30,8 +30,8 @@ class AsItIs:
         return body
 
 
-class CorunKind:
-    """The ``EngineKind`` of engines that tell themselves."""
+class CorunEngineType:
+    """The ``EngineType`` of engines that tell themselves."""
 
     can_pin = True
     ready_path = "/ready"
