@@ -10,15 +10,15 @@ from ..http.calls import UnreachableError, call
 from ..http.events import read_events
 from ..wire import ENGINE_STATE_PATH, PROFILE_PATH, EngineCard, EngineProfile, EngineState
 from .corun_api import EngineApi
-from .engine_type import Dialect, SentRecord
+from .engine_type import SentRecord, Translation
 
 MODELS_PATH = "/v1/models"
 _TIMEOUT_S = 5.0
 _STREAM_SILENT_S = 30.0  # after which the stream is begun anew; the beats say much sooner
 
 
-class AsItIs:
-    """The ``Dialect`` of engines whose requests and answers are the gateway's own."""
+class NoTranslation:
+    """The ``Translation`` of engines whose requests and answers are the gateway's own."""
 
     def body(self, body: bytes) -> bytes:
         return body
@@ -37,7 +37,7 @@ class CorunEngineType:
     ready_path = "/ready"
 
     def __init__(self) -> None:
-        self._dialect = AsItIs()
+        self._translation = NoTranslation()
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
         url = card.url + PROFILE_PATH
@@ -65,5 +65,5 @@ class CorunEngineType:
     def adapters(self, session: aiohttp.ClientSession, url: str) -> EngineApi:
         return EngineApi(session, url)
 
-    def dialect(self, model: str | None, asked: str | None) -> Dialect:
-        return self._dialect
+    def translation(self, model: str | None, asked: str | None) -> Translation:
+        return self._translation

@@ -34,7 +34,7 @@ class SentRecord:
         self.used.clear()
 
 
-class Dialect(Protocol):
+class Translation(Protocol):
     """How one request is put to an engine, and its answer to the client."""
 
     def body(self, body: bytes) -> bytes:
@@ -99,6 +99,6 @@ class EngineType(Protocol):
         """Its routes for adapters."""
         ...
 
-    def dialect(self, model: str | None, asked: str | None) -> Dialect:
+    def translation(self, model: str | None, asked: str | None) -> Translation:
         """Of a request for what the engine calls ``model``, and the client ``asked`` for."""
         ...

@@ -24,10 +24,10 @@ from ..wire import (
     PlacedAdapter,
 )
 from .corun import MODELS_PATH
-from .engine_type import Dialect, SentRecord
+from .engine_type import SentRecord, Translation
 from .vllm_api import VllmApi, name_of
-from .vllm_dialect import VllmDialect, vllm_refusal
 from .vllm_metrics import VllmMetrics, read_metrics
+from .vllm_translation import VllmTranslation, vllm_refusal
 
 METRICS_PATH = "/metrics"
 _HEALTH_PATH = "/health"
@@ -130,8 +130,8 @@ class VllmEngineType:
     def adapters(self, session: aiohttp.ClientSession, url: str) -> VllmApi:
         return VllmApi(session, url)
 
-    def dialect(self, model: str | None, asked: str | None) -> Dialect:
-        return VllmDialect(model, asked)
+    def translation(self, model: str | None, asked: str | None) -> Translation:
+        return VllmTranslation(model, asked)
 
 
 async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:

@@ -10,8 +10,8 @@ from ...server.errors import HttpError
 from ..http.calls import fetch
 from ..wire import AdapterEntry
 from .corun import MODELS_PATH
-from .vllm_dialect import vllm_refusal
 from .vllm_metrics import read_metrics
+from .vllm_translation import vllm_refusal
 
 _LOAD_PATH = "/v1/load_lora_adapter"
 _UNLOAD_PATH = "/v1/unload_lora_adapter"

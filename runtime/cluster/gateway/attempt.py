@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from ...server.errors import HttpError
-from ..engine_types.engine_type import Dialect
+from ..engine_types.engine_type import Translation
 from ..http.calls import refusal_of
 from ..policy.reports import RouteRequest
 from ..wire import GATEWAY_HEADER, AdapterEntry
@@ -46,11 +46,11 @@ class Attempt:
 
     def __init__(
         self, state: GatewayState, link: EngineLink, route: RouteRequest,
-        entry: AdapterEntry | None, dialect: Dialect,
+        entry: AdapterEntry | None, translation: Translation,
     ) -> None:  # fmt: skip
-        """``dialect``: of this request at this engine."""
+        """``translation``: of this request at this engine."""
         self.link = link
-        self.dialect = dialect
+        self.translation = translation
         self.exchange: EngineExchange | None = None
         self._state = state
         self._route = route
@@ -78,7 +78,7 @@ class Attempt:
         the empty line.
         Raises ``ElsewhereError`` for an engine that is gone, full, or without the adapter.
         """
-        body = self.dialect.body(body)
+        body = self.translation.body(body)
         end = b"content-length: %d\r\n%b: %b:%d\r\n\r\n" % (
             len(body), _HEADER, self._state.gateway_id.encode(), self._number,
         )  # fmt: skip
@@ -143,7 +143,7 @@ class Attempt:
         raise UpstreamLostError("the engine closes each connection at once")
 
     async def _refusal(self, exchange: EngineExchange) -> HttpError:
-        body = self.dialect.answer(exchange.status, await self.read_all())
+        body = self.translation.answer(exchange.status, await self.read_all())
         url = self.link.card.url
         if exchange.status in (401, 403):
             text = f"engine {self.link.engine_id} does not take the cluster's key"

@@ -94,11 +94,13 @@ class ForwardingEndpoint:
             if link is None:
                 break
             try:
-                dialect = link.dialect(await self._ensure(inbound, link), inbound.facts.model)
+                translation = link.translation(
+                    await self._ensure(inbound, link), inbound.facts.model
+                )
                 if self._state.links.get(link.engine_id) is not link:
                     raise ElsewhereError(UnreachableError(f"engine {link.engine_id} has left"))
                 async with Attempt(
-                    self._state, link, inbound.route, inbound.entry, dialect
+                    self._state, link, inbound.route, inbound.entry, translation
                 ) as attempt:
                     await self._forward(inbound, attempt, writer, send)
                 return
@@ -159,7 +161,7 @@ class ForwardingEndpoint:
             data = rest + data if rest else data
             data, rest = _whole_events(data)
             if data:
-                last = data = attempt.dialect.events(data)
+                last = data = attempt.translation.events(data)
                 await writer.write_events(data)
         if not last and not rest:
             raise AttemptLostError(attempt.link, "its stream was empty")
@@ -179,7 +181,7 @@ class ForwardingEndpoint:
         send: Send,
     ) -> int:  # fmt: skip
         """Forward an answer once it is all there; return its tokens."""
-        body = attempt.dialect.answer(exchange.status, await attempt.read_all())
+        body = attempt.translation.answer(exchange.status, await attempt.read_all())
         headers = [one for one in exchange.headers if one[0] not in _NOT_FORWARDED]
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})

@@ -10,7 +10,7 @@ import aiohttp
 
 from ...server.answers import ModelCard
 from ...server.errors import HttpError
-from ..engine_types.engine_type import Dialect, SentRecord
+from ..engine_types.engine_type import SentRecord, Translation
 from ..engine_types.registry import engine_type_of
 from ..policy.reports import ServerId, ServerReport
 from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
@@ -153,11 +153,11 @@ class EngineLink:
                 self.served[name] = ensured
             self._sent.use(name)
 
-    def dialect(self, model: str | None, asked: str | None) -> Dialect:
+    def translation(self, model: str | None, asked: str | None) -> Translation:
         """Of a request for an adapter that it calls ``model``, or for the base model."""
         if model is None and self.base_cards:
             model = self.base_cards[0].id
-        return self._engine_type.dialect(model, asked)
+        return self._engine_type.translation(model, asked)
 
     def withdraw(self, number: int, incarnation: str | None) -> None:
         """A request is not there any more that was sent to this process."""

@@ -15,7 +15,7 @@ import numpy as np
 from ....profiles.curve import median
 from ....profiles.profile import ProfileError
 from ...server.errors import HttpError
-from ..engine_types.vllm_dialect import vllm_refusal
+from ..engine_types.vllm_translation import vllm_refusal
 from ..http.calls import fetch
 
 _COMPLETIONS_PATH = "/v1/completions"

@@ -32,13 +32,13 @@ class _Body(msgspec.Struct, frozen=True):
     detail: msgspec.Raw = msgspec.Raw()
 
 
-class VllmDialect:
-    """The ``Dialect`` of one request."""
+class VllmTranslation:
+    """The ``Translation`` of one request."""
 
     def __init__(self, model: str | None, asked: str | None) -> None:
         """``model``: as vLLM calls it; ``asked``: as the client did; None = not at all."""
         self._model = None if model is None else msgspec.json.encode(model)
-        self._told = None if self._model is None else b'"model":' + self._model
+        self._model_field = None if self._model is None else b'"model":' + self._model
         self._asked = None if asked is None else msgspec.json.encode(asked)
 
     def body(self, body: bytes) -> bytes:
@@ -49,8 +49,8 @@ class VllmDialect:
 
     def events(self, data: bytes) -> bytes:
         """With the client's name of the model: text cannot look like it, its quotes are escaped."""
-        if self._told is not None and self._asked is not None:
-            data = data.replace(self._told, b'"model":' + self._asked)
+        if self._model_field is not None and self._asked is not None:
+            data = data.replace(self._model_field, b'"model":' + self._asked)
         if b'"error"' in data:
             data = _ERROR_EVENT.sub(lambda found: b"data: " + _translated(0, found[1]), data)
         return data
@@ -58,7 +58,7 @@ class VllmDialect:
     def answer(self, status: int, body: bytes) -> bytes:
         if status >= 400:
             return _translated(status, body)
-        if self._asked is None or self._told is None or self._told not in body:
+        if self._asked is None or self._model_field is None or self._model_field not in body:
             return body
         return _with_model(body, self._asked)
 

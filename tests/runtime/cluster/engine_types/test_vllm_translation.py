@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from corun.runtime.cluster.engine_types.vllm_dialect import VllmDialect, vllm_refusal
+from corun.runtime.cluster.engine_types.vllm_translation import VllmTranslation, vllm_refusal
 
-DIALECT = VllmDialect("sql@0123456789abcdef", "sql")
+TRANSLATION = VllmTranslation("sql@0123456789abcdef", "sql")
 EVENT = b'data: {"id":"c","model":"sql@0123456789abcdef","choices":[{"index":0,"text":"%b"}]}\n\n'
 
 
@@ -17,24 +17,26 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 def test_the_model_has_the_name_that_vllm_knows() -> None:
     body = b'{"model": "sql", "prompt": [1, 2.50], "seed": 12345678901234567890, "x": {"model": 1}}'
-    sent = json.loads(DIALECT.body(body))
+    sent = json.loads(TRANSLATION.body(body))
     assert sent == json.loads(body) | {"model": "sql@0123456789abcdef"}
-    assert b"2.50" in DIALECT.body(body) and b"12345678901234567890" in DIALECT.body(body)
-    assert json.loads(DIALECT.body(b'{"prompt": "x"}'))["model"] == "sql@0123456789abcdef"
-    assert DIALECT.body(b"[no object") == b"[no object"
+    assert b"2.50" in TRANSLATION.body(body) and b"12345678901234567890" in TRANSLATION.body(body)
+    assert json.loads(TRANSLATION.body(b'{"prompt": "x"}'))["model"] == "sql@0123456789abcdef"
+    assert TRANSLATION.body(b"[no object") == b"[no object"
 
 
 def test_answers_have_the_name_that_the_client_knows() -> None:
-    assert DIALECT.events(EVENT % b"t" * 2) == EVENT.replace(b"@0123456789abcdef", b"") % b"t" * 2
-    answer = json.loads(DIALECT.answer(200, b'{"model":"sql@0123456789abcdef","choices":[]}'))
+    assert (
+        TRANSLATION.events(EVENT % b"t" * 2) == EVENT.replace(b"@0123456789abcdef", b"") % b"t" * 2
+    )
+    answer = json.loads(TRANSLATION.answer(200, b'{"model":"sql@0123456789abcdef","choices":[]}'))
     assert answer == {"model": "sql", "choices": []}
-    as_it_is = VllmDialect("tiny", None)
+    as_it_is = VllmTranslation("tiny", None)
     assert as_it_is.events(EVENT % b"t") == EVENT % b"t"
 
 
 def test_text_that_looks_like_a_name_stays() -> None:
     text = rb"\"model\":\"sql@0123456789abcdef\" and \"error\""
-    assert text in DIALECT.events(EVENT % text)
+    assert text in TRANSLATION.events(EVENT % text)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +62,14 @@ def test_text_that_looks_like_a_name_stays() -> None:
 def test_errors_are_ours(
     status: int, body: dict[str, Any], code: str, words: str, param: str | None
 ) -> None:
-    error = error_of(DIALECT.answer(status, json.dumps(body).encode()))
+    error = error_of(TRANSLATION.answer(status, json.dumps(body).encode()))
     assert error["code"] == code and words in error["message"] and error["param"] == param
     assert "\n" not in error["message"]
 
 
 def test_an_error_within_a_stream_is_ours_too() -> None:
     told = b'data: {"error":{"message":"EngineCore died","type":"x","param":null,"code":500}}\n\n'
-    data = DIALECT.events(EVENT % b"t" + told + b"data: [DONE]\n\n")
+    data = TRANSLATION.events(EVENT % b"t" + told + b"data: [DONE]\n\n")
     first, error, done, rest = data.split(b"\n\n")
     assert b'"text":"t"' in first and (done, rest) == (b"data: [DONE]", b"")
     assert error_of(error.removeprefix(b"data: "))["code"] == "internal_error"
