@@ -122,7 +122,7 @@ def _memory_bytes(metrics: str) -> float:
     """KV of requests that run or have ended, and adapters."""
     kinds = ('kind="running_kv"', 'kind="history_kv"', 'kind="adapters"')
     lines = [line for line in metrics.splitlines() if line.startswith("corun:memory_bytes{")]
-    on_device = [line for line in lines if 'level="gpu"' in line]
+    on_device = [line for line in lines if 'level="device"' in line]
     return sum(float(line.split()[-1]) for line in on_device if any(k in line for k in kinds))
 
 

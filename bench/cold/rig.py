@@ -206,7 +206,7 @@ class Rig:
 
     def _is_resident(self, adapter: str) -> bool:
         version = self._assembly.adapters.resolve(adapter)
-        return self.core.residency(version).level == "gpu"
+        return self.core.residency(version).level == "device"
 
     def _decision(self, request_id: int) -> str:
         decision = self._coexecution.cold_starts.decision(RequestId(request_id))

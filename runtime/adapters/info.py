@@ -7,7 +7,8 @@ import msgspec
 from .conventions import AdapterConventions
 from .names import READY
 
-LEVELS = ("gpu", "partial", "cpu", "disk")  # where a version may be, the fastest first
+LEVELS = ("device", "partial", "host", "disk")  # where a version may be, the fastest first
+LEVEL_ALIASES = {"gpu": "device", "cpu": "host"}  # names of earlier releases, as filters
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -166,7 +166,9 @@ def _add_check_flags(parser: argparse.ArgumentParser) -> None:
 def _add_adapters_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://localhost:8000", help="Where the server is.")
     parser.add_argument("--api-key", metavar="KEY", help="One of its keys; default: CORUN_API_KEY.")
-    parser.add_argument("--level", metavar="LEVEL", help=f"Only those: {', '.join(LEVELS)}.")
+    parser.add_argument(
+        "--level", metavar="LEVEL", help=f"Only adapters at this level: {', '.join(LEVELS)}."
+    )
 
 
 def _add_cluster_flags(parser: argparse.ArgumentParser, command: str) -> None:

@@ -257,7 +257,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     threads: ThreadStats = ThreadStats()
     num_retried_rows: int = 0
     cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
-    adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "gpu" or "cpu", and reason
+    adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and reason
     adapter_loads: dict[str, LoadStats] = {}  # by transition
     adapter_room_bytes: int = 0  # for all adapters together, beside the KV of running requests
     num_prefetch_hits: int = 0  # loads of adapters that were expected, and then asked for
@@ -266,7 +266,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     invalid_kv_bytes: int = 0  # on the device without its adapter
     prompt_tokens_cached: int = 0  # found on the device, and so not among the computed ones
     prompt_tokens_host_cached: int = 0  # nor are these, which were copied from the host
-    memory_bytes: dict[str, dict[str, int]] = {}  # by level, "gpu" or "cpu", and kind
+    memory_bytes: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and kind
     link: tuple[LinkUsage, ...] = ()
     policy_counts: dict[str, float] = {}  # what the scheduling policy shows of itself
     lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
@@ -293,7 +293,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_device_evictions(self) -> int:
         """Adapters that have left the device, whatever the reason."""
-        return sum(self.adapter_evictions.get("gpu", {}).values())
+        return sum(self.adapter_evictions.get("device", {}).values())
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):

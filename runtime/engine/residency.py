@@ -1,8 +1,8 @@
 """Where adapter versions are, read from what memory keeps account of. Pure.
 
-Levels: "gpu", rows may use it; "partial", some layer groups are there; "cpu", all of it is in the
-host's memory; "disk". Where the device reads adapters in the host's memory, "gpu" is what its
-kernels know, and "cpu" what lies idle there.
+Levels: "device", rows may use it; "partial", some of its layer groups are on the device; "host",
+all of it is in the host's memory; "disk". Where the device reads adapters in the host's memory,
+"device" is what its kernels know, and "host" is what lies idle there.
 """
 
 import logging
@@ -58,9 +58,9 @@ class ResidencyReader:
         state = cache.state(adapter_id)
         load = memory.transfers.load_of(adapter_id)
         host_bytes = 0 if host is None else host.num_bytes_of(version.digest)
-        level = "cpu" if host_bytes else "disk"
+        level = "host" if host_bytes else "disk"
         if state is AdapterState.RESIDENT:
-            level = "gpu"
+            level = "device"
         elif load is not None and load.num_arrived:
             level = "partial"
         record = cache.log.record(adapter_id)
@@ -91,8 +91,8 @@ class ResidencyReader:
     ) -> dict[str, dict[str, int]]:
         host = self._memory.host
         levels = {
-            "gpu": record.evictions,
-            "cpu": {} if host is None else host.evictions_of(version.digest),
+            "device": record.evictions,
+            "host": {} if host is None else host.evictions_of(version.digest),
         }
         return {
             level: {reason.value: number for reason, number in evictions.items()}

@@ -126,7 +126,7 @@ def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
     """Bytes by level and kind; what is promised is among what is free, or in history."""
     pool, host = memory.pool, memory.host
     levels = {
-        "gpu": {
+        "device": {
             "running_kv": pool.num_used_blocks * pool.block_bytes,
             "history_kv": pool.num_cached_blocks * pool.block_bytes,
             "adapters": memory.cache.used_bytes,
@@ -134,21 +134,21 @@ def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
             "free": memory.budget.free_bytes,
         }
     }
-    cpu: dict[str, int] = {}
+    on_host: dict[str, int] = {}
     if memory.prefixes.num_host_slots:
-        cpu["history_kv"] = memory.prefixes.num_host_blocks * pool.block_bytes
-        cpu["free"] = memory.prefixes.num_host_slots * pool.block_bytes - cpu["history_kv"]
+        on_host["history_kv"] = memory.prefixes.num_host_blocks * pool.block_bytes
+        on_host["free"] = memory.prefixes.num_host_slots * pool.block_bytes - on_host["history_kv"]
     if host is not None:
-        cpu["adapters"] = host.taken_bytes
+        on_host["adapters"] = host.taken_bytes
         if not host.is_device_memory:  # else what is free is the device's
-            cpu["free"] = cpu.get("free", 0) + host.capacity_bytes - host.taken_bytes
-    return levels | ({"cpu": cpu} if cpu else {})
+            on_host["free"] = on_host.get("free", 0) + host.capacity_bytes - host.taken_bytes
+    return levels | ({"host": on_host} if on_host else {})
 
 
 def _evictions(memory: DeviceMemory) -> dict[str, dict[str, int]]:
-    levels = {"gpu": memory.cache.log.evictions}
+    levels = {"device": memory.cache.log.evictions}
     if memory.host is not None:
-        levels["cpu"] = memory.host.evictions
+        levels["host"] = memory.host.evictions
     return {
         level: {reason.value: number for reason, number in evictions.items()}
         for level, evictions in levels.items()

@@ -22,8 +22,8 @@ class EvictionReason(enum.StrEnum):
 class Transition(enum.StrEnum):
     """From one level of memory to the next."""
 
-    DISK_TO_CPU = "disk_to_cpu"
-    CPU_TO_GPU = "cpu_to_gpu"
+    DISK_TO_HOST = "disk_to_host"
+    HOST_TO_DEVICE = "host_to_device"
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class AdapterLog:
         adapter_id = load.command.adapter_id
         record = self._records.setdefault(adapter_id, AdapterRecord())
         for loads in (record.loads, self.loads):
-            loads[Transition.CPU_TO_GPU].add(now_s - load.began_s)
+            loads[Transition.HOST_TO_DEVICE].add(now_s - load.began_s)
             if load.is_from_files:
-                loads[Transition.DISK_TO_CPU].add(load.read_s)
+                loads[Transition.DISK_TO_HOST].add(load.read_s)
 
     def evicted(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
         """It leaves the device."""

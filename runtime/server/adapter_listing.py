@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
-from ..adapters.info import LEVELS, AdapterInfo, DrainingVersion, Residency
+from ..adapters.info import LEVEL_ALIASES, LEVELS, AdapterInfo, DrainingVersion, Residency
 from .errors import HttpError
 
 MAX_PAGE = 1000
@@ -41,8 +41,10 @@ def parse_page(query: Mapping[str, str]) -> Page:
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
         raise _refused("limit", f"limit is {limit!r}, expected 1 to {MAX_PAGE}")
     level = query.get("level")
-    if level is not None and level not in LEVELS:
-        raise _refused("level", f"there is no level {level!r}; choose one of {', '.join(LEVELS)}")
+    if level is not None:
+        level = LEVEL_ALIASES.get(level, level)
+        if level not in LEVELS:
+            raise _refused("level", f"unknown level {level!r}; choose one of {', '.join(LEVELS)}")
     return Page(int(limit), query.get("after"), level)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..adapters.info import LEVELS
+from ..adapters.info import LEVEL_ALIASES, LEVELS
 from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH, EngineProfile, EngineState
 from .adapter_listing import MAX_PAGE, AdapterCard
 from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
@@ -86,7 +86,10 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": MAX_PAGE},
             "after": {"type": "string", "description": "Begin behind this name."},
-            "level": {"enum": list(LEVELS), "description": "Only those that are there."},
+            "level": {
+                "enum": [*LEVELS, *LEVEL_ALIASES],
+                "description": "Only adapters at this level. gpu means device, cpu means host.",
+            },
         },
         answer=AdapterPage, errors=(*_KEY, 400, 503),
     ),

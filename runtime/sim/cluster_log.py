@@ -44,7 +44,7 @@ class ServerLoads(msgspec.Struct):
         of_all = dict[str, int]()
         for server, loads in zip(servers, self.num_requests, strict=True):
             loads.append(server.num_requests)
-            for kind, number in server.stats().memory_bytes["gpu"].items():
+            for kind, number in server.stats().memory_bytes["device"].items():
                 of_all[kind] = of_all.get(kind, 0) + number
         for kind, number in of_all.items():
             self.num_bytes.setdefault(kind, []).append(number)

@@ -105,7 +105,7 @@ class MemoryLog(msgspec.Struct):
         if self.time_s and now_s < self.time_s[-1] + self.every_s:
             return
         self.time_s.append(now_s)
-        for kind, number in core.stats().memory_bytes["gpu"].items():
+        for kind, number in core.stats().memory_bytes["device"].items():
             self.num_bytes.setdefault(kind, []).append(number)
 
 

@@ -21,7 +21,7 @@ from support.model_profiles import save_made_up_profile
 from support.serving import ANSWER_TIMEOUT_S, wait_until
 
 LISTING = "/v1/lora_adapters"
-LEVELS = ("gpu", "partial", "cpu", "disk")
+LEVELS = ("device", "partial", "host", "disk")
 LOADED = ("ready", "draining")
 # Of one adapter, whose like all are, and of how many there is room for beside a little KV.
 DEVICE_BYTES, HOST_BYTES = 507_840, 512_000
@@ -128,7 +128,7 @@ class Operator:
 
     def check(self, name: str, state: str, level: str, **wanted: Any) -> dict[str, Any]:
         """Come to this stop, where all that tell of it agree; returns what HTTP tells."""
-        wanted |= {"state": state, "level": level, "resident": level == "gpu"}
+        wanted |= {"state": state, "level": level, "resident": level == "device"}
         wait_until(lambda: self._is_told(name, wanted))
         told = self.listed()
         one = self.get(name)
@@ -179,29 +179,29 @@ def test_an_adapter_walks_through_all_levels(operator: Operator) -> None:
     operator.server.files.open()
     assert loading.join().status_code == 200
     operator.check(
-        "walker", "ready", "cpu",
+        "walker", "ready", "host",
         device_bytes=0, host_bytes=HOST_BYTES, num_groups=0, num_uses=0, loads={},
     )  # fmt: skip
 
     operator.server.link.close()
     asked = Background(lambda: operator.ask("walker"))
-    operator.check("walker", "ready", "cpu", num_waiting=1, num_groups=NUM_GROUPS)
+    operator.check("walker", "ready", "host", num_waiting=1, num_groups=NUM_GROUPS)
     operator.server.link.let(2)
     told = operator.check("walker", "ready", "partial", num_groups_loaded=2, num_waiting=1)
     assert (told["device_bytes"], told["host_bytes"]) == (DEVICE_BYTES, HOST_BYTES)
     operator.server.link.open()
     asked.join()
-    told = operator.check("walker", "ready", "gpu", num_uses=1, num_waiting=0, num_references=0)
-    assert told["loads"]["cpu_to_gpu"]["num_loads"] == 1 and "disk_to_cpu" not in told["loads"]
+    told = operator.check("walker", "ready", "device", num_uses=1, num_waiting=0, num_references=0)
+    assert told["loads"]["host_to_device"]["num_loads"] == 1 and "disk_to_host" not in told["loads"]
     assert told["evictions"] == {}
 
     for name in ("second", "third"):
         assert operator.load(name).status_code == 200
         operator.ask(name)
-    evictions = {"gpu": {"adapter": 1}}
-    operator.check("walker", "ready", "cpu", device_bytes=0, evictions=evictions)
+    evictions = {"device": {"adapter": 1}}
+    operator.check("walker", "ready", "host", device_bytes=0, evictions=evictions)
     assert operator.load("fourth").status_code == 200
-    evictions |= {"cpu": {"adapter": 1}}
+    evictions |= {"host": {"adapter": 1}}
     operator.check("walker", "ready", "disk", host_bytes=0, evictions=evictions)
 
     operator.server.files.close()
@@ -211,28 +211,28 @@ def test_an_adapter_walks_through_all_levels(operator: Operator) -> None:
     operator.check("walker", "ready", "partial", num_groups_loaded=3, host_bytes=0)
     operator.server.files.open()
     asked.join()
-    told = operator.check("walker", "ready", "gpu", host_bytes=HOST_BYTES, num_uses=2)
+    told = operator.check("walker", "ready", "device", host_bytes=HOST_BYTES, num_uses=2)
     loads = {transition: one["num_loads"] for transition, one in told["loads"].items()}
-    assert loads == {"cpu_to_gpu": 2, "disk_to_cpu": 1}
+    assert loads == {"host_to_device": 2, "disk_to_host": 1}
 
 
 def test_a_pinned_one_stays_under_pressure(operator: Operator) -> None:
     assert operator.load("pinned", pinned=True).status_code == 200
-    operator.check("pinned", "ready", "gpu", pinned=True, num_uses=0)
+    operator.check("pinned", "ready", "device", pinned=True, num_uses=0)
     others = ("second", "third", "fourth")
     for name in others:
         assert operator.load(name).status_code == 200
     for name in others * 2:  # each takes the place of the one before
         operator.ask(name)
-        operator.check(name, "ready", "gpu")
-        assert "gpu" not in operator.check("pinned", "ready", "gpu")["evictions"]
+        operator.check(name, "ready", "device")
+        assert "device" not in operator.check("pinned", "ready", "device")["evictions"]
     base = [Background(lambda: operator.ask(demo_model_path().name, 56)) for _ in range(16)]
     for request in base:
-        assert "gpu" not in operator.check("pinned", "ready", "gpu")["evictions"]
+        assert "device" not in operator.check("pinned", "ready", "device")["evictions"]
         request.join()
-    assert operator.get("fourth")["evictions"]["gpu"]["kv"], "KV did not need its room"
+    assert operator.get("fourth")["evictions"]["device"]["kv"], "KV did not need its room"
     series = [one.labels for one in operator.metrics()["lora_adapter_loaded"]]
-    there = [(one["adapter_name"], one["pinned"]) for one in series if one["level"] == "gpu"]
+    there = [(one["adapter_name"], one["pinned"]) for one in series if one["level"] == "device"]
     assert there == [("pinned", "true")]
 
 
@@ -241,17 +241,17 @@ def test_versions_come_and_go_while_it_is_told(operator: Operator, tmp_path: Pat
     old = operator.get("one")["version"]
     operator.server.link.close()
     asked = [Background(lambda: operator.ask("one"))]
-    operator.check("one", "ready", "cpu", num_waiting=1)
+    operator.check("one", "ready", "host", num_waiting=1)
     assert operator.load("one", 2, load_inplace=True).status_code == 200
-    told = operator.check("one", "ready", "cpu", num_waiting=0)
+    told = operator.check("one", "ready", "host", num_waiting=0)
     (draining,) = told["draining"]
-    assert (draining["version"], draining["num_waiting"], draining["level"]) == (old, 1, "cpu")
+    assert (draining["version"], draining["num_waiting"], draining["level"]) == (old, 1, "host")
     assert told["version"] != old
 
     asked.append(Background(lambda: operator.ask("one")))
-    operator.check("one", "ready", "cpu", num_waiting=1)
+    operator.check("one", "ready", "host", num_waiting=1)
     operator.unload("one")
-    told = operator.check("one", "draining", "cpu", num_waiting=1)
+    told = operator.check("one", "draining", "host", num_waiting=1)
     assert [one["version"] for one in told["draining"]] == [old]
     operator.server.link.open()
     for request in asked:
@@ -270,17 +270,17 @@ def test_an_engine_that_computes_keeps_nobody_waiting(operator: Operator) -> Non
     """A step that takes long: the engine's process does not get to anything else."""
     assert operator.load("there").status_code == 200
     operator.ask("there")
-    operator.check("there", "ready", "gpu")
+    operator.check("there", "ready", "device")
     os.kill(operator.server.engine.pid, signal.SIGSTOP)
     try:
         ages_s: list[float] = []
         with operator.server.client(MAX_ANSWER_S) as client:
             for _ in range(2):
                 page = client.get(LISTING).json()
-                assert [one["level"] for one in page["data"]] == ["gpu"]
+                assert [one["level"] for one in page["data"]] == ["device"]
                 one = client.get(f"{LISTING}/there").json()
                 ages_s += [page["age_s"], one["age_s"]]
-                assert 'adapter_name="there",level="gpu"' in client.get("/metrics").text
+                assert 'adapter_name="there",level="device"' in client.get("/metrics").text
         (age,) = operator.metrics()["engine_state_age_seconds"]
         ages_s.append(age.value)
         assert ages_s == sorted(set(ages_s)) and ages_s[0] > 0, "they are older each time"

@@ -51,13 +51,13 @@ def answer(first_token):
     return tokens, reason
 
 first = answer(0)
-while core.stats().memory_bytes["gpu"]["history_kv"] < 300 << 20:
+while core.stats().memory_bytes["device"]["history_kv"] < 300 << 20:
     answer(num_requests)
 available, total = read_memory_room()
 limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
 limit.write_text(str(total - available + int(sys.argv[4])))
 available, total = read_memory_room()
-kept = core.stats().memory_bytes["gpu"]["history_kv"]
+kept = core.stats().memory_bytes["device"]["history_kv"]
 ballast = subprocess.Popen(
     [sys.executable, "-c", beside, str(available + (60 << 20)), model],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -76,7 +76,7 @@ stats = core.stats()
 print(json.dumps({
     "kept": kept, "was_short": was_short, "ballast": ballast.poll(),
     "reasons": sorted(set(reasons)),
-    "left": stats.memory_bytes["gpu"]["history_kv"], "given_way": stats.relieved_bytes,
+    "left": stats.memory_bytes["device"]["history_kv"], "given_way": stats.relieved_bytes,
     "share": read_memory_room()[0] / total, "same": answer(0) == first,
 }))
 ballast.kill()

@@ -106,7 +106,7 @@ def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
         case, requests, [GREEDY] * len(requests), block_size=4, max_model_len=20,
         memory_gib=room_gib(case, num_blocks=12, adapters=0.7),
     )  # fmt: skip
-    assert stats.memory_bytes["gpu"]["adapters"] < case.adapter_bytes(torch.float32)
+    assert stats.memory_bytes["device"]["adapters"] < case.adapter_bytes(torch.float32)
 
 
 def room_gib(case: ParityCase, *, num_blocks: int, adapters: float) -> float:

@@ -128,7 +128,7 @@ class FakeEngine:
             promised_kv_tokens=0, total_kv_tokens=1000, queued_s=0.0, link_backlog_bytes=0,
         )  # fmt: skip
         placed = [
-            PlacedAdapter(name=one, digest="", level="gpu", rank=8, num_bytes=1) for one in names
+            PlacedAdapter(name=one, digest="", level="device", rank=8, num_bytes=1) for one in names
         ]
         await stream.send(
             EngineState(incarnation=self.incarnation, beat=1, load=load, adapters=tuple(placed))

@@ -261,7 +261,7 @@ class FakeAdapters:
                 1024,
                 str(self._num_versions),
                 self.pinned.get(name, False),
-                Residency(level="gpu"),
+                Residency(level="device"),
                 conventions=NO_CONVENTIONS,
             )
             for name, path in self.paths.items()

@@ -96,7 +96,7 @@ class FakeEngine:
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
             invalid_kv_bytes=7, preemptions={"kv_memory": 3, "squash": 1}, num_prefetch_hits=5,
-            prefetch_missed_bytes=6, memory_bytes={"gpu": {"history_kv": 8, "free": 9}},
+            prefetch_missed_bytes=6, memory_bytes={"device": {"history_kv": 8, "free": 9}},
             first_token_parts_s={"order": 1.5, "kv_memory": 2.5},
             link=(LinkUsage("to_device", "kv", 11, 0.5),),
             policy_counts={"num_lanes": 2.0}, lane_counts=({"quota_tokens": 5.0},) * 2,
@@ -104,7 +104,7 @@ class FakeEngine:
         )  # fmt: skip
         self.adapters = {
             "upper": make_adapter("upper", rank=8),
-            "digits": make_adapter("digits", rank=64, level="cpu"),
+            "digits": make_adapter("digits", rank=64, level="host"),
             "broken": make_adapter(
                 "broken", state="failed", level="disk", reason="rank 512 is over the limit"
             ),
@@ -358,7 +358,7 @@ def make_adapter(
     state: str = "ready",
     reason: str | None = None,
     rank: int = 8,
-    level: str = "gpu",
+    level: str = "device",
 ) -> AdapterInfo:
     """Return an adapter as the engine reports it."""
     return AdapterInfo(

@@ -319,7 +319,7 @@ class ScriptedController:
             await self.on_ensure(asked)
         engine = self.engines[asked.engine_id]
         engine.adapters[asked.adapter.name] = PlacedAdapter(
-            name=asked.adapter.name, digest="", level="cpu", rank=8, num_bytes=8000
+            name=asked.adapter.name, digest="", level="host", rank=8, num_bytes=8000
         )
         return struct_response(
             Ensured(incarnation=engine.incarnation, revision=asked.adapter.revision)

@@ -65,8 +65,8 @@ class EngineMirror:
 
     def _sort(self) -> None:
         placed = self.adapters.values()
-        self._on_gpu = frozenset(one.name for one in placed if one.level == "gpu")
-        self._in_host = frozenset(one.name for one in placed if one.level in ("cpu", "partial"))
+        self._on_gpu = frozenset(one.name for one in placed if one.level == "device")
+        self._in_host = frozenset(one.name for one in placed if one.level in ("host", "partial"))
         self._loading = frozenset(one.name for one in placed if one.is_loading)
 
 

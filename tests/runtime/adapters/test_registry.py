@@ -61,7 +61,7 @@ def test_a_version_serves_once_it_is_ready() -> None:
     assert (version.name, version.path, version.digest) == ("a", "dir", "d1")
     assert (version.rank, version.num_bytes, version.scale) == (8, 100, 1.0)
     assert registry.version(version.adapter_id) is version
-    (info,) = registry.infos(lambda _: Residency(level="gpu"))
+    (info,) = registry.infos(lambda _: Residency(level="device"))
     assert (info.state, info.version, info.is_resident) == ("ready", "d1", True)
 
 

@@ -16,7 +16,7 @@ NOW_S = 1_000_000.0
 
 def test_the_table_says_where_each_version_is() -> None:
     there = Residency(
-        level="gpu", device_bytes=3 * MIB, host_bytes=4 * MIB, kv_device_bytes=MIB // 2,
+        level="device", device_bytes=3 * MIB, host_bytes=4 * MIB, kv_device_bytes=MIB // 2,
         num_references=2, num_uses=123, last_use_unix_s=NOW_S - 90,
     )  # fmt: skip
     coming = Residency(level="partial", num_groups=4, num_groups_loaded=1, num_waiting=3)
@@ -30,14 +30,14 @@ def test_the_table_says_where_each_version_is() -> None:
     assert [line.split() for line in table(data, NOW_S)] == [
         ["name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses",
          "last", "use"],
-        ["first", "gpu", "8", "3.0", "MiB", "4.0", "MiB", "0.5", "MiB", "2", "0", "123",
+        ["first", "device", "8", "3.0", "MiB", "4.0", "MiB", "0.5", "MiB", "2", "0", "123",
          "2", "min", "ago", "pinned"],
         ["partial", "1/4", "16", "-", "-", "-", "0", "3", "0", "-", "drains"],
         ["second-one", "disk", "0", "-", "-", "-", "0", "0", "0", "-",
          "failed,", "rank", "512", "is", "over", "the", "limit"],
     ]  # fmt: skip
     heading, first, *_ = table(data, NOW_S)
-    assert first.index("gpu") == heading.index("level"), "words are aligned to the left"
+    assert first.index("device") == heading.index("level"), "words are aligned to the left"
     assert first.index(" 8 ") + 1 == heading.index("rank") + 3, "numbers to the right"
 
 

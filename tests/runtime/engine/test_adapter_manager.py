@@ -69,7 +69,7 @@ class FakeDevice:
         return changed
 
     def residency(self, version: AdapterVersion) -> Residency:
-        return Residency(level="gpu" if version.adapter_id in self.resident else "disk")
+        return Residency(level="device" if version.adapter_id in self.resident else "disk")
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
         assert threading.current_thread() is threading.main_thread()

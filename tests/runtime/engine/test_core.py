@@ -368,8 +368,8 @@ class TestAdapters:
         assert engine.gone == [adapter_id]
         assert engine.executor.resident_adapters == set()
         stats = engine.core.stats()
-        assert stats.memory_bytes["gpu"]["adapters"] == 0
-        assert stats.adapter_evictions == {"gpu": {"dropped": 1}}
+        assert stats.memory_bytes["device"]["adapters"] == 0
+        assert stats.adapter_evictions == {"device": {"dropped": 1}}
 
     def test_a_reload_serves_new_requests_with_the_new_version(self) -> None:
         engine = Engine()
@@ -396,7 +396,7 @@ class TestAdapters:
                 )[0]
             )
         assert engine.gone == [old_id]
-        assert engine.core.residency(engine.registry.version(new_id)).level == "gpu"
+        assert engine.core.residency(engine.registry.version(new_id)).level == "device"
         assert engine.core.take_changed_adapters().adapter_ids == {old_id, new_id}
 
     def test_statistics_name_the_adapters(self) -> None:
@@ -410,7 +410,7 @@ class TestAdapters:
         stats = engine.core.stats()
         assert (stats.running_adapters, stats.waiting_adapters) == (("a",), ("b",))
         assert (stats.num_running, stats.num_waiting) == (1, 1)
-        assert stats.memory_bytes["gpu"]["adapters"] == 200
+        assert stats.memory_bytes["device"]["adapters"] == 200
 
     def test_requests_have_the_namespace_of_all_that_shapes_their_kv(self) -> None:
         engine = Engine()
@@ -485,7 +485,7 @@ def test_a_request_waits_for_the_host_while_another_adapter_is_registered() -> N
     engine.core.end_registration(room.place.place_id, None)
     assert engine.core.is_ready
     assert ends_of(engine.run()) == {1: "length"}
-    assert engine.core.stats().adapter_evictions["cpu"] == {}
+    assert engine.core.stats().adapter_evictions["host"] == {}
 
 
 class TestExceptions:

@@ -132,18 +132,18 @@ class World:
             return
         versions = [one for one in memory.cache.resident_ids()
                     if self.manager.version(one).name == info.name]  # fmt: skip
-        is_there = residency.level == "gpu" or any(
-            one.residency.level == "gpu" for one in info.draining
+        is_there = residency.level == "device" or any(
+            one.residency.level == "device" for one in info.draining
         )
         assert not is_there or versions, info
         assert (residency.level == "partial") == (
             0 < residency.num_groups_loaded <= residency.num_groups
         ), info
-        if residency.level in ("gpu", "partial"):
+        if residency.level in ("device", "partial"):
             assert residency.device_bytes == sum(GROUP_BYTES)
         assert memory.host is not None
         assert (residency.host_bytes > 0) == memory.host.contains(info.version)
-        assert residency.level != "cpu" or residency.host_bytes == 2 * PAGESIZE
+        assert residency.level != "host" or residency.host_bytes == 2 * PAGESIZE
         assert residency.level != "disk" or not residency.host_bytes
 
     @contextmanager
@@ -202,7 +202,7 @@ def test_random_lives_reach_every_level() -> None:
                 do(world, rng.choice(LOADS), rng)
                 world.hear()
             levels += world.levels
-    assert min(levels[level] for level in ("gpu", "partial", "cpu", "disk")) > 20, levels
+    assert min(levels[level] for level in ("device", "partial", "host", "disk")) > 20, levels
 
 
 def test_a_life_from_disk_to_the_device_and_back() -> None:
@@ -230,8 +230,8 @@ def test_a_life_from_disk_to_the_device_and_back() -> None:
         world.end(AdapterTransfer)
         world.finish_step()
         there = told().residency
-        assert (there.level, there.host_bytes, there.num_references) == ("gpu", 2 * PAGESIZE, 1)
-        assert there.loads["cpu_to_gpu"][0] == there.loads["disk_to_cpu"][0] == 1
+        assert (there.level, there.host_bytes, there.num_references) == ("device", 2 * PAGESIZE, 1)
+        assert there.loads["host_to_device"][0] == there.loads["disk_to_host"][0] == 1
         assert there.num_uses == 1
         assert there.last_use_unix_s == pytest.approx(1005.25)
         while world.core.has_work:
@@ -240,8 +240,8 @@ def test_a_life_from_disk_to_the_device_and_back() -> None:
         assert world.core.evict_adapter("a")
         world.turn()
         away = told().residency
-        assert (away.level, away.device_bytes) == ("cpu", 0)
-        assert away.evictions == {"gpu": {"asked": 1}}
+        assert (away.level, away.device_bytes) == ("host", 0)
+        assert away.evictions == {"device": {"asked": 1}}
 
 
 def test_versions_that_drain_are_told_beside_the_one_that_serves() -> None:

@@ -40,10 +40,10 @@ def test_bytes_of_the_device_add_up_to_its_memory() -> None:
     scheduler.add_request(make_request(1, prompt=(1,) * 5, max_tokens=8), 0.0)
     scheduler.schedule(0.0)
     levels = stats_of(scheduler).memory_bytes
-    assert levels.keys() == {"gpu"}
-    gpu = dict(levels["gpu"])
-    assert gpu.pop("promised") == BLOCK_BYTES
-    assert gpu == {
+    assert levels.keys() == {"device"}
+    device = dict(levels["device"])
+    assert device.pop("promised") == BLOCK_BYTES
+    assert device == {
         "running_kv": 2 * BLOCK_BYTES, "history_kv": 2 * BLOCK_BYTES,
         "adapters": 100, "free": 4 * BLOCK_BYTES - 100,
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_what_the_host_holds() -> None:
     memory.settle(TransferResult(copy.transfer_id), 2.0)
     stats = stats_of(scheduler, 9.0)
     free_bytes = 4 * BLOCK_BYTES - num_bytes
-    assert stats.memory_bytes["cpu"] == {"history_kv": num_bytes, "free": free_bytes}
+    assert stats.memory_bytes["host"] == {"history_kv": num_bytes, "free": free_bytes}
     assert stats.link == (LinkUsage("to_host", "kv", num_bytes, 1.0),)
 
 
@@ -74,7 +74,7 @@ def test_adapters_that_are_read_in_place_do_not_move() -> None:
     memory.settle(TransferResult(transfer.transfer_id), 1.0)
     stats = stats_of(make_scheduler(memory=memory))
     assert stats.link == ()
-    assert stats.memory_bytes["cpu"] == {"adapters": 4096}
+    assert stats.memory_bytes["host"] == {"adapters": 4096}
 
 
 def test_the_bound_of_steps_that_decode_is_told() -> None:

@@ -32,14 +32,15 @@ def test_a_level_is_asked_for(http: httpx.Client) -> None:
         page = http.get("/v1/lora_adapters", params={"level": level}).json()
         return [one["name"] for one in page["data"]]
 
-    assert (names("gpu"), names("cpu"), names("partial")) == (["upper"], ["digits"], [])
+    assert (names("device"), names("host"), names("partial")) == (["upper"], ["digits"], [])
     assert names("disk") == ["broken"]
+    assert (names("gpu"), names("cpu")) == (["upper"], ["digits"]), "names of earlier releases"
 
 
 def test_all_is_shown_of_one(http: httpx.Client, engine: Any) -> None:
     residency = Residency(
-        level="partial", num_groups=3, num_groups_loaded=2, loads={"cpu_to_gpu": (4, 0.5)},
-        evictions={"gpu": {"kv": 1}}, last_use_unix_s=12.5,
+        level="partial", num_groups=3, num_groups_loaded=2, loads={"host_to_device": (4, 0.5)},
+        evictions={"device": {"kv": 1}}, last_use_unix_s=12.5,
     )  # fmt: skip
     old = DrainingVersion("old", 4, 10, Residency(num_references=1))
     engine.adapters["x"] = type(make_adapter("x"))(
@@ -47,8 +48,8 @@ def test_all_is_shown_of_one(http: httpx.Client, engine: Any) -> None:
     )
     one = http.get("/v1/lora_adapters/x").json()
     assert (one["level"], one["num_groups_loaded"], one["pinned"]) == ("partial", 2, True)
-    assert one["loads"] == {"cpu_to_gpu": {"num_loads": 4, "seconds": 0.5}}
-    assert one["evictions"] == {"gpu": {"kv": 1}}
+    assert one["loads"] == {"host_to_device": {"num_loads": 4, "seconds": 0.5}}
+    assert one["evictions"] == {"device": {"kv": 1}}
     assert one["age_s"] == 0.5 and not one["resident"]
     (draining,) = one["draining"]
     assert (draining["version"], draining["num_references"]) == ("old", 1)
@@ -66,7 +67,7 @@ def test_what_fits_is_counted_beside_what_runs(http: httpx.Client, engine: Any) 
         ("limit=1001", "limit", "1 to 1000"),
         ("limit=ten", "limit", "1 to 1000"),
         ("limit=99999999999999999999", "limit", "1 to 1000"),
-        ("level=ram", "level", "no level 'ram'; choose one of gpu, partial, cpu, disk"),
+        ("level=ram", "level", "unknown level 'ram'; choose one of device, partial, host, disk"),
         ("page=2", "page", "unknown parameter 'page'; known: limit, after, level"),
     ],
 )

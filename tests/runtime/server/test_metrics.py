@@ -33,7 +33,7 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:num_requests_running", (model,)] == 2
     assert samples["corun:kv_cache_usage_perc", (model,)] == 0.25
     assert samples["corun:invalid_kv_bytes", (model,)] == 7
-    assert samples["corun:memory_bytes", (("kind", "history_kv"), ("level", "gpu"), model)] == 8
+    assert samples["corun:memory_bytes", (("kind", "history_kv"), ("level", "device"), model)] == 8
     moved = (("direction", "to_device"), ("kind", "kv"), model)
     assert samples["corun:link_bytes_total", moved] == 11
     assert samples["corun:link_busy_seconds_total", moved] == 0.5
@@ -63,8 +63,8 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:lora_requests_info", info] > 1_700_000_000
     loaded = {labels for name, labels in samples if name == "corun:lora_adapter_loaded"}
     assert loaded == {
-        (("adapter_name", "upper"), ("level", "gpu"), model, ("pinned", "false"), ("rank", "8")),
-        (("adapter_name", "digits"), ("level", "cpu"), model, ("pinned", "false"), ("rank", "64")),
+        (("adapter_name", "upper"), ("level", "device"), model, ("pinned", "false"), ("rank", "8")),
+        (("adapter_name", "digits"), ("level", "host"), model, ("pinned", "false"), ("rank", "64")),
     }
     assert samples["corun:engine_state_age_seconds", (model,)] == 0.5
 
@@ -142,20 +142,20 @@ def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
     for index in range(300):
         name = f"a{index}"
         fields = {key: getattr(template, key) for key in template.__struct_fields__}
-        residency = Residency(level="cpu" if index < 280 else "disk")
+        residency = Residency(level="host" if index < 280 else "disk")
         engine.adapters[name] = type(template)(**fields | {"name": name, "residency": residency})
     samples = read_metrics(http)
     model = ("model_name", "tiny")
     loaded = [dict(labels) for name, labels in samples if name == "corun:lora_adapter_loaded"]
     named = [labels for labels in loaded if labels["adapter_name"] != "other"]
     assert len(named) == 256 and len(loaded) == 258
-    assert {labels["adapter_name"]: labels["level"] for labels in named}["upper"] == "gpu"
+    assert {labels["adapter_name"]: labels["level"] for labels in named}["upper"] == "device"
     others = [
         samples["corun:lora_adapter_loaded", tuple(sorted(labels.items()))]
         for labels in loaded if labels["adapter_name"] == "other"
     ]  # fmt: skip
     assert sorted(others) == [20, 26], "on disk, and in host memory"
-    for level, number in (("gpu", 1), ("partial", 0), ("cpu", 281), ("disk", 20)):
+    for level, number in (("device", 1), ("partial", 0), ("host", 281), ("disk", 20)):
         assert samples[f"corun:num_{level}_loaded_lora_adapters", (model,)] == number
 
 
@@ -219,15 +219,15 @@ def test_hits_of_prompts_show_in_the_metrics(http: httpx.Client, engine: Any) ->
 
 def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     engine.stats = EngineStats(
-        adapter_evictions={"gpu": {"kv": 3, "dropped": 1}, "cpu": {"adapter": 2}},
-        adapter_loads={"cpu_to_gpu": LoadStats(4, 0.5)},
+        adapter_evictions={"device": {"kv": 3, "dropped": 1}, "host": {"adapter": 2}},
+        adapter_loads={"host_to_device": LoadStats(4, 0.5)},
     )
     samples = read_metrics(http)
     name, model = "corun:lora_adapter_evictions_total", ("model_name", "tiny")
-    assert samples[name, (("level", "gpu"), model, ("reason", "kv"))] == 3
-    assert samples[name, (("level", "gpu"), model, ("reason", "dropped"))] == 1
-    assert samples[name, (("level", "cpu"), model, ("reason", "adapter"))] == 2
-    name, labels = "corun:lora_adapter_load_seconds", (model, ("transition", "cpu_to_gpu"))
+    assert samples[name, (("level", "device"), model, ("reason", "kv"))] == 3
+    assert samples[name, (("level", "device"), model, ("reason", "dropped"))] == 1
+    assert samples[name, (("level", "host"), model, ("reason", "adapter"))] == 2
+    name, labels = "corun:lora_adapter_load_seconds", (model, ("transition", "host_to_device"))
     assert (samples[f"{name}_count", labels], samples[f"{name}_sum", labels]) == (4, 0.5)
 
 

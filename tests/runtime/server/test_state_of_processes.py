@@ -84,7 +84,7 @@ def test_reloads_have_other_digests(served: LatencyServer, tmp_path: Path) -> No
     load(served, "b", path)
     with states_of(served.url) as states:
         before = next(one for one in next(states).adapters if one.name == "b")
-        assert (before.rank, before.level) == (8, "cpu")
+        assert (before.rank, before.level) == (8, "host")
         save_tiny_adapter(tmp_path, rank=32, seed=2)
         body = {"lora_name": "b", "lora_path": str(path), "load_inplace": True}
         httpx.post(f"{served.url}/v1/load_lora_adapter", json=body).raise_for_status()

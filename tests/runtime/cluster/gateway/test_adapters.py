@@ -141,7 +141,7 @@ def test_adapters_are_listed_with_copies_and_levels() -> None:
         _, page = await cluster.get("/v1/lora_adapters?limit=1")
         assert page["has_more"] and page["num_adapters"] == 2
         (x,) = page["data"]
-        assert (x["name"], x["level"], x["engines"]) == ("x", "cpu", {"e0": "cpu"})
+        assert (x["name"], x["level"], x["engines"]) == ("x", "host", {"e0": "host"})
         status, y = await cluster.get("/v1/lora_adapters/y")
         assert status == 200 and (y["copies"], y["engines"]) == (["agent"], {})
         assert (await cluster.get("/v1/lora_adapters/z"))[0] == 404
@@ -162,13 +162,13 @@ def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[st
         await cluster.complete(model="x")
         await cluster.told()
         heading = ["name", "level", "rank", "size", "engines", "files", "at"]
-        x = ["x", "cpu", "8", "0.0", "MiB", "e0", "cpu", "-"]
+        x = ["x", "host", "8", "0.0", "MiB", "e0", "host", "-"]
         y = ["y", "disk", "8", "0.0", "MiB", "-", "agent"]
         z = ["z", "disk", "8", "0.0", "MiB", "-", "-", "failed,", "no", "such", "file"]
         *lines, summary = await shown(cluster)
         assert lines == [heading, x, y, z]
         assert (summary[:4], summary[-2:]) == (["3", "adapters;", "as", "of"], ["s", "ago"])
-        *lines, summary = await shown(cluster, "--level", "cpu")
+        *lines, summary = await shown(cluster, "--level", "host")
         assert lines == [heading, x] and summary[:4] == ["1", "of", "3", "adapters;"]
 
     in_cluster(
