@@ -41,11 +41,11 @@ _NUM_STEPS = 6
 _POINTS = OperatingPoints({8: 6000.0, 16: 5500.0, 32: 4800.0, 64: 3800.0, 128: 2800.0})
 
 
-def report_at(told_s: float, rng: random.Random) -> ServerReport:
+def report_at(reported_s: float, rng: random.Random) -> ServerReport:
     """A server that is busy."""
     on_disk = [f"adapter-{index}" for index in rng.sample(range(_NUM_ADAPTERS), _NUM_ON_DISK)]
     return ServerReport(
-        told_s=told_s,
+        reported_s=reported_s,
         num_running_by_rank={rank: rng.randrange(10) for rank in _RANKS},
         num_waiting_by_rank={rank: rng.randrange(3) for rank in _RANKS},
         queued_prefill_tokens=rng.randrange(5000),
@@ -89,7 +89,7 @@ def measure(
     for turn in range(number):
         now_s = turn / _REQUESTS_PER_S
         for _ in range(round(num_servers / _REPORT_S / _REQUESTS_PER_S)):
-            rng.choice(servers).tell(report_at(now_s, rng))
+            rng.choice(servers).apply(report_at(now_s, rng))
         request = request_for(machine, rng)
         begin_s = perf_counter()
         order = router.rank(request, servers, now_s, rng)

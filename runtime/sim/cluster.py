@@ -19,7 +19,7 @@ from .agenda import Agenda
 from .clock import VirtualClock
 from .cluster_placement import placement_of
 from .cluster_replayed import ClusterReplayed
-from .cluster_router import costs_of, seats_of
+from .cluster_router import costs_of, router_states_of
 from .cluster_server import ClusterServer, Due, Sent
 from .cluster_spec import ClusterSpec
 from .engine import SimulationOptions, adapter_name
@@ -93,7 +93,7 @@ class _Cluster:
         )
         self._placement = placement_of(machine, workload, spec)
         self._costs = costs_of(machine, spec.peer_bytes_per_s)
-        self._seats = seats_of(machine, spec)
+        self._router_states = router_states_of(machine, spec)
         self._sent: dict[int, Sent] = {}  # all requests that have arrived, but for refused ones
         self._num_arrived = 0
         self._unrouted: list[Sent] = []  # no server could take them
@@ -161,7 +161,7 @@ class _Cluster:
             self._every(spec.report_every_s, first_s, Due.REPORT, server.index, report)
         if self._placement is not None:
             self._every(self._placement.every_s, 0.0, Due.PLACEMENT, 0, self._place)
-        if any(seat.may_move for seat in self._seats):
+        if any(state.may_move for state in self._router_states):
             self._every(_MOVES_EVERY_S, _MOVES_EVERY_S, Due.MOVES, 0, self._move)
         self._expect_arrival()
 
@@ -190,11 +190,11 @@ class _Cluster:
 
     def _arrive(self) -> None:
         one = self._workload.requests[self._num_arrived]
-        router = self._num_arrived % len(self._seats)
+        router = self._num_arrived % len(self._router_states)
         self._num_arrived += 1
         name, rank = adapter_name(one.adapter), self._workload.ranks[one.adapter]
         route = RouteRequest(
-            name, one.prompt_tokens, self._seats[router].predicted_tokens(name),
+            name, one.prompt_tokens, self._router_states[router].predicted_tokens(name),
             None if one.session is None else str(one.session),
             rank, rank * self._machine.adapter_bytes_per_rank,
         )  # fmt: skip
@@ -207,7 +207,7 @@ class _Cluster:
 
     def _route(self, sent: Sent, *, is_late: bool) -> None:
         """Send it to the best server whose store can take its adapter, if there is one."""
-        for server_id in self._seats[sent.router].rank(sent.route, self._clock()):
+        for server_id in self._router_states[sent.router].rank(sent.route, self._clock()):
             server = self._by_id[server_id]
             if self._can_take(server, sent):
                 self._send(sent, server, is_late=is_late)
@@ -220,7 +220,7 @@ class _Cluster:
 
     def _send(self, sent: Sent, server: ClusterServer, *, is_late: bool) -> None:
         now_s, name = self._clock(), sent.route.adapter_name
-        self._seats[sent.router].sends(sent.route, server.server_id, now_s)
+        self._router_states[sent.router].assign(sent.route, server.server_id, now_s)
         is_there = name is None or self._stores.use(server.index, name, now_s)
         server.accept(sent, needs_file=not is_there)
         if is_there:
@@ -247,7 +247,7 @@ class _Cluster:
         self._expect(server)
         for sent in ended:
             name = sent.route.adapter_name
-            self._seats[sent.router].ended(name, sent.record.num_output_tokens)
+            self._router_states[sent.router].record_output(name, sent.record.num_output_tokens)
             if self._placement is not None and name is not None:
                 self._placement.note(name, 0, sent.record.num_output_tokens)
             self._let_go(server, sent)
@@ -273,14 +273,14 @@ class _Cluster:
     def _move(self) -> None:
         """Carry out what routers want to have elsewhere."""
         waiting = {server.server_id: server.waiting() for server in self._servers}
-        for number, seat in enumerate(self._seats):
+        for number, state in enumerate(self._router_states):
             own = {
                 server_id: [one for one in found if one.router == number]
                 for server_id, found in waiting.items()
             }
             by_route = {id(one.route): one for found in own.values() for one in found}
             routes = {server_id: [one.route for one in found] for server_id, found in own.items()}
-            for move in seat.moves(routes):
+            for move in state.moves(routes):
                 sent, target = by_route[id(move.request)], self._by_id[move.target]
                 if self._can_take(target, sent):
                     source = self._by_id[move.source]
@@ -321,8 +321,8 @@ class _Cluster:
         if not there:
             return
         shares = self._placement.step([server.server_id for server in there])
-        for seat in self._seats:
-            seat.placed(shares)
+        for state in self._router_states:
+            state.set_shares(shares)
         names = names_at(shares)
         for server in there:
             self._stores.follow(server.index, names[server.server_id], self._clock())
@@ -342,14 +342,14 @@ class _Cluster:
             tell()
 
     def _tell(self, server: ClusterServer, report: ServerReport) -> None:
-        for seat in self._seats:
-            seat.told(server.server_id, report)
+        for state in self._router_states:
+            state.apply_report(server.server_id, report)
 
     def _join(self, server: ClusterServer) -> None:
         server.is_open = True
         report = server.report(self._clock(), self._stores.names_on(server.index))
-        for seat in self._seats:
-            seat.joined(server.server_id, self._costs, report)
+        for state in self._router_states:
+            state.add_server(server.server_id, self._costs, report)
 
     def _join_late(self, server: ClusterServer) -> None:
         self._num_joins_to_come -= 1
@@ -368,8 +368,8 @@ class _Cluster:
 
     def _close_to_new(self, server: ClusterServer) -> None:
         server.is_open = False
-        for seat in self._seats:
-            seat.left(server.server_id)
+        for state in self._router_states:
+            state.remove_server(server.server_id)
 
     def _drain(self, server: ClusterServer) -> None:
         others = [one.index for one in self._servers if one.is_open]

@@ -4,12 +4,12 @@ import random
 
 from ..cluster.policy.registry import RouterFacts, default_slo_tpot_s, make_router
 from ..cluster.policy.reports import ServerCosts
-from ..cluster.seat import RouterSeat
+from ..cluster.router_state import RouterState
 from .cluster_spec import ClusterSpec
 from .machines import SimulatedMachine
 
 
-def seats_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[RouterSeat]:
+def router_states_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[RouterState]:
     """The routers before servers. Raises ``ConfigError`` if there is none of that name."""
     slo_tpot_s = spec.slo_tpot_s or default_slo_tpot_s(
         machine.model, machine.max_num_seqs, machine.num_blocks * machine.block_size
@@ -17,7 +17,7 @@ def seats_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[RouterSeat]:
     facts = RouterFacts(num_routers=spec.num_routers, slo_tpot_s=slo_tpot_s)
     router = spec.router
     return [
-        RouterSeat(
+        RouterState(
             make_router(router, facts) if isinstance(router, str) else router(facts),
             random.Random(f"{spec.seed} {number}"),  # noqa: S311 - a simulation
         )

@@ -158,7 +158,7 @@ class ClusterServer:
         }
         return [sent for engine_id, sent in self._sent.items() if engine_id not in held]
 
-    def report(self, told_s: float, files: frozenset[str]) -> ServerReport:
+    def report(self, reported_s: float, files: frozenset[str]) -> ServerReport:
         """What routers are told; ``files``: adapters in its store. O(what runs + adapters)."""
         self.has_changed = False
         memory, block_size = self._parts.scheduler.memory, self._machine.block_size
@@ -171,7 +171,7 @@ class ClusterServer:
         )
         loading = (one.command for one in memory.transfers)
         return ServerReport(
-            told_s=told_s,
+            reported_s=reported_s,
             is_ready=self.is_open,
             num_running_by_rank=work.num_running_by_rank,
             num_waiting_by_rank=work.num_waiting_by_rank,

@@ -50,7 +50,7 @@ def server_costs(*, is_padded: bool = False, **changes: Any) -> ServerCosts:
 def server_report(**changes: Any) -> ServerReport:
     """An idle server that has just reported."""
     values: dict[str, Any] = {
-        "told_s": 0.0,
+        "reported_s": 0.0,
         "num_running_by_rank": {},
         "num_waiting_by_rank": {},
         "free_kv_tokens": 100_000,

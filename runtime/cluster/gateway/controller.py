@@ -94,7 +94,7 @@ class ControllerLink:
         table = self._state.table
         table.apply(change)
         if change.shares is not None:
-            self._state.routing.placed(table.shares)
+            self._state.routing.set_shares(table.shares)
         links = self._state.links
         for engine_id, link in list(links.items()):
             card = table.engines.get(engine_id)

@@ -203,7 +203,7 @@ class ForwardingEndpoint:
 
     def _count(self, inbound: Inbound, num_tokens: int) -> None:
         state, name = self._state, inbound.route.adapter_name
-        state.routing.ended(name, num_tokens // inbound.facts.num_choices)
+        state.routing.record_output(name, num_tokens // inbound.facts.num_choices)
         if name is not None:
             state.counts.prompt_tokens[name] += inbound.route.num_prompt_tokens
             state.counts.output_tokens[name] += num_tokens

@@ -101,7 +101,7 @@ class EngineLink:
             except HttpError as error:
                 _logger.debug("engine %s tells no profile: %s", self.engine_id, error)
             else:
-                self._routing.costs_are(self.server_id, self.profile)
+                self._routing.set_costs(self.server_id, self.profile)
 
     def change(self, card: EngineCard) -> None:
         """The controller says something else of it, or of files beside it."""
@@ -112,7 +112,7 @@ class EngineLink:
         """No new requests; those that run may end."""
         if not self._is_removed:  # by now another one may have its name
             self._is_removed = True
-            self._routing.left(self.server_id)
+            self._routing.remove_server(self.server_id)
 
     def close(self) -> None:
         """Let go of it, and of what runs there."""
@@ -162,13 +162,13 @@ class EngineLink:
     def withdraw(self, number: int, incarnation: str | None) -> None:
         """A request is not there any more that was sent to this process."""
         if incarnation == self._incarnation and not self._is_removed:
-            self._routing.withdraws(self.server_id, number)
+            self._routing.withdraw(self.server_id, number)
 
     def tell(self) -> None:
         """Tell the router what is known of it now; another one may have its name meanwhile."""
         if self._is_removed:
             return
-        self._routing.told(self.server_id, self._report(), self.mirror.lacks)
+        self._routing.apply_report(self.server_id, self._report(), self.mirror.lacks)
 
     def _report(self) -> ServerReport:
         return self.mirror.report(
@@ -204,6 +204,6 @@ class EngineLink:
             _logger.info("engine %s is sent requests", self.engine_id)
         if is_new and not self._is_removed:
             assert self.profile is not None
-            self._routing.joined(self.server_id, self.profile, self._report())
+            self._routing.add_server(self.server_id, self.profile, self._report())
         else:
             self.tell()

@@ -48,7 +48,7 @@ class EngineMirror:
         """What routers are told; ``on_disk``: adapters whose files the engine's agent has."""
         load = self.load
         return ServerReport(
-            told_s=now_s,
+            reported_s=now_s,
             is_ready=is_open and self.is_ready,
             num_running_by_rank=load.num_running_by_rank,
             num_waiting_by_rank=load.num_waiting_by_rank,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..policy.registry import RouterFacts, check_router, default_slo_tpot_s, make_router
 from ..policy.reports import RouteRequest, ServerCosts, ServerId, ServerReport, Shares
-from ..seat import RouterSeat
+from ..router_state import RouterState
 from ..wire import AdapterEntry, EngineProfile
 from .bodies import BodyFacts, TokenRatio
 from .mirror import costs_of_engine
@@ -27,41 +27,43 @@ class Routing:
         self._router = router
         self._num_gateways = num_gateways
         self._rng = rng
-        self._seat: RouterSeat | None = None
+        self._state: RouterState | None = None
         self._shares: Shares = {}
         self._costs: dict[EngineProfile, ServerCosts] = {}  # engines of one kind share them
 
-    def joined(self, server_id: ServerId, profile: EngineProfile, report: ServerReport) -> None:
+    def add_server(self, server_id: ServerId, profile: EngineProfile, report: ServerReport) -> None:
         """An engine is there, or is another process than before."""
-        if self._seat is None:
+        if self._state is None:
             slo_tpot_s = default_slo_tpot_s(
                 profile.machine, profile.max_num_seqs, report.total_kv_tokens
             )
             facts = RouterFacts(num_routers=self._num_gateways, slo_tpot_s=slo_tpot_s)
-            self._seat = RouterSeat(make_router(self._router, facts), self._rng)
-            self._seat.placed(self._shares)
-        self._seat.joined(server_id, self._costs_of(profile), report)
+            self._state = RouterState(make_router(self._router, facts), self._rng)
+            self._state.set_shares(self._shares)
+        self._state.add_server(server_id, self._costs_of(profile), report)
 
-    def costs_are(self, server_id: ServerId, profile: EngineProfile) -> None:
+    def set_costs(self, server_id: ServerId, profile: EngineProfile) -> None:
         """An engine has measured anew what things cost there."""
-        if self._seat is not None:
-            self._seat.costs_are(server_id, self._costs_of(profile))
+        if self._state is not None:
+            self._state.set_costs(server_id, self._costs_of(profile))
 
-    def told(self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]) -> None:
-        """See ``RouterSeat.told``."""
-        if self._seat is not None:
-            self._seat.told(server_id, report, lacks)
+    def apply_report(
+        self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]
+    ) -> None:
+        """See ``RouterState.apply_report``."""
+        if self._state is not None:
+            self._state.apply_report(server_id, report, lacks)
 
-    def left(self, server_id: ServerId) -> None:
+    def remove_server(self, server_id: ServerId) -> None:
         """An engine is no longer there."""
-        if self._seat is not None:
-            self._seat.left(server_id)
+        if self._state is not None:
+            self._state.remove_server(server_id)
 
-    def placed(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         """A placement says which engines have which adapters."""
         self._shares = shares
-        if self._seat is not None:
-            self._seat.placed(shares)
+        if self._state is not None:
+            self._state.set_shares(shares)
 
     def route_of(
         self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None, *, is_chat: bool
@@ -85,24 +87,24 @@ class Routing:
 
     def rank(self, route: RouteRequest) -> Sequence[ServerId]:
         """Engines that are ready, best first."""
-        return () if self._seat is None else self._seat.rank(route, time.monotonic())
+        return () if self._state is None else self._state.rank(route, time.monotonic())
 
-    def sends(self, route: RouteRequest, server_id: ServerId) -> tuple[int, float]:
+    def assign(self, route: RouteRequest, server_id: ServerId) -> tuple[int, float]:
         """It goes there. Return its number there, and the predicted seconds to its first token."""
-        assert self._seat is not None
+        assert self._state is not None
         now_s = time.monotonic()
-        predicted_s = self._seat.first_token_s(route, server_id, now_s)
-        return self._seat.sends(route, server_id, now_s), predicted_s
+        predicted_s = self._state.first_token_s(route, server_id, now_s)
+        return self._state.assign(route, server_id, now_s), predicted_s
 
-    def withdraws(self, server_id: ServerId, number: int) -> None:
+    def withdraw(self, server_id: ServerId, number: int) -> None:
         """It is not there any more."""
-        if self._seat is not None:
-            self._seat.withdraws(server_id, number)
+        if self._state is not None:
+            self._state.withdraw(server_id, number)
 
-    def ended(self, name: str | None, num_tokens: int) -> None:
+    def record_output(self, name: str | None, num_tokens: int) -> None:
         """An output had so many tokens."""
-        if self._seat is not None:
-            self._seat.ended(name, num_tokens)
+        if self._state is not None:
+            self._state.record_output(name, num_tokens)
 
     @property
     def _bytes_per_rank(self) -> int:
@@ -117,7 +119,7 @@ class Routing:
     def _output_tokens(self, facts: BodyFacts, name: str | None) -> int:
         predicted = facts.predicted_output_tokens
         if predicted is None:
-            predicted = 1 if self._seat is None else self._seat.predicted_tokens(name)
+            predicted = 1 if self._state is None else self._state.predicted_tokens(name)
         if facts.max_output_tokens is not None:
             predicted = min(predicted, facts.max_output_tokens)
         return predicted * facts.num_choices

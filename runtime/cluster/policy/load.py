@@ -74,7 +74,7 @@ def load_of(
     token_s = correction * chunk_s / costs.max_num_batched_tokens
     lora = costs.model.lora
     num_too_many = max(num_requests + 1 - costs.max_num_seqs, 0)
-    busy_until_s = report.told_s + report.queued_prefill_tokens * token_s
+    busy_until_s = report.reported_s + report.queued_prefill_tokens * token_s
     for sent_s, request in sent:
         busy_until_s = max(busy_until_s, sent_s) + request.num_prompt_tokens * token_s
     return ServerLoad(

@@ -33,7 +33,7 @@ class RouteRequest:
 class ServerReport:
     """What a server last told of itself."""
 
-    told_s: float
+    reported_s: float
     is_ready: bool = True
     num_running_by_rank: Mapping[int, int]  # rank: requests; 0 = the base model
     num_waiting_by_rank: Mapping[int, int]

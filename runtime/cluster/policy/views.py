@@ -29,7 +29,7 @@ class ServerView:
         self._sent: dict[int, tuple[float, RouteRequest]] = {}  # by number, from 1 on
         self._sets: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._tiers_below: dict[str, int] = {}
-        self.tell(report)
+        self.apply(report)
 
     @cached_property
     def load(self) -> ServerLoad[float]:
@@ -41,10 +41,10 @@ class ServerView:
         view = ServerView(self.server_id, costs, self.report)
         view._num_sent = self._num_sent
         view._sent = dict(self._sent)
-        view.tell(self.report, lambda _: True)
+        view.apply(self.report, lambda _: True)
         return view
 
-    def tell(self, report: ServerReport, lacks: Callable[[int], bool] | None = None) -> None:
+    def apply(self, report: ServerReport, lacks: Callable[[int], bool] | None = None) -> None:
         """Take its new report. O(its adapters + sent).
 
         ``lacks``: which requests, by number, the report does not have in it; None = those that
@@ -54,7 +54,7 @@ class ServerView:
         self._sent = {
             number: (sent_s, request)
             for number, (sent_s, request) in self._sent.items()
-            if (sent_s > report.told_s if lacks is None else lacks(number))
+            if (sent_s > report.reported_s if lacks is None else lacks(number))
         }
         self._changed()
         self.tiers = dict(self._below_gpu(report))

@@ -50,12 +50,12 @@ class ByAdapter(Router):
     """To the server whose index is the adapter's, and else to the next one."""
 
     def __init__(self) -> None:
-        self.told_s: list[tuple[float, float]] = []
+        self.reported_s: list[tuple[float, float]] = []
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        self.told_s += [(now_s, view.report.told_s) for view in servers[:1]]
+        self.reported_s += [(now_s, view.report.reported_s) for view in servers[:1]]
         index = int((request.adapter_name or "0")[-4:])
         ids = [view.server_id for view in servers]
         return [*ids[index % len(ids) :], *ids[: index % len(ids)]]
@@ -184,7 +184,7 @@ def test_states_are_as_old_as_told() -> None:
 
         cluster(requests, router=make, state_age_s=age_s, num_routers=2)
         assert len(routers) == 2  # who take turns
-        ages_s = [now_s - told_s for now_s, told_s in routers[0].told_s if now_s > 0.6]
+        ages_s = [now_s - reported_s for now_s, reported_s in routers[0].reported_s if now_s > 0.6]
         assert age_s - 1e-9 <= min(ages_s) and max(ages_s) <= age_s + 0.1 + 1e-9
 
 
@@ -293,8 +293,8 @@ def test_reports_say_what_there_is() -> None:
     names = {f"adapter-{index:04d}" for index in range(3)}
     assert before.disk_adapters == before.host_adapters == names and not before.gpu_adapters
     assert before.free_kv_tokens == before.total_kv_tokens > 50_000
-    assert (before.told_s, before.measured_over_predicted) == (0.0, 1.0)
-    assert after.told_s == pytest.approx(1.0)
+    assert (before.reported_s, before.measured_over_predicted) == (0.0, 1.0)
+    assert after.reported_s == pytest.approx(1.0)
     assert after.gpu_adapters == {"adapter-0000"} and after.num_running_by_rank == {8: 1}
     assert 500 < after.running_context_tokens < 550 and after.queued_prefill_tokens == 0
     assert after.measured_over_predicted == 2.0

@@ -48,13 +48,13 @@ def test_a_session_goes_where_its_prefix_is() -> None:
     follow_up = request_of(session="a", num_prompt_tokens=1200)
     assert _best(servers, follow_up, router) == "s2"
     # 65 whole blocks are kept: 104 ms, and 10 ms of a second chunk's step. 1,037 take as long.
-    servers[2].tell(server_report(queued_prefill_tokens=1030))
+    servers[2].apply(server_report(queued_prefill_tokens=1030))
     assert _best(servers, follow_up, router) == "s2"
-    servers[2].tell(server_report(queued_prefill_tokens=1044))
+    servers[2].apply(server_report(queued_prefill_tokens=1044))
     assert _best(servers, follow_up, router) != "s2"
     other_adapter = request_of(8, session="a", num_prompt_tokens=1200)
     servers = servers_of(*(server_report(gpu_adapters={"r8"}) for _ in range(4)))
-    servers[2].tell(server_report(queued_prefill_tokens=1, gpu_adapters={"r8"}))
+    servers[2].apply(server_report(queued_prefill_tokens=1, gpu_adapters={"r8"}))
     assert _best(servers, other_adapter, router) != "s2"
 
 
@@ -62,9 +62,9 @@ def test_a_server_is_as_slow_as_it_measures() -> None:
     servers = servers_of(server_report(measured_over_predicted=4.0), server_report())
     assert _best(servers, request_of()) == "s1"
     # Alone it takes 4 x 70 ms there; a queue of 1,800 tokens takes 198 ms, of 2,000 tokens 220 ms.
-    servers[1].tell(server_report(queued_prefill_tokens=1800))
+    servers[1].apply(server_report(queued_prefill_tokens=1800))
     assert _best(servers, request_of()) == "s1"
-    servers[1].tell(server_report(queued_prefill_tokens=2000))
+    servers[1].apply(server_report(queued_prefill_tokens=2000))
     assert _best(servers, request_of()) == "s0"
 
 
@@ -131,9 +131,9 @@ def test_a_beginning_is_looked_for_wherever_it_was_sent() -> None:
         router.on_assigned(sent, servers[server].server_id)
     asked = request_of(num_prompt_tokens=1000, session="other", beginnings=long)
     assert _best(servers, asked, router) == "s3"
-    servers[3].tell(server_report(queued_prefill_tokens=400))
+    servers[3].apply(server_report(queued_prefill_tokens=400))
     assert _best(servers, asked, router) == "s1"
     other_adapter = request_of(8, num_prompt_tokens=1000, beginnings=long)
     servers = servers_of(*(server_report(gpu_adapters={"r8"}) for _ in range(4)))
-    servers[3].tell(server_report(queued_prefill_tokens=1, gpu_adapters={"r8"}))
+    servers[3].apply(server_report(queued_prefill_tokens=1, gpu_adapters={"r8"}))
     assert _best(servers, other_adapter, router) != "s3"

@@ -80,11 +80,11 @@ def test_servers_come_and_go_between_requests(name: str) -> None:
     for router in _routers(name):
         servers = servers_of(*(server_report() for _ in range(4)))
         assert len(_send(router, servers, 3)[-1]) == 4
-        servers[1].tell(server_report(is_ready=False, told_s=1.0))
+        servers[1].apply(server_report(is_ready=False, reported_s=1.0))
         assert sorted(_send(router, servers, 1)[-1]) == ["s0", "s2", "s3"]
         assert sorted(_send(router, servers[2:], 1)[-1]) == ["s2", "s3"]
         assert list(router.rank(request_of(8), [], 0.0, random.Random(0))) == []
-        servers[1].tell(server_report(told_s=2.0))
+        servers[1].apply(server_report(reported_s=2.0))
         assert len(_send(router, servers, 1)[-1]) == 4
 
 

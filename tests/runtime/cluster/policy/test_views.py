@@ -13,9 +13,9 @@ def test_what_is_sent_counts_until_a_report_has_it() -> None:
     assert view.load.num_requests == 4
     assert view.load.queued_tokens == 200
     assert view.load.largest_bytes == request_of(64).num_bytes
-    view.tell(server_report(told_s=1.5, num_running_by_rank={8: 2, 16: 1}))
+    view.apply(server_report(reported_s=1.5, num_running_by_rank={8: 2, 16: 1}))
     assert view.load.num_requests == 4  # the second is not in it
-    view.tell(server_report(told_s=2.0, num_running_by_rank={8: 2, 16: 1, 64: 1}))
+    view.apply(server_report(reported_s=2.0, num_running_by_rank={8: 2, 16: 1, 64: 1}))
     assert view.load.num_requests == 4
     assert view.load.queued_tokens == 0
 
@@ -53,7 +53,7 @@ def test_chunks_of_prompts_have_steps_of_their_own_where_decoding_has() -> None:
 
 def test_the_queue_is_worked_off_while_nothing_is_reported() -> None:
     """1,000 tokens in one step take 110 ms; what comes when it is done begins at once."""
-    report = server_report(told_s=1.0, queued_prefill_tokens=1000)
+    report = server_report(reported_s=1.0, queued_prefill_tokens=1000)
     (view,) = servers_of(report)
     assert view.load.busy_until_s == pytest.approx(1.11)
     view.assign(request_of(num_prompt_tokens=1000), 1.05)
@@ -66,7 +66,7 @@ def test_a_report_may_say_itself_what_it_lacks() -> None:
     (view,) = servers_of(server_report())
     numbers = [view.assign(request_of(), 1.0) for _ in range(4)]
     assert numbers == [1, 2, 3, 4]
-    view.tell(server_report(told_s=9.0, num_running_by_rank={0: 2}), lambda one: one in (2, 4))
+    view.apply(server_report(reported_s=9.0, num_running_by_rank={0: 2}), lambda one: one in (2, 4))
     assert view.load.num_requests == 4 and view.load.queued_tokens == 200
     view.withdraw(2)  # it has failed
     view.withdraw(3)  # the report has it

@@ -13,7 +13,7 @@ from .policy.router import Move, Router
 from .policy.views import ServerView
 
 
-class RouterSeat:
+class RouterState:
     """One router, which knows of servers only what they have reported and what it sent them."""
 
     def __init__(self, router: Router, rng: random.Random) -> None:
@@ -28,32 +28,32 @@ class RouterSeat:
         """Whether it ever moves what waits."""
         return type(self._router).moves is not Router.moves
 
-    def joined(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
+    def add_server(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
         """A server may be sent requests from now on, or is another one than before."""
         self._views[server_id] = ServerView(server_id, costs, report)
         self._list()
 
-    def costs_are(self, server_id: ServerId, costs: ServerCosts) -> None:
+    def set_costs(self, server_id: ServerId, costs: ServerCosts) -> None:
         """Things cost otherwise there than was said when it joined."""
         view = self._views.get(server_id)
         if view is not None:
             self._views[server_id] = view.with_costs(costs)
             self._list()
 
-    def left(self, server_id: ServerId) -> None:
+    def remove_server(self, server_id: ServerId) -> None:
         """It may not any more. Unknown ones have left."""
         if self._views.pop(server_id, None) is not None:
             self._list()
 
-    def told(
+    def apply_report(
         self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool] | None = None
     ) -> None:
-        """A report has come, see ``ServerView.tell``; nobody reads that of one that has left."""
+        """A report has come, see ``ServerView.apply``; nobody reads that of one that has left."""
         view = self._views.get(server_id)
         if view is not None:
-            view.tell(report, lacks)
+            view.apply(report, lacks)
 
-    def placed(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         """See ``Router.on_placed``."""
         self._router.on_placed(shares)
 
@@ -61,13 +61,13 @@ class RouterSeat:
         """Servers, best first."""
         return self._router.rank(request, self._servers, now_s, self._rng)
 
-    def sends(self, request: RouteRequest, server_id: ServerId, now_s: float) -> int:
+    def assign(self, request: RouteRequest, server_id: ServerId, now_s: float) -> int:
         """It sends a request there. Returns its number, from 1 on since the server joined."""
         number = self._views[server_id].assign(request, now_s)
         self._router.on_assigned(request, server_id)
         return number
 
-    def withdraws(self, server_id: ServerId, number: int) -> None:
+    def withdraw(self, server_id: ServerId, number: int) -> None:
         """A request is not at that server (any more), whether it reports so or not."""
         view = self._views.get(server_id)
         if view is not None:
@@ -88,7 +88,7 @@ class RouterSeat:
         """Of a request's output: as its adapter's before."""
         return self._outputs.predict(adapter)
 
-    def ended(self, adapter: str | None, num_tokens: int) -> None:
+    def record_output(self, adapter: str | None, num_tokens: int) -> None:
         """One of its requests has put out so many tokens."""
         self._outputs.ended(adapter, num_tokens)
 
