@@ -106,7 +106,7 @@ class ClusterAdapterRoutes:
     def _levels(self, name: str) -> dict[str, str]:
         """Where each engine has it that serves it."""
         placed = {
-            engine_id: link.mirror.adapters.get(name)
+            engine_id: link.state.adapters.get(name)
             for engine_id, link in self._state.links.items()
         }
         return {engine_id: one.level for engine_id, one in placed.items() if one is not None}

@@ -57,7 +57,7 @@ class Attempt:
         self._entry = entry
         self._incarnation = link.incarnation
         self._number, self._predicted_s = state.routing.assign(route, link.server_id)
-        link.sends(self._number, entry)
+        link.record_sent(self._number, entry)
         self._sent_s = time.monotonic()
         self._has_begun = False
 

@@ -133,7 +133,7 @@ class ControllerLink:
             await asyncio.sleep(_TICK_S)
             before_s, now_s = now_s, time.monotonic()
             for link in (*self._state.links.values(), *self._removed):
-                link.wait(now_s - before_s)
+                link.advance(now_s - before_s)
             for link, removed_s in list(self._removed.items()):
                 if not link.open or now_s - removed_s > _DRAIN_S:
                     del self._removed[link]

@@ -69,11 +69,11 @@ class Ensures:
         else:
             self.num_by_result["served"] += 1
             self.total_s += time.monotonic() - started_s
-            link.serves(entry.name, ensured)
+            link.record_served(entry.name, ensured)
             if not future.done():
                 future.set_result(ensured)
         finally:
-            link.forget_ejected(ejected)
+            link.remove_on_ejected(ejected)
             self._waiting.pop((link.engine_id, entry.name, entry.revision), None)
             _fail(future, UnreachableError("the gateway ends"))
 

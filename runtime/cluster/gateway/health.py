@@ -5,7 +5,7 @@ refuses or closes its connection is ejected at once. Three beats bring it back.
 """
 
 SILENT_AFTER_S = 2.0
-_BEATS_TO_RETURN = 3
+_HEARTBEATS_TO_RETURN = 3
 _MAX_WAIT_S = 0.25  # of one turn of listening, which takes 0.1 s on a machine that is not late
 
 # Causes.
@@ -21,18 +21,18 @@ class EngineHealth:
         self.ejected_for: str | None = REFUSED  # until its first beat
         self.silent_s = 0.0  # since its beat grew, but for times in which nobody could listen
         self._is_new = True
-        self._beat = -1
-        self._num_beats = 0  # since it was ejected
+        self._last_heartbeat = -1
+        self._num_heartbeats = 0  # since it was ejected
 
-    def beat(self, beat: int) -> bool:
+    def on_heartbeat(self, number: int) -> bool:
         """Take what an engine told; return whether that brings it back."""
-        if beat == self._beat:
+        if number == self._last_heartbeat:
             return False
-        self._beat, self.silent_s = beat, 0.0
+        self._last_heartbeat, self.silent_s = number, 0.0
         if self.ejected_for is None:
             return False
-        self._num_beats += 1
-        if self._num_beats < _BEATS_TO_RETURN and not self._is_new:
+        self._num_heartbeats += 1
+        if self._num_heartbeats < _HEARTBEATS_TO_RETURN and not self._is_new:
             return False
         self._is_new, self.ejected_for = False, None
         return True
@@ -40,12 +40,12 @@ class EngineHealth:
     def eject(self, cause: str) -> bool:
         """Send it nothing until it has come back; return whether it was in."""
         was_in = self.ejected_for is None
-        self._num_beats = 0
+        self._num_heartbeats = 0
         if was_in:
             self.ejected_for = cause
         return was_in
 
-    def wait(self, duration_s: float) -> bool:
+    def advance(self, duration_s: float) -> bool:
         """So much time has passed; return whether it is to be ejected for its silence.
 
         A gateway that was late itself has not listened: what came meanwhile it has yet to read.

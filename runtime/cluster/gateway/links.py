@@ -15,8 +15,8 @@ from ..engine_types.registry import engine_type_of
 from ..policy.reports import ServerId, ServerReport
 from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
 from .counts import EngineCounts
+from .engine_state import ReportedState
 from .health import EXITED, REFUSED, SILENT, EngineHealth
-from .mirror import EngineMirror
 from .routing import Routing
 from .table import KnownTable
 from .upstream import EngineExchange, UpstreamPool
@@ -38,7 +38,7 @@ class EngineLink:
         self.card = card
         self.server_id = ServerId(card.engine_id)
         self.pool = UpstreamPool(card.url)
-        self.mirror = EngineMirror(gateway_id)
+        self.state = ReportedState(gateway_id)
         self.health = EngineHealth()
         self.profile: EngineProfile | None = None
         self.base_cards: tuple[ModelCard, ...] = ()
@@ -53,7 +53,7 @@ class EngineLink:
         self._sent = SentRecord(gateway_id, lambda: table.adapters)
         self._on_ejected: set[Callable[[str], None]] = set()
         self._incarnation: str | None = None
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self._is_removed = False
 
     @property
@@ -70,15 +70,15 @@ class EngineLink:
     def is_usable(self) -> bool:
         """Whether new requests may go there."""
         is_open = not self._is_removed and not self.card.is_draining
-        return is_open and self.health.ejected_for is None and self.mirror.is_ready
+        return is_open and self.health.ejected_for is None and self.state.is_ready
 
-    def on_ejected(self, tell: Callable[[str], None]) -> None:
-        """Tell of the next ejection, and why; ``forget_ejected`` takes it back."""
-        self._on_ejected.add(tell)
+    def on_ejected(self, notify: Callable[[str], None]) -> None:
+        """Tell of the next ejection, and why; ``remove_on_ejected`` takes it back."""
+        self._on_ejected.add(notify)
 
-    def forget_ejected(self, tell: Callable[[str], None]) -> None:
+    def remove_on_ejected(self, notify: Callable[[str], None]) -> None:
         """Tell nobody any more."""
-        self._on_ejected.discard(tell)
+        self._on_ejected.discard(notify)
 
     async def run(self) -> None:
         """Listen to it, and begin anew whenever that ends."""
@@ -106,7 +106,7 @@ class EngineLink:
     def change(self, card: EngineCard) -> None:
         """The controller says something else of it, or of files beside it."""
         self.card = card
-        self.tell()
+        self.publish()
 
     def remove(self) -> None:
         """No new requests; those that run may end."""
@@ -121,9 +121,9 @@ class EngineLink:
             exchange.fail(f"engine {self.engine_id} has been removed")
         self.pool.close()
 
-    def wait(self, duration_s: float) -> None:
+    def advance(self, duration_s: float) -> None:
         """So much time has passed: eject it if it has been silent for too long."""
-        if self.health.wait(duration_s):
+        if self.health.advance(duration_s):
             self.eject(SILENT, "its beat does not grow")
 
     def eject(self, cause: str, reason: str) -> None:
@@ -132,20 +132,20 @@ class EngineLink:
             return
         self.counts.num_ejections[cause] += 1
         _logger.warning("engine %s is ejected, %s: %s", self.engine_id, cause, reason)
-        self.tell()
-        for tell in tuple(self._on_ejected):
-            tell(cause)
+        self.publish()
+        for notify in tuple(self._on_ejected):
+            notify(cause)
         for exchange in tuple(self.open):
             exchange.fail(f"engine {self.engine_id} was ejected: {cause}")
         self.pool.close()
 
-    def sends(self, number: int, entry: AdapterEntry | None) -> None:
+    def record_sent(self, number: int, entry: AdapterEntry | None) -> None:
         """A request goes there."""
         self._sent.last_number = number
         if entry is not None:
             self._sent.use(entry.name)
 
-    def serves(self, name: str, ensured: Ensured) -> None:
+    def record_served(self, name: str, ensured: Ensured) -> None:
         """It has said so; at a later revision, it may have said before."""
         if ensured.incarnation == self._incarnation:
             known = self.served.get(name)
@@ -164,46 +164,46 @@ class EngineLink:
         if incarnation == self._incarnation and not self._is_removed:
             self._routing.withdraw(self.server_id, number)
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Tell the router what is known of it now; another one may have its name meanwhile."""
         if self._is_removed:
             return
-        self._routing.apply_report(self.server_id, self._report(), self.mirror.lacks)
+        self._routing.apply_report(self.server_id, self._report(), self.state.lacks)
 
     def _report(self) -> ServerReport:
-        return self.mirror.report(
-            self._told_s, is_open=self.is_usable, on_disk=self._table.on_disk(self.card)
+        return self.state.report(
+            self._reported_s, is_open=self.is_usable, on_disk=self._table.on_disk(self.card)
         )
 
     async def _listen(self) -> None:
         self.profile = await self._engine_type.profile(self._session, self.card)
         self.base_cards = await self._engine_type.base_cards(self._session, self.card)
-        mirror = EngineMirror(self._gateway_id)
+        state = ReportedState(self._gateway_id)
         states = self._engine_type.states(self._session, self.card, self._sent)
         async with aclosing(states):
-            async for state in states:
-                self._take(state, mirror)
+            async for new in states:
+                self._apply(new, state)
 
-    def _take(self, state: EngineState, mirror: EngineMirror) -> None:
-        is_first = self.mirror is not mirror
-        self.mirror = mirror
-        mirror.take(state)
-        self._told_s = time.monotonic()
-        is_new = state.incarnation != self._incarnation
-        self._incarnation = state.incarnation
+    def _apply(self, new: EngineState, state: ReportedState) -> None:
+        is_first = self.state is not state
+        self.state = state
+        state.apply(new)
+        self._reported_s = time.monotonic()
+        is_new = new.incarnation != self._incarnation
+        self._incarnation = new.incarnation
         if is_new:
             self.served.clear()
             self._sent.clear()
         elif is_first:
             self.served = {
-                name: ensured for name, ensured in self.served.items() if name in mirror.adapters
+                name: ensured for name, ensured in self.served.items() if name in state.adapters
             }
-        for name in state.removed:
+        for name in new.removed:
             self.served.pop(name, None)
-        if self.health.beat(state.beat):
+        if self.health.on_heartbeat(new.beat):
             _logger.info("engine %s is sent requests", self.engine_id)
         if is_new and not self._is_removed:
             assert self.profile is not None
             self._routing.add_server(self.server_id, self.profile, self._report())
         else:
-            self.tell()
+            self.publish()

@@ -12,7 +12,7 @@ from ..policy.reports import RouteRequest, ServerCosts, ServerId, ServerReport, 
 from ..router_state import RouterState
 from ..wire import AdapterEntry, EngineProfile
 from .bodies import BodyFacts, TokenRatio
-from .mirror import costs_of_engine
+from .engine_state import costs_of_engine
 
 _MAX_SESSION_CHARS = 256
 

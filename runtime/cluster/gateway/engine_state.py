@@ -13,7 +13,7 @@ _NOTHING = EngineLoadState(
 )  # fmt: skip
 
 
-class EngineMirror:
+class ReportedState:
     """What one gateway has been told on one stream of states, of which each tells what is new."""
 
     def __init__(self, gateway_id: str) -> None:
@@ -25,7 +25,7 @@ class EngineMirror:
         self._accepted = Accepted(last=0)
         self._on_gpu = self._in_host = self._loading = frozenset[str]()
 
-    def take(self, state: EngineState) -> None:
+    def apply(self, state: EngineState) -> None:
         """Take what an engine tells. O(what is new), and its adapters if some are."""
         self.incarnation = state.incarnation
         self.is_ready = state.is_ready
