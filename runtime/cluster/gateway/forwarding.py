@@ -120,7 +120,7 @@ class ForwardingEndpoint:
         if inbound.entry is None:
             return None
         try:
-            ensured = await self._state.ensures.ensure(link, inbound.entry)
+            ensured = await self._state.load_before_route.ensure(link, inbound.entry)
         except HttpError as error:
             raise ElsewhereError(error) from None
         return ensured.model or inbound.entry.name

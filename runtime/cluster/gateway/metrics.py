@@ -100,10 +100,12 @@ class GatewayMetrics:
         )  # fmt: skip
         yield families.counts_by(
             "gateway_ensures", "Engines asked to serve an adapter, by result.", "result",
-            state.ensures.num_by_result,
+            state.load_before_route.num_by_result,
         )  # fmt: skip
         yield families.count(
-            "gateway_ensure_seconds", "That engines took to serve one.", state.ensures.total_s
+            "gateway_ensure_seconds",
+            "That engines took to serve one.",
+            state.load_before_route.total_s,
         )
         yield from families.http(counts.connections_ended, counts.http_requests)
 

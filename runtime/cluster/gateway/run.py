@@ -21,7 +21,7 @@ from ..settings import GatewaySettings
 from .adapters import ClusterAdapterRoutes
 from .app import build_gateway_app
 from .controller import ControllerLink
-from .ensures import Ensures
+from .load_before_route import LoadBeforeRoute
 from .metrics import GatewayMetrics
 from .routing import Routing
 from .samples import TokenSamples
@@ -63,7 +63,7 @@ async def run_gateway(settings: GatewaySettings, stop: asyncio.Event) -> None:
                 server.should_exit = True
                 await serving
                 stopped.cancel()
-            await state.ensures.close()
+            await state.load_before_route.close()
             await state.samples.close()
 
 
@@ -84,7 +84,7 @@ def _make_state(
             version=__version__,
         ),
         routing=routing,
-        ensures=Ensures(session, settings.controller_url, lambda: state.table),
+        load_before_route=LoadBeforeRoute(session, settings.controller_url, lambda: state.table),
         samples=TokenSamples(session, routing.ratio),
     )
     return state

@@ -14,8 +14,8 @@ from ...server.settings import AppSettings
 from ..policy.reports import RouteRequest, ServerId
 from ..wire import AdapterEntry
 from .counts import GatewayCounts
-from .ensures import Ensures
 from .links import EngineLink
+from .load_before_route import LoadBeforeRoute
 from .routing import Routing
 from .samples import TokenSamples
 from .table import KnownTable
@@ -37,7 +37,7 @@ class GatewayState:
     cluster_key: str
     settings: AppSettings
     routing: Routing
-    ensures: Ensures
+    load_before_route: LoadBeforeRoute
     samples: TokenSamples
     table: KnownTable = field(default_factory=KnownTable)
     links: dict[str, EngineLink] = field(default_factory=dict)  # of engines in the table

@@ -17,7 +17,7 @@ from .table import KnownTable
 _TIMEOUT_S = 120.0  # a file of many GB, from afar
 
 
-class Ensures:
+class LoadBeforeRoute:
     """One call for an engine and a revision, however many requests wait for it."""
 
     def __init__(
