@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .runtime.sampling import SamplingParams
     from .runtime.scheduler.policy import PolicyFacts, SchedulerPolicy, Verdict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdapterChangedError",
