@@ -75,7 +75,7 @@ class _NoArena:
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         """Nothing is there."""
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         """Nothing is known."""
 
 
@@ -113,7 +113,7 @@ class Engine:
         self._core = EngineCore(
             self._scheduler, self._executor, self.manager,
             CoreConfig(base_fingerprint="none", dtype="simulated"),
-            clock=self._clock, on_adapter_gone=self.manager.forget,
+            clock=self._clock, on_adapter_gone=self.manager.remove_version,
         )  # fmt: skip
         self.manager.attach(self._core)
         for number in range(load.adapters):

@@ -146,7 +146,7 @@ class HostAdapters:
         """Take adapters out of the arena."""
         self.store.evict(place_ids)
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         """No version has this content any more."""
         self._placements.pop(digest, None)
         self.store.forget(digest)

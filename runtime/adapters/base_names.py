@@ -58,13 +58,13 @@ class BaseRemarks:
     """Logs what is to be said of adapters' bases, once for each name of a base."""
 
     served: ServedBase
-    _told: set[str] = field(default_factory=set)
+    _logged: set[str] = field(default_factory=set)
 
     def log(self, path: str, named: str | None) -> None:
         """``named``: the base that the adapter at ``path`` names."""
         remark = self.served.remark(named)
-        if remark is not None and remark not in self._told:
-            self._told.add(remark)
+        if remark is not None and remark not in self._logged:
+            self._logged.add(remark)
             _LOG.warning(
                 "the adapter in %s is %s; it is served all the same, and further ones of this base "
                 "are not named", path, remark,

@@ -259,7 +259,7 @@ class AdapterRegistry:
         held = self._held.get(adapter_id)
         return self._freed[adapter_id] if held is None else held.version
 
-    def forget(self, adapter_id: AdapterId) -> AdapterVersion | None:
+    def remove_version(self, adapter_id: AdapterId) -> AdapterVersion | None:
         """A freed version has left the device; returns it, None if it is not known."""
         return self._freed.pop(adapter_id, None)
 
@@ -287,12 +287,12 @@ class AdapterRegistry:
         if entry is None:
             return _draining_info(name, self._draining.get(name, {}), draining)
         version, served = entry.version, entry.version or entry.outline
-        is_told = entry.state in (FAILED, READY)
+        is_final = entry.state in (FAILED, READY)
         return AdapterInfo(
             name=name,
             path=entry.path if version is None else version.path,
             state=entry.state,
-            reason=entry.reason if is_told else None,
+            reason=entry.reason if is_final else None,
             rank=0 if served is None else served.rank,
             num_bytes=0 if served is None else served.num_bytes,
             version="" if version is None else version.digest,

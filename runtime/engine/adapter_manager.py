@@ -17,7 +17,7 @@ from ..adapters.registry import AdapterRegistry, AdapterVersion
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
-from .adapter_news import AdapterNews
+from .adapter_changes import AdapterChanges
 from .adapter_ports import AdapterHost, AdapterResidency
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import (
@@ -58,9 +58,9 @@ class AdapterManager:
         self._host = host
         self._device: AdapterResidency | None = None
         self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
-        self._maybe_gone: set[str] = set()  # digests that a version was the last to have
+        self._maybe_unused: set[str] = set()  # digests that a version was the last to have
         self._done: list[OperationDone] = []
-        self._news = AdapterNews(self._registry)
+        self._changes = AdapterChanges(self._registry)
         self._watch: LoraDirWatch | None = None
         self._outlining: set[str] = set()  # names of which headers are being read
         # By names that are being read.
@@ -87,20 +87,20 @@ class AdapterManager:
 
     def release(self, adapter_id: AdapterId) -> bool:
         """A request that used this version has ended; True = drop it, nobody can name it now."""
-        self._news.changed((self._registry.version(adapter_id).name,))
+        self._changes.mark((self._registry.version(adapter_id).name,))
         return self._registry.release(adapter_id)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version that may still be loaded. Called by the loader's thread."""
         return self._registry.version(adapter_id)
 
-    def forget(self, adapter_id: AdapterId) -> None:
+    def remove_version(self, adapter_id: AdapterId) -> None:
         """A dropped version has left the device."""
-        version = self._registry.forget(adapter_id)
+        version = self._registry.remove_version(adapter_id)
         if version is not None:
-            self._news.changed((version.name,))
-            self._maybe_gone.add(version.digest)
-            self._tell_gone()
+            self._changes.mark((version.name,))
+            self._maybe_unused.add(version.digest)
+            self._remove_unused_contents()
 
     # Operations.
 
@@ -142,7 +142,7 @@ class AdapterManager:
             self._registry.failed(name, load_id, str(error))
             raise AdapterError(f"adapter {name!r}: {error}") from error
         self._registry.outlined(name, load_id, outline)
-        self._news.changed((name,))
+        self._changes.mark((name,))
 
     def follow(self, watch: LoraDirWatch) -> None:
         """Serve what comes into a directory, as it is there."""
@@ -153,7 +153,7 @@ class AdapterManager:
         """Entries of a directory that is followed which cannot be read now."""
         return 0 if self._watch is None else self._watch.num_unreadable
 
-    def _take_changes(self) -> None:
+    def _follow_changes(self) -> None:
         while self._watch is not None and (changes := self._watch.take()) is not None:
             for name, path in changes.changed.items():
                 self._follow_change(name, path)
@@ -177,7 +177,7 @@ class AdapterManager:
     def add_now(self, name: str, path: str) -> None:
         """Register an adapter and wait for it. Raises ``CorunError`` with the reason."""
         load_id = self._registry.begin_loading(name, path)
-        self._settle(self._reader.read_now(ReadJob(0, name, path, load_id)))
+        self._complete_read(self._reader.read_now(ReadJob(0, name, path, load_id)))
         done = self._done.pop()
         if done.error is not None:
             raise AdapterError(f"adapter {name!r}: {done.error}")
@@ -195,28 +195,28 @@ class AdapterManager:
         else:
             self._device.unpin_adapter(version.adapter_id)
         self._registry.set_pinned(name, is_pinned=is_pinned)
-        self._news.changed((name,))
+        self._changes.mark((name,))
 
     def poll(self, *, is_due: bool = True) -> list[OperationDone | AdaptersChanged]:
         """Return operations that have ended, and before them what is new of adapters.
 
         Unless it ``is_due``, that is told only if an operation has ended. O(what has changed).
         """
-        self._take_changes()
+        self._follow_changes()
         for read in self._reader.take():
-            self._settle(read)
-            self._go_on(read.job.name)
-        self._tell_gone()
+            self._complete_read(read)
+            self._begin_postponed(read.job.name)
+        self._remove_unused_contents()
         done, self._done = self._done, []
         assert self._device is not None
-        must_tell = is_due or done or self._news.is_urgent
-        told = self._news.take(self._device) if must_tell else None
-        return [*done] if told is None else [told, *done]
+        must_publish = is_due or done or self._changes.must_publish
+        changes = self._changes.publish(self._device) if must_publish else None
+        return [*done] if changes is None else [changes, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         """All registered adapters; what becomes of them from now on is told by ``poll``."""
         assert self._device is not None
-        return self._news.all(self._device)
+        return self._changes.publish_all(self._device)
 
     def fileno(self) -> int:
         """Readable while ``poll`` would return the end of an operation."""
@@ -250,7 +250,7 @@ class AdapterManager:
             replaces=message.replaces, is_kept=True,
         )  # fmt: skip
 
-    def _go_on(self, name: str) -> None:
+    def _begin_postponed(self, name: str) -> None:
         """Begin what was asked for while ``name`` was being read."""
         waiting = self._postponed.get(name)
         while waiting and not self._registry.is_loading(name):
@@ -269,7 +269,7 @@ class AdapterManager:
     ) -> None:  # fmt: skip
         """Let the thread read and check a directory. Raises ``RequestError`` if it cannot begin."""
         load_id = self._registry.begin_loading(name, path)
-        self._news.changed((name,))
+        self._changes.mark((name,))
         if outline_only:
             self._outlining.add(name)
         known = self._registry.serving(name)
@@ -294,12 +294,12 @@ class AdapterManager:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
-        self._news.changed((name,))
+        self._changes.mark((name,))
 
-    def _settle(self, read: ReadDone) -> None:
+    def _complete_read(self, read: ReadDone) -> None:
         """Enter what reading a directory has brought."""
         job = read.job
-        self._news.changed((job.name,))
+        self._changes.mark((job.name,))
         self._outlining.discard(job.name)
         if read.outline is not None:
             self._registry.outlined(job.name, job.load_id, read.outline)
@@ -320,14 +320,14 @@ class AdapterManager:
             self._registry.failed(job.name, job.load_id, str(error))
             self._end(job, error)
             if facts is not None:
-                self._maybe_gone.add(facts.digest)
+                self._maybe_unused.add(facts.digest)
             return
         registered = self._registry.ready(job.name, job.path, job.load_id, content)
         if registered is None:
             self._end(job, AdapterError(f"adapter {job.name!r} was removed while it was loading"))
-            self._maybe_gone.add(content.facts.digest)
+            self._maybe_unused.add(content.facts.digest)
             return
-        self._news.changed((job.name,), is_urgent=True)
+        self._changes.mark((job.name,), must_publish=True)
         if old is not None and registered.is_new:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
@@ -365,19 +365,19 @@ class AdapterManager:
         replaced = None if old is None else old.adapter_id
         self._device.check_pin(facts.num_bytes, other_bytes, replaced)
 
-    def _tell_gone(self) -> None:
+    def _remove_unused_contents(self) -> None:
         """Two names may have the same content, and an old version that of a new one.
 
         So may what is being read, which is known to others before it is settled here.
         """
-        if self._reader.num_reading or not self._maybe_gone:
+        if self._reader.num_reading or not self._maybe_unused:
             return
-        gone = self._maybe_gone - self._registry.digests()
-        self._maybe_gone.clear()
-        for digest in sorted(gone):
+        unused = self._maybe_unused - self._registry.digests()
+        self._maybe_unused.clear()
+        for digest in sorted(unused):
             assert self._device is not None
             self._device.forget_content(digest)
-            self._host.forget(digest)
+            self._host.remove_content(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Evict versions that nothing can refer to any more."""

@@ -18,7 +18,7 @@ class AdapterHost(Protocol):
         """Take adapters out of it."""
         ...
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         """No version has this content any more."""
         ...
 

@@ -98,7 +98,7 @@ class EngineCore:
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._slow_log = SlowLog(config.log_slow_s)
         self._updates: list[RequestUpdate] = []  # for the next step to return
-        self._has_news = False  # something happened since nothing could be scheduled
+        self._has_changes = False  # something happened since nothing could be scheduled
         self._asked_s = -math.inf  # when the scheduler was asked last
         self._steps = StepCounts()
 
@@ -117,7 +117,7 @@ class EngineCore:
     @property
     def is_ready(self) -> bool:
         """Whether ``step`` might get on right now, without waiting for the executor."""
-        return bool(self._updates) or (self._has_news and self._can_submit)
+        return bool(self._updates) or (self._has_changes and self._can_submit)
 
     def wake_at_s(self) -> float | None:
         """When ``step`` may get on although nothing has happened, on the clock; None = never.
@@ -159,10 +159,10 @@ class EngineCore:
         )
         self._scheduler.add_request(request, now_s)
         self._adapter_of[request.request_id] = adapter_id
-        self._slow_log.began(message)
+        self._slow_log.begin(message)
         if message.adapter_name is not None:
             self._adapters.acquire(adapter_id)
-        self._has_news = True
+        self._has_changes = True
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End these requests; their final updates come with the next step."""
@@ -170,8 +170,8 @@ class EngineCore:
         for request_id in request_ids:
             event = self._scheduler.abort(RequestId(request_id), now_s)
             if event is not None:
-                self._tell([event])
-        self._has_news = True
+                self._publish([event])
+        self._has_changes = True
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Evict a version that no request uses and none will name any more.
@@ -180,7 +180,7 @@ class EngineCore:
         still read it.
         """
         self._scheduler.drop_adapter(adapter_id)
-        self._has_news = True
+        self._has_changes = True
 
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
         """Raise ``RequestError`` unless so much may be pinned, in place of ``replaced``."""
@@ -189,12 +189,12 @@ class EngineCore:
     def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
         """Bring a version to the device as soon as there is room, and keep it there."""
         self._scheduler.memory.pins.pin(adapter_id, facts)
-        self._has_news = True
+        self._has_changes = True
 
     def unpin_adapter(self, adapter_id: AdapterId) -> None:
         """It may leave the device again. No error if it was not pinned."""
         self._scheduler.memory.pins.unpin(adapter_id)
-        self._has_news = True
+        self._has_changes = True
 
     def evict_adapter(self, name: str) -> bool:
         """Evict the version that new requests for ``name`` use, if it is idle; say whether it was.
@@ -202,7 +202,7 @@ class EngineCore:
         Its next request finds it cold. Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
         """
         is_evicted = self._scheduler.memory.evict(self._adapters.resolve(name).adapter_id)
-        self._has_news |= is_evicted
+        self._has_changes |= is_evicted
         return is_evicted
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
@@ -212,12 +212,12 @@ class EngineCore:
     def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
         """What was to be read to that place is there, with this content, or is not."""
         self._scheduler.memory.registrations.end(place_id, digest)
-        self._has_news = True
+        self._has_changes = True
 
     def forget_content(self, digest: str) -> None:
         """No adapter version has this content any more."""
         self._scheduler.memory.forget_content(digest)
-        self._has_news = True
+        self._has_changes = True
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Submit what can be scheduled, take in what has ended, and return what is new.
@@ -228,12 +228,12 @@ class EngineCore:
         it returns updates, the next step may be due: whoever brings new requests first has them
         in it.
         """
-        self._tell(self._scheduler.end_overdue(self._clock()))
+        self._publish(self._scheduler.end_overdue(self._clock()))
         if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
-            self._take(self._executor.poll(0.0))
+            self._apply(self._executor.poll(0.0))
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)
-        if self._has_news and not self._updates:
+        if self._has_changes and not self._updates:
             self._fill()
         self._report_gone()
         updates, self._updates = self._updates, []
@@ -275,7 +275,7 @@ class EngineCore:
             self._asked_s = self._clock()
             plan = self._scheduler.schedule(self._asked_s)
             if plan is None:
-                self._has_news = False
+                self._has_changes = False
                 break
             if not self._submit(plan):
                 break
@@ -286,14 +286,14 @@ class EngineCore:
         ``EngineDeadError`` is the caller's: no step will ever succeed again.
         """
         self._steps.add(plan.num_tokens)
-        self._has_news = True  # with more depth, the next step may follow at once
+        self._has_changes = True  # with more depth, the next step may follow at once
         try:
             self._executor.submit(plan)
         except EngineDeadError:
             raise
         except Exception as error:
             _logger.exception("step %d could not be submitted", plan.step_id)
-            self._tell(self._scheduler.fail_step(plan.step_id, _reason(error), self._clock()))
+            self._publish(self._scheduler.fail_step(plan.step_id, _reason(error), self._clock()))
             return False
         return True
 
@@ -309,7 +309,7 @@ class EngineCore:
             timeout_s = min(timeout_s, max(0.0, wake_at_s - self._clock()))
         elif not self._is_waiting:
             is_stuck = scheduler.has_work() and not (
-                self._has_news or len(scheduler.memory.registrations)
+                self._has_changes or len(scheduler.memory.registrations)
             )
             assert not is_stuck, "there is work, but nothing to wait for"
             return
@@ -322,10 +322,10 @@ class EngineCore:
             if step_id is None:
                 raise
             _logger.exception("step %d failed", step_id)
-            self._tell(scheduler.fail_step(step_id, _reason(error), self._clock()))
-            self._has_news = True
+            self._publish(scheduler.fail_step(step_id, _reason(error), self._clock()))
+            self._has_changes = True
             return
-        self._take(results)
+        self._apply(results)
 
     @property
     def _can_submit(self) -> bool:
@@ -338,17 +338,17 @@ class EngineCore:
         scheduler = self._scheduler
         return bool(scheduler.num_in_flight or len(scheduler.memory.transfers))
 
-    def _take(self, results: Sequence[Result]) -> None:
+    def _apply(self, results: Sequence[Result]) -> None:
         now_s = self._clock()
         for result in results:
-            self._tell(self._scheduler.update(result, now_s))
-            self._has_news = True
+            self._publish(self._scheduler.update(result, now_s))
+            self._has_changes = True
 
-    def _tell(self, told: list[RequestEvent]) -> None:
+    def _publish(self, events: list[RequestEvent]) -> None:
         """Queue updates, and let go of the adapters of requests that have ended."""
-        for event in told:
+        for event in events:
             self._updates.append(update_of(event))
-            self._slow_log.told(event)
+            self._slow_log.record(event)
             if event.finish_reason is not None:
                 self._release(event)
 

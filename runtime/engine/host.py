@@ -166,13 +166,13 @@ class EngineHost:
         self._failed_operations: list[OperationDone] = []
         self._has_messages = True  # something was handled since the last turn
         self._num_requests = 0
-        self._told = (0, EngineLoad())  # requests taken in, and what waited and ran
+        self._published = (0, EngineLoad())  # requests taken in, and what waited and ran
         self._clock = clock
         self._stats = EngineStats()  # what was told last
         self._stats_due_s = -math.inf  # when they may be told again
         self._may_differ = False  # from what was told
-        self._must_tell = False
-        self._must_tell_machine = False
+        self._must_publish = False
+        self._must_publish_machine = False
 
     @property
     def can_turn(self) -> bool:
@@ -202,9 +202,9 @@ class EngineHost:
             case AddAdapter() | ReadAdapter() | PinAdapter() | RemoveAdapter():
                 self._begin_operation(message)
             case ReportStats():
-                self._must_tell = True
+                self._must_publish = True
             case ReportMachine():
-                self._must_tell_machine = True
+                self._must_publish_machine = True
 
     def turn(self) -> list[FromEngine]:
         """Take a step; return what is to be told, possibly nothing."""
@@ -212,20 +212,20 @@ class EngineHost:
         updates, self._refusals = self._refusals, []
         updates += self._core.step()
         is_due = self._is_due()
-        told: list[FromEngine] = [*self._failed_operations, *self._adapters.poll(is_due=is_due)]
+        messages: list[FromEngine] = [*self._failed_operations, *self._adapters.poll(is_due=is_due)]
         self._failed_operations = []
-        if self._must_tell_machine:
-            self._must_tell_machine = False
-            told.append(self._core.machine())
+        if self._must_publish_machine:
+            self._must_publish_machine = False
+            messages.append(self._core.machine())
         self._refuse_overdue()
-        self._let_go()
+        self._release_held()
         stats = self._new_stats() if is_due else None
-        if updates or stats is not None or self._told != self._counts():
-            told.append(self._outputs(updates, stats))
+        if updates or stats is not None or self._published != self._counts():
+            messages.append(self._outputs(updates, stats))
         self._open_ids.difference_update(
             update.request_id for update in updates if update.finish_reason is not None
         )
-        return told
+        return messages
 
     def end_all(self, error: CorunError) -> StepOutputs:
         """Return final updates that end every open request with ``error``."""
@@ -245,13 +245,15 @@ class EngineHost:
     def _outputs(
         self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
     ) -> StepOutputs:
-        self._told = self._counts()
-        return StepOutputs(tuple(updates), *self._told, stats)
+        self._published = self._counts()
+        return StepOutputs(tuple(updates), *self._published, stats)
 
     def _is_due(self) -> bool:
         """Whether to tell of the engine: when asked, when it comes to rest, and now and then."""
         now_s = self._clock()
-        self._may_differ = not self._must_tell and self._core.has_work and now_s < self._stats_due_s
+        self._may_differ = (
+            not self._must_publish and self._core.has_work and now_s < self._stats_due_s
+        )
         if not self._may_differ:
             self._stats_due_s = now_s + _STATS_INTERVAL_S
         return not self._may_differ
@@ -263,9 +265,9 @@ class EngineHost:
         self._stats = msgspec.structs.replace(
             stats, num_deferred=num_deferred, num_unreadable_adapters=self._adapters.num_unreadable
         )
-        if self._stats == last and not self._must_tell:
+        if self._stats == last and not self._must_publish:
             return None
-        self._must_tell = False
+        self._must_publish = False
         return self._stats
 
     def _add_request(self, request: AddRequest) -> None:
@@ -277,19 +279,19 @@ class EngineHost:
             held[request.request_id] = request, self._clock() - request.waited_s
         else:
             has_waited = request.waited_s > 0
-            self._take(request, self._clock() - request.waited_s if has_waited else None)
+            self._admit(request, self._clock() - request.waited_s if has_waited else None)
 
-    def _take(self, request: AddRequest, arrival_s: float | None) -> None:
+    def _admit(self, request: AddRequest, arrival_s: float | None) -> None:
         try:
             self._core.add_request(request, arrival_s)
         except RequestError as error:
             self._refusals.append(_failed(request.request_id, error))
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         """Hand over the requests whose adapters have been read, or cannot be."""
         for name in [name for name in self._held if not self._adapters.must_wait(name)]:
             for request, arrival_s in self._held.pop(name).values():
-                self._take(request, arrival_s)
+                self._admit(request, arrival_s)
             self._has_messages = True
 
     def _overdue_at_s(self) -> float | None:

@@ -83,7 +83,7 @@ class EngineLoop:
             selector.register(self._channel, selectors.EVENT_READ)
             for fileno in set(self._host.filenos()):
                 selector.register(fileno, selectors.EVENT_READ)
-            while self._take_messages():
+            while self._apply_messages():
                 for message in self._host.turn():
                     self._channel.send(message)
                 if self._channel.has_unsent:
@@ -91,7 +91,7 @@ class EngineLoop:
                 if not self._host.can_turn:
                     self._sleep(selector)
 
-    def _take_messages(self) -> bool:
+    def _apply_messages(self) -> bool:
         """Apply what has arrived; return whether to go on."""
         for message in self._channel.receive():
             if isinstance(message, Shutdown):
@@ -134,11 +134,11 @@ def serve_channel(
         _logger.info("the front end has ended, so the engine does not start")
         return True
     except Exception as error:
-        is_heard = not channel.at_end  # afterwards it ends because the peer has read this
+        is_received = not channel.at_end  # afterwards it ends because the peer has read this
         kind = error.kind if isinstance(error, CorunError) else type(error).__name__
         channel.send(StartupFailed(kind, str(error)))
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
-        if isinstance(error, CorunError) and is_heard:
+        if isinstance(error, CorunError) and is_received:
             return False
         raise
     with _closed_at_the_end(assembly):

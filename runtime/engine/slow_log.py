@@ -17,14 +17,14 @@ class SlowLog:
         self._threshold_s = threshold_s
         self._waiting: dict[int, str] = {}  # requests without a first token, as the log calls them
 
-    def began(self, request: AddRequest) -> None:
+    def begin(self, request: AddRequest) -> None:
         """A request has been taken."""
         if self._threshold_s is not None:
             name = request.name or str(request.request_id)
             model = request.adapter_name or "the base model"
             self._waiting[request.request_id] = f"request {name} for {model}"
 
-    def told(self, event: RequestEvent) -> None:
+    def record(self, event: RequestEvent) -> None:
         """The scheduler tells something of a request."""
         if event.timing is None or self._threshold_s is None:
             return

@@ -110,7 +110,7 @@ class AsyncEngine:
         ready = await self._client.start(self._receive, self._die)
         self._loras.begin(ready.model.name, ready.adapters)
         self._model = ready.model
-        self._machine.take(ready.machine)
+        self._machine.apply(ready.machine)
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
         self._tokenizers = AdapterTokenizers(self._tokenizer, self._loras, ready.model)
         self._requests.begin(ready.model)
@@ -209,7 +209,7 @@ class AsyncEngine:
         return self._client.num_heartbeats
 
     @property
-    def num_requests_told(self) -> int:
+    def num_requests_received(self) -> int:
         """How many engine requests there had been when the engine told its statistics."""
         return self._stats.num_requests
 
@@ -373,17 +373,17 @@ class AsyncEngine:
         match message:
             case StepOutputs():
                 if message.stats is not None:
-                    self._stats.take_told(message.stats, message.num_requests)
+                    self._stats.apply_stats(message.stats, message.num_requests)
                     self.watches.changed()
-                self._stats.take_load(message.load)
-                self._requests.take(message)
+                self._stats.apply_load(message.load)
+                self._requests.apply(message)
             case OperationDone():
                 self._loras.operation_done(message)
             case AdaptersChanged(adapters, removed):
                 self._loras.directory.update(adapters, removed)
                 self.watches.changed([*(one.name for one in adapters), *removed])
             case MachineReport():
-                self._machine.take(message)
+                self._machine.apply(message)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._error is None:
@@ -391,8 +391,8 @@ class AsyncEngine:
             self._dead.set()
             self._loras.fail_all(error)
             self._requests.fail_all(error)
-            for told in (self._stats, self._machine):
-                told.stop_waiting()
+            for client in (self._stats, self._machine):
+                client.stop_waiting()
 
     def _check_alive(self) -> None:
         if self._error is not None:

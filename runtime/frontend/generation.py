@@ -38,8 +38,8 @@ class Choice:
         "_history",
         "_index",
         "_num_cached_tokens",
-        "_num_pieces_told",
-        "_num_tokens_told",
+        "_num_pieces_returned",
+        "_num_tokens_returned",
         "_params",
         "_prompt_token_ids",
         "_stop_reason",
@@ -62,8 +62,8 @@ class Choice:
         wants_logprobs = params.logprobs is not None
         self._history = ChoiceHistory(logprobs=[] if wants_logprobs else None)
         self._cumulative_logprob = 0.0
-        self._num_pieces_told = 0
-        self._num_tokens_told = 0
+        self._num_pieces_returned = 0
+        self._num_tokens_returned = 0
         self._stop_reason: str | int | None = None
         self._num_cached_tokens = 0
         self._adapter_start: AdapterStart | None = None
@@ -78,7 +78,7 @@ class Choice:
 
     def update(self, update: RequestUpdate) -> bool:
         """Take what the engine says of an open choice; return whether the engine can stop it."""
-        self._note(update)
+        self.record_details(update)
         if self._params.max_tokens == 0:
             update = _without_tokens(update)
         history, detokenizer = self._history, self._detokenizer
@@ -101,19 +101,15 @@ class Choice:
             self._end(update)
         return False
 
-    def overhear(self, update: RequestUpdate) -> None:
-        """Take what the engine says of a choice that was left: of its tokens nothing."""
-        self._note(update)
-
-    def settle(self, update: RequestUpdate) -> None:
+    def complete(self, update: RequestUpdate) -> None:
         """Take the engine's last word on a choice that has ended, or was left."""
         self.finish_reason = self.finish_reason or "abort"
         self._count_preemptions(update)
 
     def output(self) -> CompletionOutput:
         """Return what is new since this was last told, and everything."""
-        output = self._output(self._num_tokens_told, self._num_pieces_told)
-        self._num_tokens_told, self._num_pieces_told = output.num_tokens, output.num_pieces
+        output = self._output(self._num_tokens_returned, self._num_pieces_returned)
+        self._num_tokens_returned, self._num_pieces_returned = output.num_tokens, output.num_pieces
         return output
 
     def last_output(self) -> CompletionOutput:
@@ -144,8 +140,8 @@ class Choice:
         self.error = error
         self.finish_reason = "error"
 
-    def _note(self, update: RequestUpdate) -> None:
-        """Keep what comes with the first token."""
+    def record_details(self, update: RequestUpdate) -> None:
+        """Store what comes with the first token; of a closed choice nothing else is stored."""
         if update.prompt_logprobs is not None:
             scored = zip(self._prompt_token_ids[1:], update.prompt_logprobs, strict=True)
             scores = [_candidates(token_id, one, self._tokenizer) for token_id, one in scored]
@@ -292,12 +288,12 @@ class Generation:
         if self.error is None:
             self.error = choice.error
 
-    def settle(self, choice: Choice, update: RequestUpdate) -> None:
+    def complete(self, choice: Choice, update: RequestUpdate) -> None:
         """Take the engine's last word on one of its choices; of the last one, its watch is told."""
-        choice.settle(update)
+        choice.complete(update)
         self._num_computing -= 1
         if self._num_computing == 0:
-            self._tell_end()
+            self._notify_end()
 
     def lose(self) -> None:
         """The engine says nothing any more."""
@@ -305,9 +301,9 @@ class Generation:
             self._num_computing = 0
             for choice in self.choices:
                 choice.finish_reason = choice.finish_reason or "abort"
-            self._tell_end()
+            self._notify_end()
 
-    def _tell_end(self) -> None:
+    def _notify_end(self) -> None:
         if self._watch is not None:
             outputs = [choice.last_output() for choice in self.choices]
             self._watch.ended(self._output(outputs, finished=True))

@@ -154,17 +154,17 @@ class LoraClient:
 
     async def _ask_resolvers(self, name: str) -> LoRARequest | None:
         """Raises ``UnknownModelError`` if one could not tell, and no other has it."""
-        untold: UnknownModelError | None = None
+        failure: UnknownModelError | None = None
         for resolver in self._resolvers:
             try:
                 found = await resolver.resolve_lora(self._base_name, name)
             except UnknownModelError as error:
-                untold = error
+                failure = error
             else:
                 if found is not None:
                     return found
-        if untold is not None:
-            raise untold
+        if failure is not None:
+            raise failure
         return None
 
     def _remember_unknown(self, name: str, error: CorunError | None) -> None:

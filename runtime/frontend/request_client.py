@@ -172,7 +172,7 @@ class RequestClient:
         generations: list[Generation] = []
         open_ones: set[Generation] = set()
 
-        def note_end(generation: Generation) -> None:
+        def record_end(generation: Generation) -> None:
             if generation.has_ended:
                 ended.append(generation)
                 waker.set()
@@ -185,7 +185,7 @@ class RequestClient:
                     if not self._can_wait(prepared.params.n):
                         self._on_turn.add(waker.set)
                         break
-                    generation, requests = self._enter(prepared, note_end)
+                    generation, requests = self._enter(prepared, record_end)
                     generations.append(generation)
                     open_ones.add(generation)
                     together += requests
@@ -212,7 +212,7 @@ class RequestClient:
         if generation is not None:
             self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
 
-    def take(self, message: StepOutputs) -> None:
+    def apply(self, message: StepOutputs) -> None:
         """Take what the engine says of requests.
 
         A request is notified once, however many of its choices go on.
@@ -224,7 +224,7 @@ class RequestClient:
             engine_id = update.request_id
             entry = self._by_engine_id.get(engine_id)
             if entry is None:
-                self._take_of_closed(update)
+                self._apply_to_closed(update)
                 continue
             generation, choice = entry
             if choice.finish_reason is None:  # else a stop string has ended it before
@@ -235,7 +235,7 @@ class RequestClient:
                 touched[generation] = None
             if update.finish_reason is not None:
                 del self._by_engine_id[engine_id]
-                generation.settle(choice, update)
+                generation.complete(choice, update)
         for generation in touched:
             generation.notify(generation)
         for notify in tuple(self._on_turn):
@@ -243,16 +243,16 @@ class RequestClient:
         if unneeded:
             self._client.send(AbortRequests(tuple(unneeded)))
 
-    def _take_of_closed(self, update: RequestUpdate) -> None:
+    def _apply_to_closed(self, update: RequestUpdate) -> None:
         """Take what the engine says of a request that was closed while it computed."""
         entry = self._closed.get(update.request_id)
         if entry is None:  # it was told that it gets no more answers
             return
         generation, choice = entry
-        choice.overhear(update)
+        choice.record_details(update)
         if update.finish_reason is not None:
             del self._closed[update.request_id]
-            generation.settle(choice, update)
+            generation.complete(choice, update)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every open request with ``error``; no other is opened."""

@@ -11,17 +11,17 @@ from ..engine.client import EngineClient
 from ..engine.messages import EngineLoad, EngineStats, MachineReport, ReportMachine, ReportStats
 from ..errors import EngineDeadError
 
-Told = TypeVar("Told")
+Answer = TypeVar("Answer")
 
 
-class AnswerClient(Generic[Told]):
+class AnswerClient(Generic[Answer]):
     """Keeps what the engine told last, and asks it; however many wait, one question is open."""
 
     def __init__(
-        self, client: EngineClient, question: ReportStats | ReportMachine, first: Told
+        self, client: EngineClient, question: ReportStats | ReportMachine, first: Answer
     ) -> None:
         self.latest = first
-        self._told_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._client = client
         self._question = question
         self._answer: asyncio.Future[None] | None = None
@@ -29,9 +29,9 @@ class AnswerClient(Generic[Told]):
     @property
     def age_s(self) -> float:
         """Since the engine told it."""
-        return time.monotonic() - self._told_s
+        return time.monotonic() - self._received_s
 
-    async def refresh(self, timeout_s: float) -> Told:
+    async def refresh(self, timeout_s: float) -> Answer:
         """Return what the engine tells now, or ``latest`` if it computes, or is dead.
 
         An engine at rest answers at once, a busy one between two steps.
@@ -51,9 +51,9 @@ class AnswerClient(Generic[Told]):
                 self._answer = asyncio.get_running_loop().create_future()
         return self._answer
 
-    def take(self, told: Told) -> None:
+    def apply(self, answer: Answer) -> None:
         """Take what the engine tells."""
-        self.latest, self._told_s = told, time.monotonic()
+        self.latest, self._received_s = answer, time.monotonic()
         self.stop_waiting()
 
     def stop_waiting(self) -> None:
@@ -70,16 +70,16 @@ class StatsClient(AnswerClient[EngineStats]):
         super().__init__(client, ReportStats(), EngineStats())
         self.num_requests = 0  # that the engine had taken in when it told them
 
-    def take_told(self, stats: EngineStats, num_requests: int) -> None:
+    def apply_stats(self, stats: EngineStats, num_requests: int) -> None:
         """Take what the engine tells, and of how many requests it knew."""
         self.num_requests = num_requests
-        self.take(stats)
+        self.apply(stats)
 
-    def take_load(self, load: EngineLoad) -> None:
+    def apply_load(self, load: EngineLoad) -> None:
         """Take what each of the engine's turns tells."""
-        told = msgspec.structs.asdict(load)
-        if any(getattr(self.latest, name) != value for name, value in told.items()):
-            self.latest = msgspec.structs.replace(self.latest, **told)
+        fields = msgspec.structs.asdict(load)
+        if any(getattr(self.latest, name) != value for name, value in fields.items()):
+            self.latest = msgspec.structs.replace(self.latest, **fields)
 
 
 class MachineClient(AnswerClient[MachineReport | None]):

@@ -107,7 +107,7 @@ class EnginePort(Protocol):
         ...
 
     @property
-    def num_requests_told(self) -> int:
+    def num_requests_received(self) -> int:
         """How many engine requests there had been when the engine told its statistics."""
         ...
 

@@ -231,7 +231,7 @@ class UnknownFields:
                 continue
             refused = table.refused.get(name)
             if refused is None:
-                self._note(name, table, (*at, name), unknown)
+                self._record(name, table, (*at, name), unknown)
             elif value is not None and not _is_neutral(value, refused.neutral):
                 path = field_path((*at, name))
                 raise NotServedError(
@@ -247,7 +247,7 @@ class UnknownFields:
                     if isinstance(item, dict):
                         self._sift(item, nested, (*at, name, index), unknown)
 
-    def _note(
+    def _record(
         self, name: str, table: FieldTable, location: tuple[int | str, ...], unknown: _Unknown
     ) -> None:
         """Count one unknown field, or raise."""

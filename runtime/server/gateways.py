@@ -41,7 +41,7 @@ class GatewayRequest:
 
     def ended(self) -> None:
         """It has been answered, well or badly: nobody computes for it."""
-        self._ledger.forget(self._unsent)
+        self._ledger.remove(self._unsent)
         self._ledger.accept(self)
 
 
@@ -55,9 +55,9 @@ class _Numbers:
     def add(self, number: int) -> bool:
         """Whether that is news."""
         if number <= self.last:
-            is_news = number in self.missing
+            is_new = number in self.missing
             self.missing.discard(number)
-            return is_news
+            return is_new
         self.missing.update(range(max(self.last + 1, number - _WINDOW), number))
         self.missing = {one for one in self.missing if one >= number - _WINDOW}
         self.last = number
@@ -94,7 +94,7 @@ class GatewayLedger:
         """Prompts with these ids will be sent for ``request``."""
         self._expected.update(dict.fromkeys(prompt_ids, request))
 
-    def forget(self, prompt_ids: Iterable[str]) -> None:
+    def remove(self, prompt_ids: Iterable[str]) -> None:
         """They will not."""
         for prompt_id in prompt_ids:
             self._expected.pop(prompt_id, None)
@@ -116,7 +116,7 @@ class GatewayLedger:
         if len(self._numbers) > _MAX_GATEWAYS:
             del self._numbers[next(iter(self._numbers))]
 
-    def settle(self, num_requests: int) -> dict[str, Accepted]:
+    def accept_known(self, num_requests: int) -> dict[str, Accepted]:
         """Return what a state has in it that knows so many engine requests."""
         while self._unknown and self._unknown[0][0] <= num_requests:
             self.accept(self._unknown.popleft()[1])

@@ -148,7 +148,7 @@ class OpenRecord:
     def begin(self, request: ParsedRequest) -> list[PromptRun]:
         """Its prompts are about to be sent; return a run for each."""
         adapter = self._record.adapter = request.adapter_name
-        self._runs = [PromptRun(self._metrics, adapter, self._tell) for _ in request.prompts]
+        self._runs = [PromptRun(self._metrics, adapter, self._publish) for _ in request.prompts]
         return self._runs
 
     def end(self, status: int | None, error: BaseException | None) -> None:
@@ -157,9 +157,9 @@ class OpenRecord:
         record.status, record.outcome, record.error = status, _outcome_of(error), _code_of(error)
         record.total_s = self._metrics.clock() - self._started_s
         self._has_ended = True
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Hand over the record, once nothing more comes."""
         if not self._has_ended or any(run.is_open for run in self._runs):
             return

@@ -29,22 +29,22 @@ class EngineStateStream:
         self._state = state
         self._watch = watch
         self._incarnation = incarnation
-        self._adapters: dict[str, PlacedAdapter] = {}  # as they were told
+        self._adapters: dict[str, PlacedAdapter] = {}  # as they were sent
         self._load: EngineLoadState | None = None
         self._num_changes = -1  # of what is accepted
         watch.changed(adapter.name for adapter in state.engine.list_loras())
 
     def next(self) -> EngineState:
-        """Return what is otherwise than told. O(what is)."""
+        """Return what is otherwise than sent. O(what is)."""
         engine = self._state.engine
-        load, told_load = engine.get_stats().load, self._load
+        load, sent_load = engine.get_stats().load, self._load
         self._load = load
         changed, removed = self._changed_adapters()
         return EngineState(
             incarnation=self._incarnation,
             beat=engine.num_heartbeats,
             is_ready=engine.error is None and not self._state.draining,
-            load=None if load is told_load else load,
+            load=None if load is sent_load else load,
             adapters=tuple(changed),
             removed=tuple(removed),
             accepted=self._newly_accepted(),
@@ -53,11 +53,11 @@ class EngineStateStream:
     def _changed_adapters(self) -> tuple[list[PlacedAdapter], list[str]]:
         changed, removed = list[PlacedAdapter](), list[str]()
         for name in sorted(self._watch.take_names()):
-            placed, told = _placed(self._state.engine.loras.get(name)), self._adapters.get(name)
-            if placed is None and told is not None:
+            placed, sent = _placed(self._state.engine.loras.get(name)), self._adapters.get(name)
+            if placed is None and sent is not None:
                 del self._adapters[name]
                 removed.append(name)
-            elif placed is not None and placed != told:
+            elif placed is not None and placed != sent:
                 self._adapters[name] = placed
                 changed.append(placed)
         return changed, removed
@@ -65,7 +65,7 @@ class EngineStateStream:
     def _newly_accepted(self) -> dict[str, Accepted] | None:
         """What the load has in it that goes out with it."""
         ledger = self._state.gateways
-        accepted = ledger.settle(self._state.engine.num_requests_told)
+        accepted = ledger.accept_known(self._state.engine.num_requests_received)
         num_changes, self._num_changes = self._num_changes, ledger.num_changes
         return None if num_changes == ledger.num_changes else accepted
 

@@ -71,7 +71,7 @@ class FakeCore:
         self._num_generated: dict[int, int] = {}
         self._updates: list[RequestUpdate] = []
         self._num_steps = 0
-        self._has_news = False  # cleared by a step that finds nothing to do
+        self._has_changes = False  # cleared by a step that finds nothing to do
         self._fd = os.eventfd(0)
         self.seeds: list[int | None] = []
         self.held: tuple[AddRequest, ...] = ()  # when it was asked for stats
@@ -87,7 +87,7 @@ class FakeCore:
 
     @property
     def is_ready(self) -> bool:
-        return self._has_news
+        return self._has_changes
 
     def wake_at_s(self) -> float | None:
         return None
@@ -103,10 +103,10 @@ class FakeCore:
         self.seeds.append(message.sampling.seed)
         self._open[message.request_id] = message
         self._num_generated[message.request_id] = 0
-        self._has_news = True
+        self._has_changes = True
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        self._has_news = True
+        self._has_changes = True
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
                 self._updates.append(
@@ -117,8 +117,8 @@ class FakeCore:
 
     def step(self) -> list[RequestUpdate]:
         updates, self._updates = self._updates, []
-        self._has_news = any(map(self._computes, self._open.values()))
-        self._num_steps += self._has_news
+        self._has_changes = any(map(self._computes, self._open.values()))
+        self._num_steps += self._has_changes
         for request in tuple(self._open.values()):
             if self._computes(request):
                 updates.append(self._advance(request))
@@ -211,7 +211,7 @@ class FakeAdapters:
         self.paths: dict[str, str] = {}
         self.pinned: dict[str, bool] = {}
         self.unread: set[str] = set()  # names whose files are being read
-        self._told: list[OperationDone | AdaptersChanged] = []
+        self._messages: list[OperationDone | AdaptersChanged] = []
         self._num_versions = 0
         self._fd = os.eventfd(0)
 
@@ -229,14 +229,15 @@ class FakeAdapters:
         elif not Path(message.path).is_dir():
             error = f"{message.path} is no directory"
             done = OperationDone(message.operation_id, error, AdapterError.__name__)
-            self._told.append(done)
+            self._messages.append(done)
             return
         else:
             self._num_versions += 1
             self.paths[message.name] = message.path
             if message.pinned is not None:
                 self.pinned[message.name] = message.pinned
-        self._told += [AdaptersChanged(self.infos(), removed), OperationDone(message.operation_id)]
+        done = OperationDone(message.operation_id)
+        self._messages += [AdaptersChanged(self.infos(), removed), done]
 
     @property
     def num_unreadable(self) -> int:
@@ -247,8 +248,8 @@ class FakeAdapters:
         return name in self.unread
 
     def poll(self, *, is_due: bool) -> list[OperationDone | AdaptersChanged]:
-        told, self._told = self._told, []
-        return told
+        messages, self._messages = self._messages, []
+        return messages
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(

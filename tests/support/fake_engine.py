@@ -123,7 +123,7 @@ class FakeEngine:
         self.num_asked = 0  # for stats
         self.num_heartbeats = 0
         self.num_requests_sent = 0
-        self.num_requests_told = 0
+        self.num_requests_received = 0
         self.machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
         self.seen_predictions: list[int | None] = []

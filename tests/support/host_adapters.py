@@ -108,10 +108,10 @@ class Host:
         self.cache.end_use(place.place_id)
         self.carry_out()
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         """No version has this content any more."""
         self.cache.forget(digest)
-        self.adapters.forget(digest)
+        self.adapters.remove_content(digest)
         self.carry_out()
 
     def evict_idle(self) -> None:

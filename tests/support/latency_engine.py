@@ -201,7 +201,7 @@ class _Host:
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         pass
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         pass
 
 
@@ -256,7 +256,7 @@ def build(
         make_simulated_scheduler(machine, options, _Endless(), StepPace(machine.model)),
         executor, manager,
         CoreConfig(base_fingerprint=BASE_FINGERPRINT, dtype="float32", machine=machine.model),
-        clock=time.monotonic, on_adapter_gone=manager.forget,
+        clock=time.monotonic, on_adapter_gone=manager.remove_version,
     )  # fmt: skip
     core.executor = executor
     manager.attach(core)

@@ -331,7 +331,7 @@ class LoadingEngine:
             name = self.contents.pop(adapter_id)
             if name not in self.contents.values():
                 self.memory.forget_content(self.digests[name])
-                self.host.forget(self.digests[name])
+                self.host.remove_content(self.digests[name])
 
     def drain(self) -> None:
         """Come to the end of everything, and let all adapters go."""

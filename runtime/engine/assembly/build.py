@@ -275,7 +275,7 @@ def _connect(
             scheduler, executor, manager,
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
                        machine=measured.model, log_slow_s=config.log_slow_s),
-            clock=time.monotonic, on_adapter_gone=manager.forget,
+            clock=time.monotonic, on_adapter_gone=manager.remove_version,
             cpu=partial(_cpu_stats, loaded, coexecution),
         )  # fmt: skip
         manager.attach(core)

@@ -201,7 +201,7 @@ def test_files_that_changed_are_not_read_while_the_arena_has_them(
     old_adapter, new_adapter = load(host, facts, path), load(host, new, path)
     check_deltas(host, old_adapter, files / "a")
     check_deltas(host, new_adapter, path)
-    host.forget(facts.digest)
+    host.remove_content(facts.digest)
     check_deltas(host, old_adapter, files / "a")
     before = host.arena.taken_bytes
     release(host, facts, old_adapter)
@@ -248,14 +248,14 @@ def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
     host = Host(device, copied(ROOMY_BYTES))
     facts = host.register(files / "a")
     arrival = host.fetch(facts.digest, files / "a")
-    host.forget(facts.digest)
+    host.remove_content(facts.digest)
     adapter = take(host, arrival, facts.digest)
     assert host.arena.taken_bytes == 0
     check_deltas(host, adapter, files / "a")
     other = host.register(files / "b")
     cancelled = host.fetch(other.digest, files / "b")
     cancelled.start(is_gradual=False)
-    host.forget(other.digest)
+    host.remove_content(other.digest)
     cancelled.cancel()
     host.end_load(other.digest, has_failed=True)
     assert host.arena.taken_bytes == 0
@@ -397,7 +397,7 @@ def test_too_little_memory_for_an_elastic_arena(
 ) -> None:
     host = Host(device, shared(ROOMY_BYTES))
     facts = host.register(files / "a")
-    host.forget(facts.digest)
+    host.remove_content(facts.digest)
 
     def refuse(self: ArenaPages, offset: int, num_bytes: int) -> None:
         from corun.shm.errors import SpaceError

@@ -123,7 +123,7 @@ class Files:
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         self.evicted += place_ids
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         self.gone.append(digest)
 
 
@@ -171,7 +171,7 @@ def remove(manager: AdapterManager, name: str) -> None:
     adapter_id = manager.resolve(name).adapter_id
     manager.handle(RemoveAdapter(9, name))
     assert wait_done(manager)[0] == OperationDone(9)
-    manager.forget(adapter_id)
+    manager.remove_version(adapter_id)
 
 
 def test_adds_an_adapter_and_tells(manager: AdapterManager, files: Files) -> None:
@@ -221,7 +221,7 @@ def test_a_reload_drains_the_old_version(
     assert device.dropped == []
     assert manager.version(old).digest == "d1"
     assert manager.release(old)
-    manager.forget(old)
+    manager.remove_version(old)
     with pytest.raises(KeyError):
         manager.version(old)
 
@@ -335,7 +335,7 @@ def test_tells_of_content_that_no_version_has_any_more(
     manager.handle(AddAdapter(8, "b", "/b"))
     wait_done(manager)
     add(manager, files, "d2")
-    manager.forget(first)
+    manager.remove_version(first)
     assert files.gone == [], "another name has the same content"
     remove(manager, "b")
     remove(manager, "a")
@@ -353,7 +353,7 @@ def test_content_that_is_being_read_again_is_not_gone(
     files.content["/b"] = "d1"
     manager.handle(AddAdapter(3, "b", "/b"))
     assert select.select([manager], [], [], 10)[0]  # read, and not settled
-    manager.forget(first)
+    manager.remove_version(first)
     assert files.gone == []
     assert wait_done(manager)[0] == OperationDone(3)
     assert files.gone == []

@@ -42,7 +42,7 @@ class NoHost:
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         assert not tuple(place_ids)
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         pass
 
 
@@ -62,7 +62,7 @@ class World:
         self.now_s = 0.0
         self.core = EngineCore(
             self.scheduler, self.executor, self.manager, config, clock=lambda: self.now_s,
-            on_adapter_gone=self.manager.forget, unix_clock=lambda: 1000.0 + self.now_s,
+            on_adapter_gone=self.manager.remove_version, unix_clock=lambda: 1000.0 + self.now_s,
         )  # fmt: skip
         self.manager.attach(self.core)
         self.mirror = LoraDirectory(self.manager.infos())

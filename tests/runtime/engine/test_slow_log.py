@@ -18,13 +18,13 @@ def asked(request_id: int, name: str = "", adapter_name: str | None = None) -> A
 
 def test_who_is_slow_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
     log = SlowLog(1.5)
-    log.began(asked(1, "cmpl-1", "tails"))
-    log.began(asked(2))
-    log.began(asked(3))
-    log.told(RequestEvent(RequestId(1), (7,), timing=waited(1.8)))
-    log.told(RequestEvent(RequestId(1), (8,), finish_reason=FinishReason.LENGTH))
-    log.told(RequestEvent(RequestId(2), (7,), timing=waited(1.5)))
-    log.told(RequestEvent(RequestId(3), finish_reason=FinishReason.ABORT, timing=waited(30.0)))
+    log.begin(asked(1, "cmpl-1", "tails"))
+    log.begin(asked(2))
+    log.begin(asked(3))
+    log.record(RequestEvent(RequestId(1), (7,), timing=waited(1.8)))
+    log.record(RequestEvent(RequestId(1), (8,), finish_reason=FinishReason.LENGTH))
+    log.record(RequestEvent(RequestId(2), (7,), timing=waited(1.5)))
+    log.record(RequestEvent(RequestId(3), finish_reason=FinishReason.ABORT, timing=waited(30.0)))
     assert caplog.messages == [
         "request cmpl-1 for tails had its first token after 1.8 s: "
         "waited 1.8 s for KV memory, which 41 running requests held",
@@ -35,6 +35,6 @@ def test_who_is_slow_is_explained_once(caplog: pytest.LogCaptureFixture) -> None
 
 def test_nobody_is_explained_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     log = SlowLog(None)
-    log.began(asked(1))
-    log.told(RequestEvent(RequestId(1), (7,), timing=waited(1000.0)))
+    log.begin(asked(1))
+    log.record(RequestEvent(RequestId(1), (7,), timing=waited(1000.0)))
     assert not caplog.messages

@@ -53,12 +53,12 @@ def test_two_ask_once_and_both_are_answered() -> None:
         waiting = [asyncio.create_task(stats.refresh(LONG_S)) for _ in range(2)]
         await asyncio.sleep(0)
         assert engine.sent == [ReportStats()]
-        stats.take(NEW)
+        stats.apply(NEW)
         assert await asyncio.gather(*waiting) == [NEW, NEW]
         again = asyncio.create_task(stats.refresh(LONG_S))
         await asyncio.sleep(0)
         assert engine.sent == [ReportStats()] * 2
-        stats.take(EngineStats())
+        stats.apply(EngineStats())
         assert await again == EngineStats()
 
     run(test)
@@ -69,7 +69,7 @@ def test_who_asks_for_the_next_time_waits_for_nothing() -> None:
         stats.ask()
         stats.ask()
         assert engine.sent == [ReportStats()]
-        stats.take(NEW)
+        stats.apply(NEW)
         assert stats.latest == NEW
         engine.is_dead = True
         stats.ask()
@@ -79,11 +79,11 @@ def test_who_asks_for_the_next_time_waits_for_nothing() -> None:
 
 def test_a_busy_engine_is_not_asked_again() -> None:
     async def test(stats: StatsClient, engine: Asked) -> None:
-        stats.take(NEW)
+        stats.apply(NEW)
         for _ in range(3):
             assert await stats.refresh(0.001) == NEW
         assert engine.sent == [ReportStats()]
-        stats.take(EngineStats())
+        stats.apply(EngineStats())
         assert stats.latest == EngineStats()
         assert await stats.refresh(0.001) == EngineStats()
         assert engine.sent == [ReportStats()] * 2
@@ -93,14 +93,14 @@ def test_a_busy_engine_is_not_asked_again() -> None:
 
 def test_the_load_comes_with_each_turn_and_the_rest_stays() -> None:
     async def test(stats: StatsClient, engine: Asked) -> None:
-        stats.take(NEW)
+        stats.apply(NEW)
         age_s = stats.age_s
-        stats.take_load(EngineLoad(num_waiting=3, num_running=2, kv_blocks_used=5))
+        stats.apply_load(EngineLoad(num_waiting=3, num_running=2, kv_blocks_used=5))
         assert stats.latest == EngineStats(
             num_steps=7, num_waiting=3, num_running=2, kv_blocks_used=5
         )
         assert stats.age_s >= age_s  # it is that of the oldest
-        stats.take(NEW)
+        stats.apply(NEW)
         assert stats.latest == NEW
 
     run(test)
@@ -109,7 +109,7 @@ def test_the_load_comes_with_each_turn_and_the_rest_stays() -> None:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_dead_engine_holds_nobody_up(is_known: bool) -> None:
     async def test(stats: StatsClient, engine: Asked) -> None:
-        stats.take(NEW)
+        stats.apply(NEW)
         engine.is_dead = is_known
         waiting = asyncio.create_task(stats.refresh(LONG_S))
         await asyncio.sleep(0)

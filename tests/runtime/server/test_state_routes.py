@@ -44,7 +44,7 @@ def tell(engine: FakeEngine, load: EngineLoadState | None = None, *names: str) -
     """Let the engine say something, as its front end hears it."""
     if load is not None:
         engine.stats = EngineStats(load=load)
-    engine.num_requests_told = engine.num_requests_sent
+    engine.num_requests_received = engine.num_requests_sent
     engine.watches.changed(names)
 
 
