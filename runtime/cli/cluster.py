@@ -20,7 +20,6 @@ from ..cluster.division import MachineDivision
 from ..cluster.engine_types.measured import given_card
 from ..cluster.launch.local import divide_this_machine
 from ..cluster.launch.supervisor import ClusterPlan, ClusterSupervisor
-from ..cluster.place import make_state_dir
 from ..cluster.policy.placement.registry import check_placement
 from ..cluster.policy.registry import check_live_router
 from ..cluster.settings import (
@@ -30,6 +29,7 @@ from ..cluster.settings import (
     NodeSettings,
     RaySettings,
 )
+from ..cluster.state_dir import make_state_dir
 from ..config.cluster import NOT_FOR_CLUSTERS, ClusterConfig, check_ray, parse_min_copies
 from ..config.demo import model_name, with_demo
 from ..config.engine import EngineConfig

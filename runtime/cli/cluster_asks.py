@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..cluster.engine_types.measured import given_card
 from ..cluster.http.calls import call, make_session
-from ..cluster.place import find_controller, read_key
+from ..cluster.state_dir import find_controller, read_key
 from ..cluster.wire import (
     ENGINES_PATH,
     STATUS_PATH,

@@ -5,7 +5,7 @@ import asyncio
 import os
 
 from ..cluster.launch.supervisor import ClusterPlan
-from ..cluster.place import read_key
+from ..cluster.state_dir import read_key
 from ..config.cluster import ClusterConfig, check_url
 from ..config.flags import build_configs
 from ..config.serve import ServeConfig

@@ -25,7 +25,6 @@ from ...server.errors import HttpError
 from ...server.listening import StopSignals
 from ...tasks import cancel_all
 from ..http.calls import UnreachableError, call, make_session
-from ..place import tell, untell
 from ..process import EXIT_FAILED
 from ..settings import (
     AgentSettings,
@@ -34,6 +33,7 @@ from ..settings import (
     ProcessSettings,
     RaySettings,
 )
+from ..state_dir import publish_controller, remove_controller
 from ..wire import (
     ADAPTERS_PATH,
     ENGINES_PATH,
@@ -90,7 +90,7 @@ class ClusterSupervisor:
         self._agents = [*_processes(_NODES, [plan.ray]), *_processes(_AGENT, [plan.agent])]
         self._gateways = _processes(_GATEWAY, plan.gateways)
         self._begun: set[KeptProcess] = set()  # started well: restarted from then on
-        self._is_told = False
+        self._is_published = False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self, stop: StopSignals) -> int:
@@ -130,8 +130,8 @@ class ClusterSupervisor:
         else:
             await self._find_controller(session)
         if plan.state_dir is not None:
-            tell(plan.state_dir, plan.controller_url)
-            self._is_told = True
+            publish_controller(plan.state_dir, plan.controller_url)
+            self._is_published = True
         self._begin(self._agents)
         for card in plan.engines:
             await self._add(session, static, card)
@@ -243,8 +243,8 @@ class ClusterSupervisor:
         await _all_end(self._gateways, drain_s)
         for agents in self._agents:  # first on other machines: last copies move to this one
             await _all_end([agents], 2 * drain_s)
-        if self._is_told and self._plan.state_dir is not None:
-            untell(self._plan.state_dir)
+        if self._is_published and self._plan.state_dir is not None:
+            remove_controller(self._plan.state_dir)
         await _all_end(self._controllers, _GRACE_S)
 
 

@@ -1,4 +1,4 @@
-"""Where a cluster is: its state directory, its key, and the URL of its controller."""
+"""A cluster's state directory, its key, and the URL of its controller."""
 
 import contextlib
 import os
@@ -12,28 +12,28 @@ from ..config.cluster import ClusterConfig
 from ..errors import ConfigError, CorunError
 from ..whole_file import write_whole
 
-_PLACE_NAME = "cluster.json"
+_CONTROLLER_NAME = "cluster.json"
 _KEY_NAME = "cluster.key"
 _KEY_BYTES = 32
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """What the file of a running cluster says."""
+class _Controller(msgspec.Struct, frozen=True):
+    """The content of a running cluster's ``cluster.json``."""
 
     controller_url: str
 
 
 def state_dir_of(config: ClusterConfig) -> Path:
-    """Return the directory that the options name, or the user's own."""
+    """Return ``--state-dir``, or the user's default directory."""
     if config.state_dir is not None:
         return Path(config.state_dir).expanduser().absolute()
     return state_directory(dict(os.environ), Path.home()).with_name("cluster")
 
 
 def make_state_dir(config: ClusterConfig) -> tuple[Path, str]:
-    """Return the directory and the cluster's key; what is missing is made.
+    """Return the state directory and the cluster's key, and create what is missing.
 
-    Raises ``ConfigError`` for a directory that cannot be written, and for a file without a key.
+    Raises ``ConfigError`` if the directory cannot be written or the key file holds no key.
     """
     directory = state_dir_of(config)
     try:
@@ -57,30 +57,33 @@ def read_key(config: ClusterConfig) -> str:
         raise ConfigError(f"--cluster-key-file {path} cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip()]
     if len(keys) != 1 or not keys[0].isprintable():
-        raise ConfigError(f"--cluster-key-file {path} must hold one key, and holds {len(keys)}")
+        raise ConfigError(f"--cluster-key-file {path} must hold one key, but holds {len(keys)}")
     return keys[0]
 
 
-def tell(directory: Path, controller_url: str) -> None:
-    """Write down where the controller is, for ``corun cluster status`` and the like."""
-    write_whole(directory / _PLACE_NAME, msgspec.json.encode(_Place(controller_url)))
+def publish_controller(directory: Path, controller_url: str) -> None:
+    """Write the controller's URL to a file, where ``corun cluster status`` and others find it."""
+    write_whole(directory / _CONTROLLER_NAME, msgspec.json.encode(_Controller(controller_url)))
 
 
-def untell(directory: Path) -> None:
-    """There is none any more."""
+def remove_controller(directory: Path) -> None:
+    """Remove the file with the controller's URL, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        (directory / _PLACE_NAME).unlink()
+        (directory / _CONTROLLER_NAME).unlink()
 
 
 def find_controller(config: ClusterConfig) -> str:
-    """Return the controller's URL. Raises ``CorunError`` if no cluster runs there."""
+    """Return the controller's URL. Raises ``CorunError`` if no cluster runs with this directory."""
     if config.controller is not None:
         return config.controller.rstrip("/").removesuffix("/v1")
     directory = state_dir_of(config)
     try:
-        place = msgspec.json.decode((directory / _PLACE_NAME).read_bytes(), type=_Place)
+        controller = msgspec.json.decode(
+            (directory / _CONTROLLER_NAME).read_bytes(), type=_Controller
+        )
     except (OSError, msgspec.DecodeError):
         raise CorunError(
-            f"no cluster runs with --state-dir {directory}; give its own, or --controller URL"
+            f"no cluster runs with --state-dir {directory}; give the cluster's --state-dir, or "
+            "--controller URL"
         ) from None
-    return place.controller_url
+    return controller.controller_url
