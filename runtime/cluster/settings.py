@@ -11,8 +11,8 @@ import msgspec
 
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
-from .bundles import Bundle
 from .division import MachineDivision
+from .resources import AgentResources
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ class NodeSettings(ProcessSettings, frozen=True):
     engine: EngineConfig
     serve: ServeConfig
     unpinned: bool
-    bundle: Bundle = Bundle(1, 1.0, 0.0)
+    resources: AgentResources = AgentResources(1, 1.0, 0.0)
     unheld_s: float = 120.0  # so long an agent goes on without an actor
     agent_id: str = ""  # the machine's to say, as is its address
     host: str = ""

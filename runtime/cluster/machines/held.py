@@ -31,10 +31,10 @@ from ....cpu_workers.process_life import signals_held
 from ...server.listening import bind, url_of
 from ...whole_file import write_whole
 from ..agent.run import run_agent
-from ..bundles import Bundle
 from ..division import MachineDivision
 from ..launch.local import divide_this_machine
 from ..process import run_process
+from ..resources import AgentResources
 from ..settings import AgentSettings, NodeSettings
 
 STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
@@ -57,7 +57,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     agent_id: str
     url: str
     pid: int
-    bundle: Bundle
+    resources: AgentResources = msgspec.field(name="bundle")  # as in files of earlier versions
     options_digest: str
 
 
@@ -192,11 +192,11 @@ async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
     Raises ``ConfigError`` if this machine has too little of anything.
     """
     directory = Path(settings.state_dir)
-    bundle = settings.bundle
+    resources = settings.resources
     # A second agent on a machine knows nothing of the first one's cores.
     is_shared = settings.unpinned or directory.name != _FIRST
     division = divide_this_machine(
-        settings.engine, bundle.num_engines, unpinned=is_shared, num_cpus=bundle.num_cpus
+        settings.engine, resources.num_engines, unpinned=is_shared, num_cpus=resources.num_cpus
     )
     digest = options_digest(settings)
     if not is_shared:
@@ -204,7 +204,7 @@ async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
             os.sched_setaffinity(0, division.others_cpus)
     with bind(settings.host, 0) as kept:  # so the port is nobody else's
         place = AgentPlace(
-            agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), bundle=bundle,
+            agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), resources=resources,
             options_digest=digest,
         )  # fmt: skip
         write_whole(directory / _PLACE, msgspec.json.encode(place))
@@ -231,7 +231,7 @@ def _agent_settings(
         agent_id=settings.agent_id, controller_url=settings.controller_url, host=settings.host,
         port=port, state_dir=settings.state_dir, division=division,
         adapter_cache_bytes=cache_bytes, engine=settings.engine, serve=settings.serve,
-        num_places=settings.bundle.num_engines, **given,
+        num_places=settings.resources.num_engines, **given,
     )  # fmt: skip
 
 

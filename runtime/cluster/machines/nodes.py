@@ -23,9 +23,9 @@ from ...errors import ConfigError, CorunError
 from ...server.errors import HttpError
 from ...tasks import cancel_all
 from ...whole_file import write_whole
-from ..bundles import Bundle, Node, spread
 from ..http.calls import UnreachableError, call, make_session
 from ..process import run_process
+from ..resources import AgentResources, Node, spread
 from ..settings import NodeSettings, RaySettings
 from ..wire import (
     AGENT_END_PATH,
@@ -65,7 +65,7 @@ class ActorMachines(Protocol):
         """Actors of this cluster: those that run, and those that are to run."""
         ...
 
-    def begin(self, name: str, bundle: Bundle, settings: NodeSettings) -> None:
+    def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
         """Have an actor hold an agent on a machine that has what it takes, when there is one."""
         ...
 
@@ -81,7 +81,7 @@ class ActorMachines(Protocol):
 class _Wanted(msgspec.Struct):
     """An actor that is to be there, and where its agent was last."""
 
-    bundle: Bundle
+    resources: AgentResources
     place: AgentPlace | None = None
 
 
@@ -141,8 +141,8 @@ class NodesKeeper:
         settings = self._settings
         if self._is_start:
             await self._adopt(machines)
-            bundles = [one.bundle for one in self._notes.wanted.values()]
-            missing = settings.num_engines - sum(one.num_engines for one in bundles)
+            wanted = [one.resources for one in self._notes.wanted.values()]
+            missing = settings.num_engines - sum(one.num_engines for one in wanted)
             if missing > 0:
                 self._add(await self._spread(machines, missing))
         began_s = time.monotonic()
@@ -186,9 +186,9 @@ class NodesKeeper:
         for name in names:
             self._notes.next_name = max(self._notes.next_name, int(name) + 1)
             found_at = places.get(name)
-            if found_at is not None and found_at.options_digest == self._digest(found_at.bundle):
+            if found_at is not None and found_at.options_digest == self._digest(found_at.resources):
                 _logger.info("agent %s is there from an earlier start", found_at.agent_id)
-                self._notes.wanted[name] = _Wanted(found_at.bundle, found_at)
+                self._notes.wanted[name] = _Wanted(found_at.resources, found_at)
                 continue
             _logger.warning(
                 "actor %s of an earlier start %s, and is ended", name,
@@ -196,15 +196,15 @@ class NodesKeeper:
             )  # fmt: skip
             await self._ask(machines.end, name)
 
-    async def _spread(self, machines: ActorMachines, num_engines: int) -> list[Bundle]:
+    async def _spread(self, machines: ActorMachines, num_engines: int) -> list[AgentResources]:
         nodes = await self._ask(machines.nodes)
-        taken = [one.bundle for one in self._notes.wanted.values()]
+        taken = [one.resources for one in self._notes.wanted.values()]
         on_gpus = self._settings.node.engine.device != "cpu"
         return spread(nodes, taken, num_engines, on_gpus=on_gpus)
 
-    def _add(self, bundles: list[Bundle]) -> None:
-        for bundle in bundles:
-            self._notes.wanted[str(self._notes.next_name)] = _Wanted(bundle)
+    def _add(self, agents: list[AgentResources]) -> None:
+        for resources in agents:
+            self._notes.wanted[str(self._notes.next_name)] = _Wanted(resources)
             self._notes.next_name += 1
         self._write()
 
@@ -213,10 +213,10 @@ class NodesKeeper:
         known = await self._ask(machines.names)
         wanted = self._notes.wanted
         for name in wanted.keys() - known:
-            bundle = wanted[name].bundle
+            resources = wanted[name].resources
             _logger.info("Ray is to start an agent of %d engines: actor %s",
-                         bundle.num_engines, name)  # fmt: skip
-            await self._ask(machines.begin, name, bundle, self._settings.node)
+                         resources.num_engines, name)  # fmt: skip
+            await self._ask(machines.begin, name, resources, self._settings.node)
         agents = await self._ask(machines.agents, wanted, _ANSWER_TIMEOUT_S)
         self._looked_s, self._reason = time.monotonic(), None
         before, self._agents = self._agents, agents
@@ -236,12 +236,12 @@ class NodesKeeper:
             if wish in self._notes.taken:
                 continue
             try:
-                bundles = await self._spread(machines, 1)
+                added = await self._spread(machines, 1)
             except ConfigError as error:
                 self._reason = str(error)
                 return
             self._notes.taken = [*self._notes.taken[-_NUM_TAKEN:], wish]
-            self._add(bundles)
+            self._add(added)
 
     async def _ask(self, question: Callable[..., _T], *arguments: Any) -> _T:
         """Ask Ray in its thread, however long that takes."""
@@ -276,8 +276,8 @@ class NodesKeeper:
             self._joined[name] = place.url
             return
 
-    def _digest(self, bundle: Bundle) -> str:
-        return options_digest(msgspec.structs.replace(self._settings.node, bundle=bundle))
+    def _digest(self, resources: AgentResources) -> str:
+        return options_digest(msgspec.structs.replace(self._settings.node, resources=resources))
 
     async def _end(self) -> None:
         """End all agents when their requests have, then their actors."""

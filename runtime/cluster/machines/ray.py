@@ -19,7 +19,7 @@ from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...errors import CorunError
-from ..bundles import Bundle, Node
+from ..resources import AgentResources, Node
 from ..settings import NodeSettings
 from .held import FAILED, AgentHolder, HeldAgent
 
@@ -61,17 +61,19 @@ class RayMachines:
         names = _answer(list_named_actors)
         return {name.removeprefix(start) for name in names if name.startswith(start)}
 
-    def begin(self, name: str, bundle: Bundle, settings: NodeSettings) -> None:
+    def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
         """Have Ray run an actor on a machine that has what it takes, when there is one."""
         full = f"{self._name}/{name}"
         try:
             group = _answer(get_placement_group, full)  # of a try that was cut off
         except ValueError:
-            group = _answer(placement_group, [bundle.resources()], name=full, lifetime="detached")
-        settings = msgspec.structs.replace(settings, bundle=bundle)
+            group = _answer(
+                placement_group, [resources.by_ray_name()], name=full, lifetime="detached"
+            )
+        settings = msgspec.structs.replace(settings, resources=resources)
         options = {
             "name": full, "lifetime": "detached", "max_restarts": -1, "get_if_exists": True,
-            "num_cpus": bundle.num_cpus, "num_gpus": bundle.num_gpus,
+            "num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0
             ),

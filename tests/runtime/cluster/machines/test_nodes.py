@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from corun.runtime.cluster.bundles import Bundle, Node
 from corun.runtime.cluster.http.calls import make_session
 from corun.runtime.cluster.http.serving import (
     cluster_key_check,
@@ -28,6 +27,7 @@ from corun.runtime.cluster.machines.held import (
     options_digest,
 )
 from corun.runtime.cluster.machines.nodes import NodesKeeper
+from corun.runtime.cluster.resources import AgentResources, Node
 from corun.runtime.cluster.settings import NodeSettings, RaySettings
 from corun.runtime.cluster.wire import (
     AGENT_END_PATH,
@@ -45,7 +45,7 @@ from support.agents import KEY, serving
 from support.fake_cluster import TIMEOUT_S
 from support.holding import node_settings
 
-ONE, TWO = Bundle(1, 1.0, 0.0), Bundle(2, 1.0, 0.0)
+ONE, TWO = AgentResources(1, 1.0, 0.0), AgentResources(2, 1.0, 0.0)
 
 
 @dataclass
@@ -68,9 +68,9 @@ class FakeMachines:
             time.sleep(0.01)
         return set(self.actors)
 
-    def begin(self, name: str, bundle: Bundle, settings: NodeSettings) -> None:
+    def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
         """Have one more."""
-        self.actors[name] = msgspec.structs.replace(settings, bundle=bundle)
+        self.actors[name] = msgspec.structs.replace(settings, resources=resources)
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
         """All are there."""
@@ -81,7 +81,7 @@ class FakeMachines:
             name: HeldAgent(
                 state=RUNNING, agent_id=name,
                 place=AgentPlace(
-                    agent_id=name, url=self.url, pid=1, bundle=self.actors[name].bundle,
+                    agent_id=name, url=self.url, pid=1, resources=self.actors[name].resources,
                     options_digest=options_digest(self.actors[name]),
                 ),
             )
@@ -197,7 +197,8 @@ def test_agents_are_spread_told_of_their_controller_and_ended(tmp_path: Path) ->
         async with keeping(world, machines, world.settings(4)):
             report = await world.told(lambda one: one.num_held == 3)
             assert report.is_up and report.num_agents == 3
-            assert sorted(one.bundle.num_engines for one in machines.actors.values()) == [1, 1, 2]
+            numbers = sorted(one.resources.num_engines for one in machines.actors.values())
+            assert numbers == [1, 1, 2]
         assert world.ended == {"0", "1", "2"} and not machines.actors
         assert not (tmp_path / "ray.json").exists()
 
