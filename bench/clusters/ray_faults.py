@@ -147,7 +147,7 @@ async def _whole(ray: RayCluster, cluster: LiveCluster, num_engines: int) -> flo
     async def is_whole() -> bool:
         await asyncio.to_thread(ray.mend)
         machines = (await cluster.status()).machines
-        is_watched = machines is not None and machines.num_held == machines.num_agents
+        is_watched = machines is not None and machines.num_supervised == machines.num_agents
         return is_watched and len(await cluster.usable()) >= num_engines
 
     return await until(is_whole, WHOLE_TIMEOUT_S, every_s=0.2)

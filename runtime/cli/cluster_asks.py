@@ -77,7 +77,7 @@ def status_lines(url: str, status: ClusterStatus) -> Iterator[str]:
     machines = status.machines
     if machines is not None:
         how = "" if machines.is_up else f", and does not answer: {machines.reason}"
-        yield f"{machines.kind} watches {machines.num_held} of {machines.num_agents} agents{how}"
+        yield f"{machines.kind} watches {machines.num_supervised} of {machines.num_agents} agents{how}"
     reported = {engine.engine_id: engine for agent in status.agents for engine in agent.engines}
     for card in status.engines:
         yield f"engine {_engine(card, reported.pop(card.engine_id, None), status)}"

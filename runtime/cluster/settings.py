@@ -71,7 +71,7 @@ class AgentSettings(ProcessSettings, frozen=True):
 
 
 class NodeSettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.machines.held``, an agent on whichever machine it comes to."""
+    """Of ``corun.runtime.cluster.machines.supervised``, an agent on whichever machine it comes to."""
 
     process_name: ClassVar[str] = "agent"
 
@@ -82,7 +82,7 @@ class NodeSettings(ProcessSettings, frozen=True):
     serve: ServeConfig
     unpinned: bool
     resources: AgentResources = AgentResources(1, 1.0, 0.0)
-    unheld_s: float = 120.0  # so long an agent goes on without an actor
+    unsupervised_s: float = 120.0  # so long an agent goes on without an actor
     agent_id: str = ""  # the machine's to say, as is its address
     host: str = ""
     engine_command: tuple[str, ...] | None = None  # None = as there

@@ -268,7 +268,7 @@ class MachinesReport(Wire, frozen=True):
     kind: str  # ray
     is_up: bool  # whether engines can be started there now
     num_agents: int  # that are to run there
-    num_held: int = 0  # of them those that somebody watches there now
+    num_supervised: int = 0  # of them those that somebody watches there now
     reason: str | None = None  # why it is not
     taken: tuple[str, ...] = ()  # wishes that it has written down, of those it was told last
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import psutil
-from corun.runtime.cluster.machines.held import AgentPlace
+from corun.runtime.cluster.machines.supervised import AgentLocation
 
 OUTER_HOST, SEPARATE_HOST = "10.77.0.1", "10.77.0.2"  # of this machine, and of the separate node
 _NAMESPACE, _BRIDGE, _OUTER = "corun-ray", "corun-ray-br", "corun-ray-0"
@@ -94,9 +94,9 @@ class RayCluster:
         """Start nodes again whose raylets have ended by themselves."""
         self._ask("mend")
 
-    def agent_at(self, host: str) -> AgentPlace | None:
+    def agent_at(self, host: str) -> AgentLocation | None:
         """The agent that an actor on a node holds."""
-        return msgspec.convert(self._ask("agent_at", host), AgentPlace | None)
+        return msgspec.convert(self._ask("agent_at", host), AgentLocation | None)
 
     def cut_off(self) -> None:
         """Let nothing through to the separate node, and nothing from it."""
@@ -197,8 +197,8 @@ class _Nodes:
         family = _children(self.nodes[host])
         agent = self.agent_at(host)
         if agent is not None:
-            held = psutil.Process(agent.pid)
-            family += [held, *held.children(recursive=True)]
+            process = psutil.Process(agent.pid)
+            family += [process, *process.children(recursive=True)]
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -214,15 +214,15 @@ class _Nodes:
             self.kill_raylet(host)
             self.begin_node(host)
 
-    def agent_at(self, host: str) -> AgentPlace | None:
+    def agent_at(self, host: str) -> AgentLocation | None:
         for worker in _children(self.nodes[host]):
             with contextlib.suppress(psutil.Error, OSError, msgspec.DecodeError):
                 for file in worker.open_files():
                     if file.path.endswith("/held.lock"):
                         path = Path(file.path).with_name("place.json")
-                        place = msgspec.json.decode(path.read_bytes(), type=AgentPlace)
-                        if psutil.pid_exists(place.pid):
-                            return place
+                        location = msgspec.json.decode(path.read_bytes(), type=AgentLocation)
+                        if psutil.pid_exists(location.pid):
+                            return location
         return None
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class _Nodes:
         if head is not None:
             head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             self._cluster.head_node = None
-        for agent in held_agents():  # which outlive Ray
+        for agent in supervised_agents():  # which outlive Ray
             agent.kill()
         with contextlib.suppress(FileNotFoundError):
             Path("/tmp/ray/ray_current_cluster").unlink()
@@ -347,13 +347,13 @@ def redis() -> Iterator[int]:
             process.wait(_DEADLINE_S)
 
 
-def held_agents() -> list[psutil.Process]:
+def supervised_agents() -> list[psutil.Process]:
     """Agents of this cluster of Ray, whoever holds them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            is_held = "corun.runtime.cluster.machines.held" in process.cmdline()
-            if is_held and process.environ().get(_MARK) == os.environ[_MARK]:
+            is_agent = "corun.runtime.cluster.machines.supervised" in process.cmdline()
+            if is_agent and process.environ().get(_MARK) == os.environ[_MARK]:
                 found.append(process)
     return found
 

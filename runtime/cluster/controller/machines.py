@@ -44,7 +44,7 @@ class Machines:
         if report is None or self._clock() - self._heard_s < _SILENT_S:
             return report
         return msgspec.structs.replace(
-            report, is_up=False, num_held=0, reason=report.reason or "it is silent", taken=()
+            report, is_up=False, num_supervised=0, reason=report.reason or "it is silent", taken=()
         )
 
     async def start_engine(self) -> None:

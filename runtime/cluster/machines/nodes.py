@@ -36,7 +36,7 @@ from ..wire import (
     MachinesOrders,
     MachinesReport,
 )
-from .held import ENDED, FAILED, AgentPlace, HeldAgent, options_digest
+from .supervised import ENDED, FAILED, AgentLocation, SupervisedAgent, options_digest
 
 _NAME = "ray.json"
 _EVERY_S = 0.5
@@ -69,7 +69,7 @@ class ActorMachines(Protocol):
         """Have an actor hold an agent on a machine that has what it takes, when there is one."""
         ...
 
-    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
+    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """How actors' agents are, of those that say so in time."""
         ...
 
@@ -82,7 +82,7 @@ class _Wanted(msgspec.Struct):
     """An actor that is to be there, and where its agent was last."""
 
     resources: AgentResources
-    place: AgentPlace | None = None
+    location: AgentLocation | None = None
 
 
 class _Notes(msgspec.Struct):
@@ -107,7 +107,7 @@ class NodesKeeper:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "corun-ray")
         self._path = Path(settings.state_dir) / _NAME
         self._notes = _read(self._path, settings.run_id)
-        self._agents: dict[str, HeldAgent] = {}  # as they were told of last
+        self._agents: dict[str, SupervisedAgent] = {}  # as they were told of last
         self._joined: dict[str, str] = {}  # the URL of an actor's agent
         self._stop = stop
         self._machines: ActorMachines | None = None  # once they are there
@@ -175,17 +175,19 @@ class NodesKeeper:
         deadline_s = time.monotonic() + _LED_TIMEOUT_S
         while names:
             found = await self._ask(machines.agents, names, _ANSWER_TIMEOUT_S)
-            places = {name: one.place for name, one in found.items() if one.place is not None}
-            if len(places) == len(names) or time.monotonic() > deadline_s:
+            locations = {
+                name: one.location for name, one in found.items() if one.location is not None
+            }
+            if len(locations) == len(names) or time.monotonic() > deadline_s:
                 break
             await asyncio.sleep(_EVERY_S)
         else:
             return
-        for name, place in places.items():
-            await self._join(name, place)  # before anything is ended: it may be somebody else's
+        for name, location in locations.items():
+            await self._join(name, location)  # before anything is ended: it may be somebody else's
         for name in names:
             self._notes.next_name = max(self._notes.next_name, int(name) + 1)
-            found_at = places.get(name)
+            found_at = locations.get(name)
             if found_at is not None and found_at.options_digest == self._digest(found_at.resources):
                 _logger.info("agent %s is there from an earlier start", found_at.agent_id)
                 self._notes.wanted[name] = _Wanted(found_at.resources, found_at)
@@ -225,9 +227,9 @@ class NodesKeeper:
                 raise ConfigError(f"an agent cannot begin on {agent.agent_id}: {agent.reason}")
             if agent.state in (FAILED, ENDED) and agent != before.get(name):
                 _logger.warning("agent %s: %s", agent.agent_id, agent.reason or agent.state)
-            if agent.place is not None and self._joined.get(name) != agent.place.url:
-                await self._join(name, agent.place)
-                wanted[name].place = agent.place
+            if agent.location is not None and self._joined.get(name) != agent.location.url:
+                await self._join(name, agent.location)
+                wanted[name].location = agent.location
                 self._write()
 
     async def _grant(self, machines: ActorMachines) -> None:
@@ -250,7 +252,7 @@ class NodesKeeper:
 
     # Agents.
 
-    async def _join(self, name: str, place: AgentPlace) -> None:
+    async def _join(self, name: str, location: AgentLocation) -> None:
         """Have an agent report to this cluster's controller.
 
         Raises ``ConfigError`` if it is another cluster's.
@@ -259,10 +261,12 @@ class NodesKeeper:
         deadline_s = time.monotonic() + _LED_TIMEOUT_S
         while True:
             try:
-                url = place.url + AGENT_JOIN_PATH
+                url = location.url + AGENT_JOIN_PATH
                 await call(self._session, url, body, Join, timeout_s=_CALL_TIMEOUT_S)
             except UnreachableError as error:
-                _logger.warning("agent %s is not told of its controller: %s", place.agent_id, error)
+                _logger.warning(
+                    "agent %s is not told of its controller: %s", location.agent_id, error
+                )
                 return
             except HttpError as error:
                 if error.code == "led_elsewhere" and time.monotonic() < deadline_s:
@@ -273,7 +277,7 @@ class NodesKeeper:
                     f"a cluster {name!r} is there already ({error}); give another --cluster-name, "
                     "or the key of that one as --cluster-key-file and end it first"
                 ) from None
-            self._joined[name] = place.url
+            self._joined[name] = location.url
             return
 
     def _digest(self, resources: AgentResources) -> str:
@@ -281,8 +285,10 @@ class NodesKeeper:
 
     async def _end(self) -> None:
         """End all agents when their requests have, then their actors."""
-        places = [one.place for one in self._notes.wanted.values() if one.place is not None]
-        await asyncio.gather(*(self._end_agent(place) for place in places))
+        locations = [
+            one.location for one in self._notes.wanted.values() if one.location is not None
+        ]
+        await asyncio.gather(*(self._end_agent(location) for location in locations))
         try:
             async with asyncio.timeout(_FORGET_TIMEOUT_S):
                 is_there = self._machines is not None or not self._notes.wanted
@@ -298,14 +304,14 @@ class NodesKeeper:
             )  # fmt: skip
         self._path.unlink(missing_ok=True)
 
-    async def _end_agent(self, place: AgentPlace) -> None:
-        url, body = place.url + AGENT_END_PATH, EndAgent(agent_id=place.agent_id)
+    async def _end_agent(self, location: AgentLocation) -> None:
+        url, body = location.url + AGENT_END_PATH, EndAgent(agent_id=location.agent_id)
         deadline_s = time.monotonic() + self._settings.drain_timeout_s + _GRACE_S
         with contextlib.suppress(HttpError):  # once it is gone
             while time.monotonic() < deadline_s:
                 await call(self._session, url, body, EndAgent, timeout_s=_CALL_TIMEOUT_S)
                 await asyncio.sleep(_EVERY_S)
-            _logger.warning("agent %s does not end", place.agent_id)
+            _logger.warning("agent %s does not end", location.agent_id)
 
     # The controller.
 
@@ -328,7 +334,7 @@ class NodesKeeper:
             reason = f"it has not answered for {_LATE_S:g} s"
         return MachinesReport(
             kind="ray", is_up=not is_late, num_agents=len(self._notes.wanted), reason=reason,
-            num_held=0 if is_late else len(self._agents.keys() & self._notes.wanted.keys()),
+            num_supervised=0 if is_late else len(self._agents.keys() & self._notes.wanted.keys()),
             taken=tuple(set(self._orders.wishes).intersection(self._notes.taken)),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...errors import CorunError
 from ..resources import AgentResources, Node
 from ..settings import NodeSettings
-from .held import FAILED, AgentHolder, HeldAgent
+from .supervised import FAILED, AgentSupervisor, SupervisedAgent
 
 _NAMESPACE = "corun"
 _MAX_CHARS_SHOWN = 300
@@ -78,10 +78,10 @@ class RayMachines:
                 group, placement_group_bundle_index=0
             ),
         }  # fmt: skip
-        actor = ray.remote(_HoldingActor).options(**options)
+        actor = ray.remote(_SupervisingActor).options(**options)
         _answer(actor.remote, msgspec.json.encode(settings))
 
-    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
+    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """How actors' agents are, of those that say so in time, as none does without a machine."""
         asked = {}
         for name in names:
@@ -93,12 +93,14 @@ class RayMachines:
         for name, answer in asked.items():
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
-                found[name] = msgspec.json.decode(ray.get(answer, timeout=left_s), type=HeldAgent)
+                found[name] = msgspec.json.decode(
+                    ray.get(answer, timeout=left_s), type=SupervisedAgent
+                )
             except GetTimeoutError:
                 continue
             except RayActorError as error:
                 if error.actor_init_failed:
-                    found[name] = HeldAgent(state=FAILED, agent_id=name, reason=_line(error))
+                    found[name] = SupervisedAgent(state=FAILED, agent_id=name, reason=_line(error))
             except RayError as error:
                 raise CorunError(f"Ray does not answer: {_line(error)}") from None
         return found
@@ -112,17 +114,17 @@ class RayMachines:
             _answer(remove_placement_group, _answer(get_placement_group, full))
 
 
-class _HoldingActor:
+class _SupervisingActor:
     """The actor: holds an agent on the machine that it comes to."""
 
     def __init__(self, settings: bytes) -> None:
         found = msgspec.json.decode(settings, type=NodeSettings)
         host = ray.util.get_node_ip_address()
-        self._holder = AgentHolder(msgspec.structs.replace(found, host=host))
+        self._supervisor = AgentSupervisor(msgspec.structs.replace(found, host=host))
 
     def agent(self) -> bytes:
         """How the agent is, as JSON."""
-        return msgspec.json.encode(self._holder.agent())
+        return msgspec.json.encode(self._supervisor.agent())
 
 
 def _answer(question: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ import sys
 sys.modules["ray"] = None  # as where it is not installed
 import corun.runtime.cli.cluster, corun.runtime.cli.cluster_asks, corun.runtime.cli.gateway
 import corun.runtime.cluster.controller.run, corun.runtime.cluster.agent.run
-import corun.runtime.cluster.gateway.run, corun.runtime.cluster.machines.held
+import corun.runtime.cluster.gateway.run, corun.runtime.cluster.machines.supervised
 import corun.runtime.cluster.machines.nodes
 """
 

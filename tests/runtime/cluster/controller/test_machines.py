@@ -9,7 +9,7 @@ from corun.runtime.cluster.wire import MACHINES_PATH, MachinesOrders, MachinesRe
 from corun.runtime.server.errors import HttpError
 from support.fake_cluster import RunningCluster, in_cluster, running_controller
 
-UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_held=1)
+UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_supervised=1)
 DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is away")
 
 

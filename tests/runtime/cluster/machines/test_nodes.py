@@ -19,14 +19,14 @@ from corun.runtime.cluster.http.serving import (
     struct_response,
 )
 from corun.runtime.cluster.machines import nodes
-from corun.runtime.cluster.machines.held import (
+from corun.runtime.cluster.machines.nodes import NodesKeeper
+from corun.runtime.cluster.machines.supervised import (
     FAILED,
     RUNNING,
-    AgentPlace,
-    HeldAgent,
+    AgentLocation,
+    SupervisedAgent,
     options_digest,
 )
-from corun.runtime.cluster.machines.nodes import NodesKeeper
 from corun.runtime.cluster.resources import AgentResources, Node
 from corun.runtime.cluster.settings import NodeSettings, RaySettings
 from corun.runtime.cluster.wire import (
@@ -43,7 +43,7 @@ from corun.runtime.errors import ConfigError
 from corun.runtime.server.errors import HttpError
 from support.agents import KEY, serving
 from support.fake_cluster import TIMEOUT_S
-from support.holding import node_settings
+from support.supervising import node_settings
 
 ONE, TWO = AgentResources(1, 1.0, 0.0), AgentResources(2, 1.0, 0.0)
 
@@ -72,15 +72,15 @@ class FakeMachines:
         """Have one more."""
         self.actors[name] = msgspec.structs.replace(settings, resources=resources)
 
-    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, HeldAgent]:
+    def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """All are there."""
         if self.failing is not None:
-            return {name: HeldAgent(state=FAILED, agent_id=name, reason=self.failing)
+            return {name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing)
                     for name in names}  # fmt: skip
         return {
-            name: HeldAgent(
+            name: SupervisedAgent(
                 state=RUNNING, agent_id=name,
-                place=AgentPlace(
+                location=AgentLocation(
                     agent_id=name, url=self.url, pid=1, resources=self.actors[name].resources,
                     options_digest=options_digest(self.actors[name]),
                 ),
@@ -195,7 +195,7 @@ async def keeping(
 def test_agents_are_spread_told_of_their_controller_and_ended(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(4)):
-            report = await world.told(lambda one: one.num_held == 3)
+            report = await world.told(lambda one: one.num_supervised == 3)
             assert report.is_up and report.num_agents == 3
             numbers = sorted(one.resources.num_engines for one in machines.actors.values())
             assert numbers == [1, 1, 2]
@@ -208,11 +208,11 @@ def test_agents_are_spread_told_of_their_controller_and_ended(tmp_path: Path) ->
 def test_what_is_wished_is_done_once_where_no_agent_is(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(2), ends=False):
-            await world.told(lambda one: one.num_held == 2)
+            await world.told(lambda one: one.num_supervised == 2)
             world.orders = MachinesOrders(wishes=("w",))
-            await world.told(lambda one: one.taken == ("w",) and one.num_held == 3)
+            await world.told(lambda one: one.taken == ("w",) and one.num_supervised == 3)
         async with keeping(world, machines, world.settings(2)):
-            await world.told(lambda one: one.num_held == 3)
+            await world.told(lambda one: one.num_supervised == 3)
             world.orders = MachinesOrders(wishes=("w", "none is free"))
             await world.told(lambda one: "machines without an agent" in (one.reason or ""))
             assert len(machines.actors) == 3
@@ -223,12 +223,12 @@ def test_what_is_wished_is_done_once_where_no_agent_is(tmp_path: Path) -> None:
 def test_what_ray_has_forgotten_begins_again_as_it_was(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(4), ends=False):
-            await world.told(lambda one: one.num_held == 3)
+            await world.told(lambda one: one.num_supervised == 3)
         before, machines.actors = machines.actors, {}
         world.reports.clear()
         machines.free = []  # they come back one by one
         async with keeping(world, machines, world.settings(4)):
-            await world.told(lambda one: one.num_held == 3)
+            await world.told(lambda one: one.num_supervised == 3)
             assert machines.actors == before
 
     in_world(tmp_path, work)
@@ -242,7 +242,7 @@ def test_another_start_finds_what_is_there_unless_it_is_other(tmp_path: Path) ->
         machines.begin("7", TWO, other)
         kept = machines.actors["3"]
         async with keeping(world, machines, world.settings(2, "another")):
-            await world.told(lambda one: one.num_held == 2)
+            await world.told(lambda one: one.num_supervised == 2)
             assert set(machines.actors) == {"3", "8"} and machines.actors["3"] is kept
 
     in_world(tmp_path, work)
@@ -268,10 +268,10 @@ def test_an_agent_that_cannot_begin_ends_the_start_and_only_that(tmp_path: Path)
                 await asyncio.sleep(TIMEOUT_S)
         machines.failing, world.orders = None, MachinesOrders(num_engines=1)
         async with keeping(world, machines, world.settings(1, "later")):
-            await world.told(lambda one: one.num_held == 1)
+            await world.told(lambda one: one.num_supervised == 1)
             machines.failing = "no room"
             await asyncio.sleep(0.1)
-            assert (await world.told(lambda one: one.is_up)).num_held == 1
+            assert (await world.told(lambda one: one.is_up)).num_supervised == 1
 
     in_world(tmp_path, work)
 
@@ -282,8 +282,10 @@ def test_ray_that_does_not_answer_is_away(tmp_path: Path) -> None:
             await world.told(lambda one: one.is_up)
             machines.is_away.set()
             report = await world.told(lambda one: not one.is_up)
-            assert report.num_held == 0 and "has not answered for 0.5 s" in (report.reason or "")
+            assert report.num_supervised == 0 and "has not answered for 0.5 s" in (
+                report.reason or ""
+            )
             machines.is_away.clear()
-            await world.told(lambda one: one.is_up and one.num_held == 1)
+            await world.told(lambda one: one.is_up and one.num_supervised == 1)
 
     in_world(tmp_path, work)

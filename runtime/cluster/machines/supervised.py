@@ -5,7 +5,7 @@ what it knew, and when their machine's raylet ends. An agent ends with none of t
 next to hold it finds it as it is. Unheld for two minutes it ends as a signal ends it, since Ray
 might have given its machine to somebody else.
 
-``python -m corun.runtime.cluster.machines.held``, with ``NodeSettings`` on its input, is the agent.
+``python -m corun.runtime.cluster.machines.supervised``, with ``NodeSettings`` on its input, is the agent.
 A lock says that it runs, another one that somebody holds it: the kernel lets go of both, however
 their processes end.
 """
@@ -41,17 +41,17 @@ STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
 _LOOK_EVERY_S = 0.5
 _RESTART_AFTER_S = (0.0, 1.0, 5.0, 10.0, 30.0)  # by how often in a row
 _LASTING_S = 60.0
-_HELD, _RUNS, _PLACE, _LOG, _ENDED = "held.lock", "runs.lock", "place.json", "log", "ended"
+_SUPERVISED, _RUNS, _LOCATION, _LOG, _ENDED = "held.lock", "runs.lock", "place.json", "log", "ended"
 _MAX_LOG_BYTES = 64 << 20
 _SHOWN_BYTES = 4096  # of a log's end, in which a reason is looked for
 _LOCK_TRIES, _LOCK_AGAIN_S = 5, 0.05
 _FIRST = "0"  # directory of a machine
-_MODULE = "corun.runtime.cluster.machines.held"
+_MODULE = "corun.runtime.cluster.machines.supervised"
 
 _logger = logging.getLogger(__name__)
 
 
-class AgentPlace(msgspec.Struct, frozen=True):
+class AgentLocation(msgspec.Struct, frozen=True):
     """Where an agent is."""
 
     agent_id: str
@@ -61,16 +61,16 @@ class AgentPlace(msgspec.Struct, frozen=True):
     options_digest: str
 
 
-class HeldAgent(msgspec.Struct, frozen=True):
+class SupervisedAgent(msgspec.Struct, frozen=True):
     """An agent, and how it is."""
 
     state: str  # starting | running | failed, and to be started again | ended, as it was told to
     agent_id: str
-    place: AgentPlace | None = None
+    location: AgentLocation | None = None
     reason: str | None = None  # why it failed
 
 
-class AgentHolder:
+class AgentSupervisor:
     """Has an agent run on this machine, in the first directory that nobody else holds.
 
     Raises ``OSError`` if none can be made.
@@ -80,7 +80,7 @@ class AgentHolder:
         """``settings.state_dir``: of the cluster; each machine has a directory of its own there."""
         root = Path(settings.state_dir) / settings.host
         number = 0
-        while (lock := _locked(root / str(number) / _HELD, _LOCK_TRIES)) is None:
+        while (lock := _locked(root / str(number) / _SUPERVISED, _LOCK_TRIES)) is None:
             number += 1
         self._lock = lock
         self._directory = root / str(number)
@@ -92,21 +92,21 @@ class AgentHolder:
         self._digest = options_digest(self._settings)
         (self._directory / _ENDED).unlink(missing_ok=True)
         self._reason: str | None = None
-        threading.Thread(target=self._keep, name="corun-held", daemon=True).start()
+        threading.Thread(target=self._keep, name="corun-supervisor", daemon=True).start()
 
-    def agent(self) -> HeldAgent:
+    def agent(self) -> SupervisedAgent:
         """How it is now."""
-        place = self._place()
-        if place is not None and place.options_digest != self._digest:
-            place = None  # it is to end
-        if place is not None:
+        location = self._location()
+        if location is not None and location.options_digest != self._digest:
+            location = None  # it is to end
+        if location is not None:
             state = RUNNING
         elif self._has_ended():
             state = ENDED
         else:
             state = FAILED if self._reason else STARTING
-        return HeldAgent(
-            state=state, agent_id=self._settings.agent_id, place=place, reason=self._reason
+        return SupervisedAgent(
+            state=state, agent_id=self._settings.agent_id, location=location, reason=self._reason
         )
 
     def _keep(self) -> None:
@@ -116,10 +116,10 @@ class AgentHolder:
             if _is_locked(self._directory / _RUNS) or self._has_ended():
                 if time.monotonic() - started_s >= _LASTING_S:
                     self._reason = None
-                place = self._place()
-                if place is not None and place.options_digest != self._digest:
+                location = self._location()
+                if location is not None and location.options_digest != self._digest:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(place.pid, signal.SIGTERM)
+                        os.kill(location.pid, signal.SIGTERM)
                 time.sleep(_LOOK_EVERY_S)
                 continue
             if tries:
@@ -133,12 +133,14 @@ class AgentHolder:
             except OSError as error:
                 self._reason = f"an agent cannot be started: {error}"
 
-    def _place(self) -> AgentPlace | None:
+    def _location(self) -> AgentLocation | None:
         """Of the agent that runs, if one does, and says where."""
         if not _is_locked(self._directory / _RUNS):
             return None
         try:
-            return msgspec.json.decode((self._directory / _PLACE).read_bytes(), type=AgentPlace)
+            return msgspec.json.decode(
+                (self._directory / _LOCATION).read_bytes(), type=AgentLocation
+            )
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -154,7 +156,7 @@ class AgentHolder:
         runs = _locked(self._directory / _RUNS)
         if runs is None:
             return
-        (self._directory / _PLACE).unlink(missing_ok=True)
+        (self._directory / _LOCATION).unlink(missing_ok=True)
         path = self._directory / _LOG
         if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
             path.replace(path.with_suffix(".1"))
@@ -186,7 +188,7 @@ def options_digest(settings: NodeSettings) -> str:
     return hashlib.sha256(msgspec.json.encode(alike)).hexdigest()[:16]
 
 
-async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
+async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | None:
     """Run until ``stop``, until it is told to end, or until nobody has held it for long.
 
     Raises ``ConfigError`` if this machine has too little of anything.
@@ -203,12 +205,14 @@ async def run_held(settings: NodeSettings, stop: asyncio.Event) -> int | None:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setaffinity(0, division.others_cpus)
     with bind(settings.host, 0) as kept:  # so the port is nobody else's
-        place = AgentPlace(
+        location = AgentLocation(
             agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), resources=resources,
             options_digest=digest,
         )  # fmt: skip
-        write_whole(directory / _PLACE, msgspec.json.encode(place))
-        watching = asyncio.ensure_future(_end_unheld(directory / _HELD, settings.unheld_s, stop))
+        write_whole(directory / _LOCATION, msgspec.json.encode(location))
+        watching = asyncio.ensure_future(
+            _end_unsupervised(directory / _SUPERVISED, settings.unsupervised_s, stop)
+        )
         try:
             agent = _agent_settings(settings, division, kept.getsockname()[1])
             status = await run_agent(agent, stop)
@@ -235,14 +239,14 @@ def _agent_settings(
     )  # fmt: skip
 
 
-async def _end_unheld(path: Path, unheld_s: float, stop: asyncio.Event) -> None:
+async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Event) -> None:
     """Return, and have it end, once nobody has held it for so long."""
-    held_s = time.monotonic()
-    while time.monotonic() - held_s < unheld_s:
+    supervised_s = time.monotonic()
+    while time.monotonic() - supervised_s < unsupervised_s:
         if _is_locked(path):
-            held_s = time.monotonic()
+            supervised_s = time.monotonic()
         await asyncio.sleep(_LOOK_EVERY_S)
-    _logger.warning("nobody has held this agent for %g s: it ends", unheld_s)
+    _logger.warning("nobody has held this agent for %g s: it ends", unsupervised_s)
     stop.set()
 
 
@@ -271,4 +275,4 @@ def _is_locked(path: Path) -> bool:
 if __name__ == "__main__":
     if os.fork():
         os._exit(os.EX_OK)  # whoever started it waits for this one only
-    run_process(NodeSettings, run_held, is_bound=False)
+    run_process(NodeSettings, run_supervised, is_bound=False)

@@ -1,6 +1,6 @@
-"""Holds an agent until it is killed: ``python -m support.holding``, settings on its input.
+"""Supervises an agent until it is killed: ``python -m support.supervising``, settings on stdin.
 
-Each line of its output is how the agent is, as JSON.
+Each line of its output is the agent's state, as JSON.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 import psutil
-from corun.runtime.cluster.machines.held import AgentHolder, HeldAgent
+from corun.runtime.cluster.machines.supervised import AgentSupervisor, SupervisedAgent
 from corun.runtime.cluster.settings import NodeSettings
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
@@ -23,41 +23,41 @@ TESTS = Path(__file__).parents[1]
 
 
 def node_settings(directory: Path, controller_url: str, **fields: object) -> NodeSettings:
-    """Of an agent of one bare engine."""
+    """Return settings of an agent with one bare engine."""
     values: dict[str, object] = {
         "cluster_key": KEY, "controller_url": controller_url, "state_dir": str(directory),
         "adapter_cache_bytes": 1 << 30, "engine": EngineConfig(model="m"),
         "serve": ServeConfig(drain_timeout_s=2.0), "unpinned": True, "host": "127.0.0.1",
-        "engine_command": BARE_ENGINE, "unheld_s": 60.0,
+        "engine_command": BARE_ENGINE, "unsupervised_s": 60.0,
     }  # fmt: skip
     return msgspec.convert(values | fields, NodeSettings)
 
 
-class Holding:
-    """A process that holds an agent, as an actor does."""
+class SupervisingProcess:
+    """A process that supervises an agent, as an actor does."""
 
     def __init__(self, settings: NodeSettings) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.holding"], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "support.supervising"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, cwd=TESTS,
         )  # fmt: skip
         assert self._process.stdin is not None
         with self._process.stdin:
             self._process.stdin.write(msgspec.json.encode(settings))
 
-    def until(self, state: str) -> HeldAgent:
-        """How the agent is, once it is that."""
+    def until(self, state: str) -> SupervisedAgent:
+        """Wait until the agent is in ``state``, and return it."""
         assert self._process.stdout is not None
         deadline_s = time.monotonic() + DEADLINE_S
         for line in self._process.stdout:
-            agent = msgspec.json.decode(line, type=HeldAgent)
+            agent = msgspec.json.decode(line, type=SupervisedAgent)
             if agent.state == state:
                 return agent
             assert time.monotonic() < deadline_s, agent
         raise AssertionError("it has ended")
 
     def kill(self) -> None:
-        """As Ray does."""
+        """Kill the process, as Ray kills an actor."""
         self._process.kill()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -74,7 +74,7 @@ class Holding:
 
 
 def wait_gone(pid: int) -> None:
-    """Until a process has ended that is nobody's child here."""
+    """Wait until a process has ended that is no child of this one."""
     deadline_s = time.monotonic() + DEADLINE_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, pid
@@ -82,8 +82,8 @@ def wait_gone(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    holder = AgentHolder(msgspec.json.decode(sys.stdin.buffer.read(), type=NodeSettings))
+    supervisor = AgentSupervisor(msgspec.json.decode(sys.stdin.buffer.read(), type=NodeSettings))
     while True:
-        sys.stdout.write(msgspec.json.encode(holder.agent()).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(supervisor.agent()).decode() + "\n")
         sys.stdout.flush()
         time.sleep(0.05)
