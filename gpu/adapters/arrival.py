@@ -1,13 +1,13 @@
-"""How an adapter gets from the arena to the device: region by region, or it is read in place.
+"""Moves an adapter from the arena to the device, region by region, or lets it be read in place.
 
-First layer first, on a stream of their own; layers form groups with an event each, so that the
-first layers can be used before the last are there. Workers on the host compute from the same
-regions, so these are always packed for them; where the device's kernels want plain rows, each
-region goes through one buffer on the device and is unpacked from there, which costs some of the
-device's bandwidth and neither the link's nor a second copy on the host.
+Copies run on their own stream, first layer first. Layers form groups with one event each, so the
+first layers can be used before the last have arrived. CPU workers compute from the same regions,
+so regions are always packed for them. Where the device's kernels want plain rows, each region is
+copied to one staging buffer on the device and unpacked from there. This costs device bandwidth, but
+neither link bandwidth nor a second copy on the host.
 
-An adapter whose files are being read arrives as they are: a layer group is copied once its regions
-are whole, and whoever needs it before waits for the file first, for a while.
+An adapter whose files are being read is copied as they are read: a layer group is copied once its
+regions are whole. A pass that needs a group earlier waits for the files, for a limited time.
 """
 
 import logging
@@ -32,18 +32,18 @@ from .store import HostAdapter
 _LOG = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 5.0
-# Behind a failure a stream leaves all out, so it is at its end at once; if it is not, the failure
-# was told of before, and others' copies are under way.
+# A stream skips everything behind a failure, so it ends at once. If it does not end, the failure
+# was already reported, and copies of other adapters are running.
 _FAILED = "copying it to the device failed"
 _FAILURE_TIMEOUT_S = 0.05
-# A pass is begun when its layer groups are expected in time; one that is later than this by far
-# must not hold up whoever else is in the pass.
+# A pass starts when its layer groups are expected in time. A group that is later than this must not
+# delay the other rows of the pass.
 _READ_TIMEOUT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """So many layer groups of an adapter are on the host, and how long it took to read them."""
+    """The number of layer groups that are on the host, and how long it took to read them."""
 
     num_groups: int
     duration_s: float
@@ -53,26 +53,26 @@ class AdapterLoad(Protocol):
     """An adapter on its way from the host to the device."""
 
     def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
-        """Enqueue what brings it there, or only the first layers. Called once.
+        """Enqueue the copies of the adapter, or only of its first layers. Called once.
 
-        ``offset_bytes``: where to in the adapters' slab, if they have one.
-        Like all but ``read``, ``is_done`` and ``num_arrived`` by the engine's thread.
+        ``offset_bytes``: the adapter's place in the slab, if there is a slab.
+        Called by the engine's thread, like all but ``read``, ``is_done`` and ``num_arrived``.
         """
         ...
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read its files, if they must be; ``on_progress`` when there is more to enqueue.
+        """Read the files, if necessary; calls ``on_progress`` when there is more to enqueue.
 
-        Called once, by the fetching thread. Raises nothing: ``finish`` does.
+        Called once, by the fetching thread. Errors are raised by ``finish`` instead.
         """
         ...
 
     def is_read(self) -> bool:
-        """Whether nothing more is read, whatever became of it; also after ``cancel``."""
+        """Whether reading has ended, successfully or not; also after ``cancel``."""
         ...
 
     def reading(self) -> Reading | None:
-        """How far its files have been read; None if nobody plans with that."""
+        """How far its files have been read; None if the planner does not use this."""
         ...
 
     def advance(self) -> None:
@@ -84,7 +84,7 @@ class AdapterLoad(Protocol):
         ...
 
     def num_arrived(self) -> int:
-        """Layer groups, from the first on, that are on the device. As ``is_done``."""
+        """Layer groups, from the first on, that are on the device. Any thread, as ``is_done``."""
         ...
 
     def is_done(self) -> bool:
@@ -92,29 +92,29 @@ class AdapterLoad(Protocol):
         ...
 
     def finish(self) -> DeviceAdapter:
-        """Return it. Called once, when it is done; raises ``CorunError`` if it has failed."""
+        """Return the adapter. Called once, when done; raises ``CorunError`` if the load failed."""
         ...
 
     def cancel(self) -> None:
-        """Give the host's copy back and read no further; instead of ``finish``."""
+        """Release the host's copy and stop reading; instead of ``finish``."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _LayerGroup:
-    """Regions of neighbouring layers, which are copied together."""
+    """Neighbouring layers, whose regions are copied together."""
 
     span: LayerSpan
-    event: Event | None = None  # behind its copies; None = nothing was placed yet
+    event: Event | None = None  # recorded after its copies; None = not placed yet
     is_enqueued: bool = False
-    has_arrived: bool = False  # all copies were made; False behind the event = one has failed
+    has_arrived: bool = False  # all copies are done; False after the event = one failed
 
 
 class Copied:
-    """An adapter that is copied; see ``coexec.ArrivingAdapter``, too."""
+    """An adapter that is copied to the device; see also ``coexec.ArrivingAdapter``."""
 
     def __init__(self, host: HostAdapter, copier: AdapterCopier, placement: DeviceLayout) -> None:
-        """Reads ``host`` until the copies are done."""
+        """Read ``host`` until the copies are done."""
         self._host = host
         self._copier = copier
         self._placement = placement
@@ -123,21 +123,21 @@ class Copied:
         self._memory: torch.Tensor | None = None
         self._adapter = DeviceAdapter({})
         self._error: Exception | None = None
-        self._is_late = False  # a pass has gone on without a layer group
+        self._is_late = False  # a pass continued without a layer group
         offsets = (place.offset for place in host.places)
         self.groups = tuple(map(PlacedGroup, placement.keys, offsets, placement.shapes))
         """Where its matrices are in the arena; see ``coexec.ColdAdapter``."""
 
     @property
     def adapter(self) -> DeviceAdapter:
-        """The matrices where they will be, after ``start``."""
+        """The matrices at their device addresses, after ``start``."""
         return self._adapter
 
     def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
-        """Take memory and enqueue the copies of what is on the host, or of the first layer group.
+        """Allocate memory and enqueue copies of what is on the host, or of the first layer group.
 
-        Raises what a full device raises, with nothing enqueued; ``finish`` tells of copies that
-        cannot be enqueued.
+        Raises the error of a full device, with nothing enqueued. Copies that cannot be enqueued
+        are reported by ``finish``.
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
@@ -195,7 +195,7 @@ class Copied:
         return len(self._groups)
 
     def begin_pass(self) -> int:
-        """A pass is about to use it; how many layers, from the first on, workers may read."""
+        """Called when a pass is about to use it; returns how many first layers workers may read."""
         self._is_late = False
         if self._host.read_s is None:
             return len(self._placement.group_of_layer)
@@ -206,7 +206,7 @@ class Copied:
         return self._host.places[num_whole].layer
 
     def has_failed(self) -> bool:
-        """Whether a layer group is known to have failed: what was computed with it is void."""
+        """Whether a layer group has failed; results computed with it are void."""
         return self._is_late or any(
             self._is_there(group) and not group.has_arrived for group in self._groups
         )
@@ -220,9 +220,9 @@ class Copied:
         return Arrival(group.event, self._memory_of(group), partial(self._bring, group))
 
     def finish(self) -> DeviceAdapter:
-        """Give the host's reference back.
+        """Release the reference to the host's copy.
 
-        Raises ``AdapterUnavailableError`` if a copy has failed, and what reading its files raised.
+        Raises ``AdapterUnavailableError`` if a copy failed, or the error of reading its files.
         """
         is_whole = all(group.has_arrived for group in self._groups)
         self._let_go()
@@ -239,26 +239,26 @@ class Copied:
             _LOG.debug("%s", error)
         except DeviceError as error:
             raise AdapterUnavailableError(f"{_FAILED}: {error}") from error
-        raise AdapterUnavailableError(f"{_FAILED}, with what was copied before it")
+        raise AdapterUnavailableError(f"{_FAILED}: an earlier copy on the same stream failed")
 
     def cancel(self) -> None:
-        """Give the reference back once nothing is copied any more.
+        """Release the reference once no copy is running.
 
-        It is kept if the copies do not come to their end: they read what it protects.
+        If the copies do not end in time the reference is kept, because they read its memory.
         """
         if any(group.is_enqueued and not self._is_there(group) for group in self._groups):
             assert self._lane is not None
             try:
                 self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
             except DeviceTimeoutError as error:
-                _LOG.error("an adapter that nobody waits for keeps its host memory: %s", error)
+                _LOG.error("cancelled load still copies; its host memory stays in use: %s", error)
                 return
             except DeviceError as error:
-                _LOG.debug("a copy that nobody waits for has failed: %s", error)
+                _LOG.debug("copy of a cancelled adapter load failed: %s", error)
         self._let_go()
 
     def _enqueue(self, group: _LayerGroup) -> None:
-        """Copy the regions of a layer group and record its event, whatever comes of it."""
+        """Copy the regions of a layer group and record its event, also after an error."""
         device, lane, event = self._copier.device, self._lane, group.event
         assert lane is not None and event is not None
 
@@ -271,16 +271,16 @@ class Copied:
             else:
                 for region in range(group.span.first, group.span.end):
                     self._copy_as_rows(region, group)
-            # Left out if anything before it has failed.
+            # Skipped if an earlier operation of the stream failed.
             device.launch(lane.stream, arrive)
-        except Exception as error:  # fails this adapter, when those before it are copied
-            _LOG.exception("layers of an adapter cannot be copied")
+        except Exception as error:  # fails this adapter once the earlier groups are copied
+            _LOG.exception("could not copy layers of an adapter; its load fails")
             self._error = error
         device.record(lane.stream, event)
         group.is_enqueued = True
 
     def _bring(self, group: _LayerGroup) -> bool:
-        """Let a layer group be enqueued, when its files have been read; False if they are late."""
+        """Enqueue a layer group once its files are read; False if they are late."""
         if not group.is_enqueued:
             self._host.wait_whole(group.span.end, _READ_TIMEOUT_S)
             self.enqueue_all()
@@ -288,19 +288,19 @@ class Copied:
         return group.is_enqueued
 
     def _is_there(self, group: _LayerGroup) -> bool:
-        """Whether the stream has come past its copies."""
+        """Whether the stream has completed its copies."""
         return group.event is not None and self._copier.device.is_done(group.event)
 
     def _may_enqueue(self, group: _LayerGroup) -> bool:
-        """Not when the rest will never come: who hears of that looks for the end of the copies."""
+        """False if the rest cannot be read: on that error the caller waits for the copies' end."""
         return self._is_on_host(group) and self._host.error is None
 
     def _is_on_host(self, group: _LayerGroup) -> bool:
-        """Whether its regions hold what was registered."""
+        """Whether its regions are whole on the host."""
         return self._host.num_whole >= group.span.end
 
     def _copy_regions(self, group: _LayerGroup) -> None:
-        """As they are; those that follow each other in the arena in one copy."""
+        """Copy regions as they are; those adjacent in the arena in one copy."""
         assert self._lane is not None and self._memory is not None
         places, first = self._host.places, group.span.first
         for region in range(first + 1, group.span.end + 1):
@@ -316,7 +316,7 @@ class Copied:
                 first = region
 
     def _copy_as_rows(self, region: int, group: _LayerGroup) -> None:
-        """One region into the lane's buffer, and from there to rows."""
+        """Copy one region to the lane's buffer, and unpack it to rows."""
         copier, lane, placement, memory = self._copier, self._lane, self._placement, self._memory
         assert lane is not None and memory is not None
         part = self._host.bytes_of(region, region + 1)
@@ -335,7 +335,7 @@ class Copied:
             copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
 
     def _memory_of(self, group: _LayerGroup) -> torch.Tensor:
-        """Where a layer group comes to lie on the device."""
+        """The memory of a layer group on the device."""
         assert self._memory is not None, "not started"
         return self._memory[group.span.start_bytes : group.span.end_bytes]
 
@@ -347,10 +347,10 @@ class Copied:
 
 
 class InPlace:
-    """An adapter where the kernels read the arena itself: on a CPU without a link."""
+    """An adapter whose kernels read the arena itself: on a CPU without a link."""
 
     def __init__(self, host: HostAdapter, layout: AdapterLayout) -> None:
-        """The kernels read ``host`` until the adapter is evicted."""
+        """Kernels read ``host`` until the adapter is evicted."""
         self._host = host
         self._layout = layout
 
@@ -364,7 +364,7 @@ class InPlace:
         return self._host.is_read
 
     def reading(self) -> Reading | None:
-        """Nobody plans with it here."""
+        """None: the planner does not use it here."""
         return None
 
     def is_done(self) -> bool:
@@ -375,13 +375,13 @@ class InPlace:
         return int(self._host.is_read)
 
     def advance(self) -> None:
-        """Nothing is to be enqueued."""
+        """Do nothing: there are no copies."""
 
     def enqueue_all(self) -> None:
-        """Nothing is to be enqueued."""
+        """Do nothing: there are no copies."""
 
     def finish(self) -> DeviceAdapter:
-        """Views of the arena, which keep the reference until the adapter is released.
+        """Return views of the arena, which hold the reference until the adapter is released.
 
         Raises ``CorunError`` if its files could not be read.
         """

@@ -1,7 +1,7 @@
-"""Where adapters are copied on the device, and by which streams; ``arrival`` does it.
+"""Chooses memory and streams for copies of adapters to the device; ``arrival`` makes the copies.
 
-Where an adapter goes is worked out once, not at every load: offsets count from the start of the
-memory that a load takes, and only that differs between loads.
+An adapter's layout on the device is computed once and used by every load: its offsets are relative
+to the start of the load's memory.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ from ..lora.base import PackedLora
 from ..lora.matrix_layout import PACKED, MatrixLayout
 from ..lora.table import TableEntries
 
-# Demand loads that share the link at the same time; more follow each other.
+# Demand loads that share the link at the same time; further loads queue.
 _NUM_LOAD_STREAMS = 3
-# A copy holds the copy engine up no longer than this many bytes take: activations pass between.
+# A copy occupies the copy engine for at most this many bytes, so that activations can interleave.
 _CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """A layer group: regions [first, end) of the adapter, which lie together on the device."""
+    """A layer group: regions [first, end) of the adapter, which are adjacent on the device."""
 
     first: int
     end: int
@@ -37,13 +37,13 @@ class LayerSpan:
 
 
 class DeviceLayout:
-    """All of one adapter: its regions as they are, or each matrix as plain rows."""
+    """The layout of one adapter: its regions as they are, or each matrix as plain rows."""
 
     def __init__(
         self, layout: AdapterLayout, plans: Sequence[GroupPlan], group_of_layer: Sequence[int],
         *, is_packed: bool,
     ) -> None:  # fmt: skip
-        """``plans``: of its regions, layers ascending; ``group_of_layer``: ascending, by layer."""
+        """``plans``: one per region, layers ascending; ``group_of_layer``: ascending, by layer."""
         self._layout = layout
         self.group_of_layer = group_of_layer
         self.is_packed = is_packed
@@ -71,15 +71,15 @@ class DeviceLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the device that a load takes."""
+        """Device memory that a load takes."""
         return self._starts[-1]
 
     def start_bytes(self, region: int) -> int:
-        """Where a region begins."""
+        """The offset of a region."""
         return self._starts[region]
 
     def entries(self, memory: torch.Tensor) -> TableEntries:
-        """What kernels are told of the adapter in ``memory``."""
+        """The kernels' table entries for the adapter in ``memory``."""
         base = memory.data_ptr()
         return TableEntries(
             self._targets, self._a_offsets + base, self._b_offsets + base, self._ranks,
@@ -103,11 +103,11 @@ class DeviceLayout:
 
     @property
     def target_indices(self) -> Collection[int]:
-        """Of the targets that the adapter has."""
+        """Indices of the targets that the adapter has."""
         return self._region_of.keys()
 
     def _place(self, region_bytes: int, found: Sequence[TargetMatrices]) -> None:
-        """Take in one more region."""
+        """Place one more region."""
         start = self._starts[-1]
         if self.is_packed:
             self._offsets += [(start + one.a_offset, start + one.b_offset) for one in found]
@@ -135,7 +135,7 @@ class DeviceLayout:
 
 
 class PlacedMatrices(Mapping[int, PackedLora]):
-    """An adapter's matrices by target index, viewed only when somebody asks for them."""
+    """An adapter's matrices by target index; a view is made on first access."""
 
     def __init__(self, placement: DeviceLayout, memory: torch.Tensor) -> None:
         self._placement = placement
@@ -159,35 +159,35 @@ def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlabSize:
-    """Memory of the device for adapters alone."""
+    """The size of the device memory that is reserved for adapters."""
 
-    num_bytes: int  # with the buffers of loads
-    max_rank: int  # of any adapter
+    num_bytes: int  # includes the staging buffers of loads
+    max_rank: int  # the largest of any adapter
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A stream for loads, and the buffer of those that go through one."""
+    """A stream for loads, with its staging buffer if they need one."""
 
     stream: Stream
     staging: torch.Tensor | None = None
 
 
 class AdapterCopier:
-    """Where and how adapters are copied; its calls belong to the thread that owns the device."""
+    """Places and copies adapters on the device; used only by the thread that owns the device."""
 
     def __init__(
         self, device: TorchDevice, where: torch.device, layout: AdapterLayout,
         wanted: MatrixLayout, slab: SlabSize | None = None,
     ) -> None:  # fmt: skip
-        """Make the streams and the slab, which CUDA must have.
+        """Make the streams, and the slab, which CUDA requires.
 
         Args:
-            device: That copies.
-            where: Its memory.
-            layout: Of the arena, packed.
-            wanted: How the device's kernels read matrices.
-            slab: None = memory is taken for each adapter.
+            device: The device that copies.
+            where: The torch device of its memory.
+            layout: The layout of the arena, packed.
+            wanted: The layout that the device's kernels read.
+            slab: None = memory is allocated for each adapter.
 
         Raises ``ResourceError`` if the slab is too small for any adapter.
         """
@@ -205,17 +205,17 @@ class AdapterCopier:
 
     @property
     def slab_bytes(self) -> int | None:
-        """What the slab has for adapters; None = there is none."""
+        """Bytes of the slab for adapters; None = there is no slab."""
         return None if self._slab is None else self._slab.numel()
 
     def read_by(self, compute: Stream) -> None:
-        """Say on which stream the kernels read adapters, if they are not done when steps are."""
+        """Set the stream on which kernels read adapters, if steps end before their kernels do."""
         self._reader = compute
 
     def await_readers(self, lane: Lane) -> None:
-        """Hold the lane until what is enqueued on the readers' stream is done.
+        """Hold the lane until all work enqueued on the readers' stream is done.
 
-        They may read memory that was given back meanwhile, and that the lane is about to write.
+        That work may still read released memory that the lane is about to overwrite.
         """
         if self._reader is None:
             return
@@ -225,14 +225,14 @@ class AdapterCopier:
         self.device.release_event(event)
 
     def take_lane(self, *, is_prefetch: bool) -> Lane:
-        """The stream for one more load: demand loads take turns, so that they share the link."""
+        """Return the stream for one more load; demand loads rotate, so that they share the link."""
         if is_prefetch:
             return self._prefetch_lane
         self._num_taken += 1
         return self._lanes[self._num_taken % len(self._lanes)]
 
     def device_bytes(self, plans: Sequence[GroupPlan]) -> int:
-        """What an adapter takes on the device."""
+        """Device memory that an adapter takes."""
         if self.wanted is PACKED:
             return sum(plan.region.num_bytes for plan in plans)
         loras = [lora for plan in plans for lora in plan.loras if lora is not None]
@@ -243,15 +243,15 @@ class AdapterCopier:
         )
 
     def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> DeviceLayout:
-        """Where an adapter goes at every load."""
+        """The layout of an adapter, the same for every load."""
         is_packed = self.wanted is PACKED
         return DeviceLayout(self.layout, plans, group_of_layer, is_packed=is_packed)
 
     def memory(self, num_bytes: int, offset_bytes: int | None) -> torch.Tensor:
-        """Memory of the device for an adapter, uint8: of the slab, if there is one, from there on.
+        """Device memory for an adapter, uint8: in the slab at this offset, or allocated.
 
-        The lane that is to write it has waited for its readers. Copies to it have ended: who gave
-        it up has seen that.
+        The lane that writes it has waited for its readers. Earlier copies to it have ended: its
+        previous owner has waited for them.
         """
         if self._slab is None:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
@@ -259,33 +259,33 @@ class AdapterCopier:
         return self._slab[offset_bytes : offset_bytes + num_bytes]
 
     def staging(self, lane: Lane, num_bytes: int) -> torch.Tensor:
-        """The buffer that packed regions go through, used in the stream's order.
+        """The buffer that packed regions pass through, used in stream order.
 
-        Whoever enqueues its use holds it: without a slab a larger one may take its place.
+        The caller holds a reference: without a slab a larger buffer may replace this one.
         """
         if lane.staging is None or lane.staging.numel() < num_bytes:
-            assert self._slab is None, f"a region of {num_bytes} bytes is above the rank's limit"
+            assert self._slab is None, f"a region of {num_bytes} bytes exceeds the rank limit"
             lane.staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
         return lane.staging
 
     def close(self) -> None:
-        """Give the slab back, with nothing under way on it. Idempotent."""
+        """Release the slab; no operation may use it any more. Idempotent."""
         self._slab = None
         for lane in (*self._lanes, self._prefetch_lane):
             lane.staging = None
 
     def _make_slab(self, slab: SlabSize) -> torch.Tensor:
-        """Take all memory that loads will ever need: later nobody may ask torch for any.
+        """Allocate all memory that loads will ever need, so that they never allocate from torch.
 
-        torch frees and takes CUDA memory with calls that wait for the whole device, which may be
-        waiting for the host.
+        torch allocates and frees CUDA memory with calls that wait for the whole device, which may
+        be waiting for the host.
         """
         region_bytes = 0 if self.wanted is PACKED else self.layout.max_region_bytes(slab.max_rank)
         lanes = (*self._lanes, self._prefetch_lane)
         if slab.num_bytes <= len(lanes) * region_bytes:
             raise ResourceError(
                 f"{slab.num_bytes} bytes for adapters on the device are too few: {len(lanes)} "
-                f"buffers of {region_bytes} bytes go off them for loads; raise "
+                f"staging buffers of {region_bytes} bytes are taken from them; raise "
                 "--adapter-memory-fraction or --memory-gib, or lower --max-lora-rank"
             )
         memory = torch.empty(slab.num_bytes, dtype=torch.uint8, device=self._where)

@@ -1,8 +1,8 @@
-"""Fetches adapters on the host, one after the other: from the arena, or from files into it.
+"""Fetches adapters to the host one at a time: from the arena, or from files into it.
 
-Prefetches come after all that requests wait for, and let them go first between two layers. An
-adapter is handed over as soon as it has its place in the arena; its files are read after that,
-while others use what is there already.
+Adapters that requests wait for precede prefetches, also between two layers of a prefetch. An
+adapter is handed over as soon as it has its place in the arena. Its files are read after that,
+while its first layers are already in use.
 """
 
 import logging
@@ -20,13 +20,13 @@ from .arrival import AdapterLoad
 _LOG = logging.getLogger(__name__)
 
 
-# Fetches the adapter of a load on the host; raises ``CorunError`` with the reason.
+# Fetches the adapter of a load to the host; raises ``CorunError`` with the reason.
 FetchAdapter = Callable[[AdapterTransfer], AdapterLoad]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An adapter that has its place on the host, or the reason why it has none."""
+    """An adapter that has its place on the host, or the reason why it does not."""
 
     transfer: AdapterTransfer
     arrival: AdapterLoad | None
@@ -49,33 +49,33 @@ class AdapterFetcher:
 
         Args:
             fetch: Called by the thread.
-            notify: Called by the thread when there is more to take, or more was read.
-            cpus: Where the thread runs; () = where the caller does.
+            notify: Called by the thread when there is more to take, or more has been read.
+            cpus: Cores of the thread; () = those of the caller.
         """
         self._cpus = cpus
         self._fetch = fetch
         self._notify = notify
         self._asked: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
-        self._by_id: dict[TransferId, _Waiting] = {}  # asked for, and not taken yet
-        self._waiting: list[_Waiting] = []  # of the thread
+        self._by_id: dict[TransferId, _Waiting] = {}  # submitted, and not taken yet
+        self._waiting: list[_Waiting] = []  # used by the thread only
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="corun-adapter-loader", daemon=True)
         self._thread.start()
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was asked for has been taken."""
+        """Whether every submitted load has been taken."""
         return not self._by_id
 
     def ask(self, transfer: AdapterTransfer) -> None:
-        """Fetch the adapter of a load; ``take`` tells of it."""
+        """Submit the adapter of a load; ``take`` returns it."""
         waiting = _Waiting(transfer, not transfer.is_demand)
         self._by_id[transfer.transfer_id] = waiting
         self._asked.put(waiting)
 
     def promote(self, transfer_id: TransferId) -> bool:
-        """A request waits for what was a prefetch; False if it is not, or no longer, here."""
+        """Make a prefetch urgent, as a request waits for it; False if it is not here any more."""
         waiting = self._by_id.get(transfer_id)
         if waiting is None:
             return False
@@ -83,7 +83,7 @@ class AdapterFetcher:
         return True
 
     def take(self) -> tuple[Fetched, bool] | None:
-        """The next one that was fetched, and whether it is a prefetch."""
+        """The next fetched adapter, and whether it is a prefetch; None if there is none."""
         try:
             fetched = self._fetched.get_nowait()
         except queue.Empty:
@@ -91,7 +91,7 @@ class AdapterFetcher:
         return fetched, self._by_id.pop(fetched.transfer.transfer_id).is_prefetch
 
     def close(self) -> None:
-        """Read no further, and stop the thread; what was fetched can still be taken."""
+        """Stop reading and end the thread; what was fetched can still be taken."""
         self._is_closed = True
         self._asked.put(None)
         self._thread.join()
@@ -102,7 +102,7 @@ class AdapterFetcher:
             self._fetch_next()
 
     def _take_asked(self, timeout_s: float | None) -> bool:
-        """Wait for more to fetch; False once the fetcher is closed."""
+        """Wait for more loads to fetch; False once the fetcher is closed."""
         try:
             waiting = self._asked.get(timeout=timeout_s)
             while waiting is not None:
@@ -113,8 +113,8 @@ class AdapterFetcher:
         return False
 
     def _fetch_next(self) -> None:
-        """Fetch one of those that wait."""
-        # Within a kind in order, or large ones would wait for ever.
+        """Fetch the next of the waiting loads."""
+        # In order among equally urgent ones, or large adapters would starve.
         waiting = min(self._waiting, key=lambda one: one.is_prefetch)
         fetched = self._fetch_one(waiting.transfer)
         self._waiting.remove(waiting)
@@ -124,7 +124,7 @@ class AdapterFetcher:
             fetched.arrival.read(partial(self._told_of_layer, waiting), lambda: not self._is_closed)
 
     def _told_of_layer(self, waiting: _Waiting) -> None:
-        """More has been read; what requests wait for goes before the rest of a prefetch."""
+        """More has been read; urgent loads precede the rest of a prefetch."""
         self._notify()
         while waiting.is_prefetch and not self._is_closed:
             self._take_asked(0.0)

@@ -1,4 +1,4 @@
-"""What the engine asks of the adapters on the host, whichever way they reach the device."""
+"""The engine's interface to adapters on the host, for every way to the device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,47 +22,47 @@ from .store import AdapterStore, MakeRoom, OpenSource
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
-    """What is known of an adapter once it has been read and checked."""
+    """Facts of an adapter once it has been read and checked."""
 
     digest: str
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
     host_bytes: tuple[int, ...]  # in the arena, by layer that it has, in whole pages
     rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
-    group_bytes: tuple[int, ...]  # that move over the link, by layer group
-    group_of_layer: tuple[int, ...]  # which layers are copied together
-    left_out: tuple[str, ...]  # what of its file changes no text answer, and why: phrases
-    is_kept: bool  # in the place that was made for it
+    group_bytes: tuple[int, ...]  # copied over the link, by layer group
+    group_of_layer: tuple[int, ...]  # the layer group of each layer
+    left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
+    is_kept: bool  # stored in the place reserved for it
 
 
-# Layer groups of an adapter with so many bytes in each layer: by layer, ascending from 0.
+# Layer groups of an adapter with these bytes per layer: by layer, ascending from 0.
 GroupLayers = Callable[[Sequence[int]], Sequence[int]]
 
 
 def one_group(layer_bytes: Sequence[int]) -> Sequence[int]:
-    """All layers together."""
+    """One group of all layers."""
     return (0,) * len(layer_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaSize:
-    """How large the arena is, and what it is to the device."""
+    """The size of the arena, and how the device uses it."""
 
     num_bytes: int  # of memory, or of addresses if it is elastic
-    is_elastic: bool  # memory is taken when adapters come and returned when they go
-    is_device_memory: bool = False  # the kernels read the arena itself
-    slab: SlabSize | None = None  # that copies go to; None = memory is taken for each
+    is_elastic: bool  # memory is allocated per adapter and returned on eviction
+    is_device_memory: bool = False  # kernels read the arena itself
+    slab: SlabSize | None = None  # target of copies; None = memory is allocated per adapter
 
 
 class HostAdapters:
-    """The store, and the way from it to the device. Owns ``arena``, which workers may read."""
+    """The store and its path to the device. Owns ``arena``, which workers may read."""
 
     def __init__(
         self, device: TorchDevice, backend: LoraBackend, dtype: torch.dtype, where: torch.device,
         target_map: TargetMap, size: ArenaSize, open_source: OpenSource,
         group_layers: GroupLayers = one_group,
     ) -> None:  # fmt: skip
-        """Make the arena. Before the device's first operation, for its streams.
+        """Make the arena. Must precede the device's first operation, as it makes streams.
 
         Raises ``SpaceError`` if the machine has too little memory, ``ResourceError`` if the slab
         is too small, ``DeviceError`` if the device refuses the arena.
@@ -75,7 +75,7 @@ class HostAdapters:
         targets = target_map.targets
         self._num_layers = 1 + max((target.layer for target in targets), default=-1)
         self._num_groups = 1 + max((target.input_group for target in targets), default=-1)
-        self._placements: dict[str, DeviceLayout] = {}  # by digest, of adapters that are copied
+        self._placements: dict[str, DeviceLayout] = {}  # by digest; of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             self._copier = AdapterCopier(device, where, layout, backend.layout, size.slab)
@@ -89,19 +89,19 @@ class HostAdapters:
 
     @property
     def slab_bytes(self) -> int | None:
-        """What all adapters on the device may take; None = they share memory with KV blocks."""
+        """Bytes for all adapters on the device; None = they share memory with KV blocks."""
         return None if self._copier is None else self._copier.slab_bytes
 
     def read_by(self, compute: Stream) -> None:
-        """Say on which stream kernels read what was copied; see ``AdapterCopier.read_by``."""
+        """Set the stream on which kernels read copies; see ``AdapterCopier.read_by``."""
         if self._copier is not None:
             self._copier.read_by(compute)
 
     def outline(self, path: str) -> tuple[int, int, tuple[str, ...]]:
         """Check all of an adapter but its values.
 
-        Returns its largest rank, its bytes on the device, and what of its file changes no text
-        answer, as phrases. Raises ``AdapterError`` naming what is wrong.
+        Returns its largest rank, its bytes on the device, and the parts of its file that change no
+        text answer, as phrases. Raises ``AdapterError`` naming what is wrong.
         """
         adapter, plans = self.store.outline(path)
         host_bytes = extent_sizes([plan.spec for plan in plans])
@@ -110,7 +110,7 @@ class HostAdapters:
         return adapter.max_rank, num_bytes, adapter.left_out
 
     def register(self, path: str, make_room: MakeRoom) -> RegisteredAdapter:
-        """Read and check an adapter, and keep it where ``make_room`` says, if it does.
+        """Read and check an adapter, and store it if ``make_room`` returns a place.
 
         Raises ``AdapterError`` naming what is wrong.
         """
@@ -133,7 +133,7 @@ class HostAdapters:
         )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:
-        """Begin to bring an adapter to the device by its content; see ``AdapterStore.fetch``.
+        """Start to bring the adapter with this content to the device; see ``AdapterStore.fetch``.
 
         ``AdapterLoad.read`` must be called for it unless its place is filled.
         """
@@ -143,16 +143,16 @@ class HostAdapters:
         return Copied(host, self._copier, self._placements[digest])
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
-        """Take adapters out of the arena."""
+        """Remove adapters from the arena."""
         self.store.evict(place_ids)
 
     def remove_content(self, digest: str) -> None:
-        """No version has this content any more."""
+        """Remove what is stored for this content, which no version has any more."""
         self._placements.pop(digest, None)
         self.store.forget(digest)
 
     def close(self) -> None:
-        """Give the memory back; the device must have come to its end. Idempotent."""
+        """Release the memory; the device must be idle. Idempotent."""
         self.store.close()
         if self._copier is not None:
             self._copier.close()
@@ -162,7 +162,7 @@ class HostAdapters:
         return make_room(layer_bytes)
 
     def _check_arena(self, layer_bytes: Sequence[int]) -> None:
-        """Refuse what could never be copied from the arena."""
+        """Refuse an adapter that is larger than the arena."""
         if self._copier is not None and sum(layer_bytes) > self.arena.capacity_bytes:
             raise AdapterError(
                 f"an adapter of {sum(layer_bytes)} bytes does not fit the host adapter arena of "
@@ -172,21 +172,21 @@ class HostAdapters:
     def _device_bytes(
         self, path: str, plans: Sequence[GroupPlan], host_bytes: Sequence[int]
     ) -> int:
-        """What an adapter takes on the device. Raises ``AdapterError`` if that never fits."""
+        """Device memory of an adapter. Raises ``AdapterError`` if it can never fit."""
         num_bytes = sum(host_bytes)
         if self._copier is not None:
             num_bytes = self._copier.device_bytes(plans)
         if self.slab_bytes is not None and num_bytes > self.slab_bytes:
             raise AdapterError(
                 f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
-                f"{self.slab_bytes} (raise --adapter-memory-fraction or --memory-gib)"
+                f"{self.slab_bytes}; raise --adapter-memory-fraction or --memory-gib"
             )
         return num_bytes
 
     def _layers_of(
         self, plans: Sequence[GroupPlan]
     ) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-        """Bytes that move over the link and sums of ranks, by layer."""
+        """Bytes copied over the link and sums of ranks, by layer."""
         layer_bytes = [0] * self._num_layers
         rank_sums = [[0] * self._num_groups for _ in range(self._num_layers)]
         for plan in plans:

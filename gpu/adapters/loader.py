@@ -1,10 +1,9 @@
-"""Brings adapters to the device off the step.
+"""Brings adapters to the device outside of the step.
 
-What is not in the host's arena is fetched by a thread; the engine's thread, the only one that
-enqueues operations on the device, starts the copies and later takes what has arrived. What is read
-from files is copied while the rest is being read. Nobody waits for a copy: while any is under way a
-second thread looks now and then whether its event is done, so that reading one adapter's files does
-not delay the end of another's copy.
+A fetching thread brings adapters to the host's arena. The engine's thread, the only one that
+enqueues device operations, starts the copies and later takes the results. Files are copied while
+they are read. No thread blocks on a copy: while any is running, a second thread polls its event, so
+reading one adapter's files does not delay the end of another's copy.
 """
 
 import logging
@@ -30,24 +29,24 @@ from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 
 _LOG = logging.getLogger(__name__)
 
-# Small against any copy worth the name, large against what a look costs.
+# Short compared with a copy, long compared with the cost of a poll.
 _LOOK_EVERY_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """A load that has ended: with an adapter, or with the reason why there is none."""
+    """A load that has ended: with an adapter, or with the reason why it failed."""
 
     transfer_id: TransferId
     adapter_id: AdapterId
     adapter: DeviceAdapter | None
     error: str | None = None
-    error_kind: str | None = None  # a class in errors
+    error_kind: str | None = None  # name of a class in ``errors``
 
 
 @dataclass(frozen=True, slots=True)
 class StartedLoad:
-    """A load whose copies are enqueued: its first layers can be used before the last are there."""
+    """A load whose copies are enqueued: its first layers can be used before the last arrive."""
 
     adapter_id: AdapterId
     arrival: Copied
@@ -55,7 +54,7 @@ class StartedLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """So many layer groups of a load are on the device."""
+    """The number of layer groups of a load that are on the device."""
 
     transfer_id: TransferId
     num_groups: int
@@ -76,13 +75,13 @@ LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 class _Started:
     transfer: AdapterTransfer
     arrival: AdapterLoad
-    is_gradual: bool  # a prefetch, which moves only while no demand load does
-    num_seen: int = 0  # layer groups that were told of; of the watching thread
-    num_read: int = 0  # likewise on the host; of the engine's thread
+    is_gradual: bool  # a prefetch, copied only while no demand load is
+    num_seen: int = 0  # reported layer groups on the device; used by the polling thread
+    num_read: int = 0  # the same on the host; used by the engine's thread
 
 
 class AdapterLoader:
-    """Runs loads, fetched one after the other in the order asked for."""
+    """Runs loads; they are fetched one at a time, in order of submission."""
 
     def __init__(
         self, fetch: FetchAdapter, notify: Callable[[], None], fetch_cpus: tuple[int, ...] = ()
@@ -91,18 +90,18 @@ class AdapterLoader:
 
         Args:
             fetch: Called by ``start`` for what is on the host, else by the thread that reads files.
-            notify: Called by any thread when ``take_events`` has something to tell.
-            fetch_cpus: Where the thread that reads files runs; () = where the caller does.
+            notify: Called by any thread when ``take_events`` has more to return.
+            fetch_cpus: Cores of the thread that reads files; () = those of the caller.
         """
         self._fetch = fetch
         self._notify = notify
         self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
-        self._events: list[LoadEvent] = []  # of the engine's thread, to be taken
-        self._under_way: list[_Started] = []  # of the engine's thread
+        self._events: list[LoadEvent] = []  # used by the engine's thread; not taken yet
+        self._under_way: list[_Started] = []  # used by the engine's thread
         self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # whose files are still read
-        self._watch_error: Exception | None = None  # ended the watching thread
+        self._watch_error: Exception | None = None  # the error that ended the polling thread
         self._may_look = threading.Event()
         self._may_look.set()
         self._closed = False
@@ -123,9 +122,9 @@ class AdapterLoader:
         return any(not started.is_gradual for started in self._under_way)
 
     def start(self, transfer: AdapterTransfer) -> None:
-        """Begin a load: at once if it is on the host, else when its files are read.
+        """Start a load: at once if it is on the host, otherwise when its files are being read.
 
-        What comes of it is told by ``take_events``.
+        ``take_events`` returns what follows.
         """
         if transfer.host is None or not transfer.host.is_filled:
             self._fetcher.ask(transfer)
@@ -135,7 +134,7 @@ class AdapterLoader:
         self._notify()
 
     def promote(self, transfer_id: TransferId) -> None:
-        """A request waits for what was a prefetch; unknown loads have ended."""
+        """Make a prefetch urgent, as a request waits for it; ignores loads that have ended."""
         if self._fetcher.promote(transfer_id):
             return
         for started in self._under_way:
@@ -145,10 +144,10 @@ class AdapterLoader:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let nobody look at copies meanwhile: the engine computes, and would hear of it later.
+        """Suspend polling of copies while the engine computes and could not use the results.
 
-        On a CPU each look takes the core, and the interpreter, from who computes. Whatever has
-        happened is told right afterwards.
+        On a CPU each poll takes the core and the interpreter from the computation. Copies that
+        ended meanwhile are reported right afterwards.
         """
         self._may_look.clear()
         try:
@@ -157,19 +156,19 @@ class AdapterLoader:
             self._may_look.set()
 
     def take_events(self) -> list[LoadEvent]:
-        """Start the copies of what was fetched; return what has happened since the last call.
+        """Start copies of fetched adapters; return the events since the last call.
 
-        Raises ``EngineDeadError`` if the device is lost, or nobody would hear of copies any more.
+        Raises ``EngineDeadError`` if the device is lost, or if polling has failed.
         """
         if self._watch_error is not None:
             raise_if_lost(self._watch_error)
-            raise EngineDeadError("nobody looks at copies any more") from self._watch_error
+            raise EngineDeadError("polling copies to the device failed") from self._watch_error
         while not self._progress.empty():
             self._events.append(self._progress.get())
         while not self._arrived.empty():
             started = self._arrived.get()
             if not started.arrival.is_done():
-                self._started.put(started)  # reading failed just when more was enqueued
+                self._started.put(started)  # reading failed while more was being enqueued
                 continue
             self._under_way.remove(started)
             self._events.append(_finished(started))
@@ -184,7 +183,7 @@ class AdapterLoader:
     def close(self) -> None:
         """Drop all loads and stop the threads. Idempotent.
 
-        The device must have come to its end: nothing is copied any more.
+        The device must be idle: no copy may be running.
         """
         if self._closed:
             return
@@ -210,9 +209,9 @@ class AdapterLoader:
         started = _Started(transfer, arrival, is_prefetch)
         try:
             arrival.start(is_gradual=started.is_gradual, offset_bytes=transfer.offset_bytes)
-        except Exception as error:  # a full device must fail one adapter, not the engine
+        except Exception as error:  # a full device fails one adapter, not the engine
             raise_if_lost(error)
-            _LOG.exception("adapter %d cannot be copied", transfer.adapter_id)
+            _LOG.exception("could not copy adapter %d; its load fails", transfer.adapter_id)
             arrival.cancel()
             reason = f"{type(error).__name__}: {error}"
             failed = _failed(transfer, AdapterUnavailableError(reason))
@@ -227,7 +226,7 @@ class AdapterLoader:
         self._started.put(started)
 
     def _advance(self) -> None:
-        """Enqueue what was read; prefetches have the link while no request waits for a load."""
+        """Enqueue what was read; prefetches wait while a request waits for a load."""
         has_demand = self.has_demand
         for started in self._under_way:
             reading = started.arrival.reading()
@@ -240,19 +239,19 @@ class AdapterLoader:
                 started.arrival.advance()
 
     def _end_cancelled(self) -> None:
-        """A load has ended when nobody writes to its place on the host any more."""
+        """End a cancelled load once its place on the host is no longer written."""
         self._events += [failed for arrival, failed in self._cancelled if arrival.is_read()]
         self._cancelled = [one for one in self._cancelled if not one[0].is_read()]
 
     def _watch(self) -> None:
-        """Tell of copies that have ended, or of what was raised instead.
+        """Report copies that ended, or the error of polling.
 
-        No other thread asks a load whether it is done.
+        Only this thread asks a load whether it is done.
         """
         try:
             self._watch_copies()
-        except Exception as error:  # of the device; the engine's thread raises it
-            _LOG.exception("copies to the device cannot be watched")
+        except Exception as error:  # of the device; raised again by the engine's thread
+            _LOG.exception("could not poll copies to the device; the engine stops")
             self._watch_error = error
             self._notify()
 
@@ -272,7 +271,7 @@ class AdapterLoader:
                 self._notify()
 
     def _look(self, watched: list[_Started]) -> bool:
-        """Note what has arrived; whether anything has."""
+        """Report groups that have arrived; returns whether there were any."""
         has_news = False
         for started in tuple(watched):
             if started.arrival.is_done():
@@ -289,7 +288,7 @@ class AdapterLoader:
 
 
 def _failed(transfer: AdapterTransfer, error: CorunError) -> LoadedAdapter:
-    """Its files stay as they are; what the device or the machine lacks, it may have again."""
+    """The result of a failed load. Later loads of the adapter are not affected."""
     kind = AdapterFailedError if isinstance(error, AdapterError) else AdapterUnavailableError
     return LoadedAdapter(transfer.transfer_id, transfer.adapter_id, None, str(error), kind.__name__)
 

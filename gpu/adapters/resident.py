@@ -1,4 +1,4 @@
-"""The adapters that rows may name: on the device, or on their way there."""
+"""The adapters that rows may use: on the device, or on their way to it."""
 
 import logging
 from collections import deque
@@ -26,24 +26,24 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ResidentAdapter:
-    """What a row needs of its adapter."""
+    """What the executor needs of a row's adapter."""
 
     table_row: int
     max_rank: int
-    arriving: Copied | None = None  # its first layers may be there
+    arriving: Copied | None = None  # its first layers may have arrived
 
 
 _BASE = ResidentAdapter(table_row=-1, max_rank=0)
 
 
 class ResidentAdapters:
-    """Starts loads and evictions, and keeps the kernels' table in step with what came of them.
+    """Starts loads and evictions, and updates the kernels' table with their results.
 
     Used by the engine's thread alone.
     """
 
     def __init__(self, loader: AdapterLoader, table: LoraTable, results: deque[Result]) -> None:
-        """``results`` gets the progress and the end of every transfer."""
+        """``results`` receives the progress and the end of every transfer."""
         self._loader = loader
         self._table = table
         self._results = results
@@ -51,7 +51,7 @@ class ResidentAdapters:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no adapter, and no load under way."""
+        """Whether no adapter is resident and no load is running."""
         return not self._resident and self._loader.is_idle
 
     @property
@@ -60,34 +60,34 @@ class ResidentAdapters:
         return self._loader.has_demand
 
     def __contains__(self, adapter_id: AdapterId) -> bool:
-        """Whether it is on the device or moves there; the base model always is."""
+        """Whether the adapter is on the device or on its way; always true of the base model."""
         return adapter_id == BASE_ADAPTER or adapter_id in self._resident
 
     def __getitem__(self, adapter_id: AdapterId) -> ResidentAdapter:
         return _BASE if adapter_id == BASE_ADAPTER else self._resident[adapter_id]
 
     def load(self, transfer: AdapterTransfer) -> None:
-        """Begin to bring an adapter to the device."""
+        """Start to bring an adapter to the device."""
         self._loader.start(transfer)
 
     def promote(self, transfer_id: TransferId) -> None:
-        """Let a prefetch go before others: a request waits for it."""
+        """Make a prefetch urgent: a request waits for it."""
         self._loader.promote(transfer_id)
 
     def evict(self, adapter_id: AdapterId) -> None:
-        """Take an adapter out of the table, which frees it. Unknown ones are no error."""
+        """Remove an adapter from the table, which frees it. Unknown ids are ignored."""
         resident = self._resident.pop(adapter_id, None)
         if resident is not None:
             self._table.remove(resident.table_row)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let nobody look at copies while this thread computes."""
+        """Suspend polling of copies while this thread computes."""
         with self._loader.unwatched():
             yield
 
     def take_loads(self) -> None:
-        """Enter adapters that move or have arrived into the kernels' table."""
+        """Add adapters that are moving or have arrived to the kernels' table."""
         for event in self._loader.take_events():
             if isinstance(event, StartedLoad):
                 self._enter(event.adapter_id, event.arrival.adapter, event.arrival)
@@ -102,7 +102,7 @@ class ResidentAdapters:
                 self._end_load(event)
 
     def close(self) -> None:
-        """Stop loading, and let all adapters go."""
+        """Stop loading, and release all adapters."""
         self._loader.close()
         self._resident.clear()
         self._table.clear()
@@ -110,13 +110,13 @@ class ResidentAdapters:
     def _enter(
         self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None
     ) -> str | None:
-        """Give an adapter a row of the table; returns the reason if there is none."""
+        """Add an adapter to the table; returns the reason if this fails."""
         try:
             row = self._table.add(adapter)
         except Exception as failure:
             raise_if_lost(failure)
-            _LOG.exception("adapter %d found no place", adapter_id)
-            if adapter.release is not None:  # or the host would never get its place back
+            _LOG.exception("no table row for adapter %d; its load fails", adapter_id)
+            if adapter.release is not None:  # otherwise the host's place would never be freed
                 adapter.release()
             return str(failure)
         self._resident[adapter_id] = ResidentAdapter(row, adapter.max_rank, arriving)

@@ -1,7 +1,7 @@
-"""Adapters on the host: read once, digested on the way, and kept packed in the arena.
+"""Adapters on the host: read once, digested while they are read, and stored packed in the arena.
 
-Joins the arena, which knows memory, with whoever opens adapter directories and with the layout of
-matrices. On a CPU without a link the arena is the device's memory, too; otherwise loads copy from
+Combines the arena, which manages memory, with readers of adapter directories and with the layout of
+matrices. On a CPU without a link the arena is also the device's memory; otherwise loads copy from
 it. Knows nothing of requests or of the device.
 """
 
@@ -26,12 +26,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterReading:
-    """Reads one adapter, layer by layer. ``run`` ends it, and must be called."""
+    """Reads one adapter, layer by layer. ``run`` must be called, and ends it."""
 
     def __init__(
         self, source: AdapterReader, writer: RegionWriter, arena: HostArena, entry: ArenaEntry
     ) -> None:
-        """Takes ``source`` and the filler's reference to ``entry`` over."""
+        """Takes ownership of ``source`` and of the filler's reference to ``entry``."""
         self._source = source
         self._writer = writer
         self._arena = arena
@@ -46,34 +46,34 @@ class AdapterReading:
 
     @property
     def num_regions(self) -> int:
-        """Regions, from the first on, that are whole and may be used; never fewer than before."""
+        """Regions, from the first on, that are whole and may be used; never decreases."""
         return self._num_regions
 
     @property
     def read_s(self) -> float:
-        """How long it took to read what is whole."""
+        """How long it took to read the whole regions."""
         return self._read_s
 
     @property
     def error(self) -> CorunError | None:
-        """Why the other regions will never be there; None while they may, or once they are."""
+        """Why the other regions will never be whole; None while they may be, or once they are."""
         return self._error
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more regions will become whole."""
         return self._is_over
 
     def run(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read to the end. By one thread, once; what fails is told by ``error``.
+        """Read to the end. Called by one thread, once; errors are returned by ``error``.
 
-        ``on_layer`` is called whenever there is more to use, and at the end. ``is_wanted`` is
-        asked before each tensor whether to go on.
+        ``on_layer`` is called whenever more regions are whole, and at the end. ``is_wanted`` is
+        called before each tensor and says whether to continue.
         """
 
         def take(raw: RawTensor, data: memoryview) -> None:
             if not (self._is_wanted and is_wanted()):
-                raise AdapterUnavailableError("nobody waits for its files any more")
+                raise AdapterUnavailableError("the load was cancelled")
             self._writer.write(raw, data)
 
         begin_s = time.monotonic()
@@ -81,24 +81,24 @@ class AdapterReading:
             with self._source:
                 for layer in self._source.read_layers(take):
                     self._advance(self._region_ends[layer], time.monotonic() - begin_s)
-                    on_layer()  # which may read others' files
+                    on_layer()  # may read files of other adapters
                     begin_s = time.monotonic()
                 assert not self._writer.missing, self._writer.missing
         except CorunError as error:
             self._end(error)
-        except Exception as error:  # a bug must fail one adapter, not the thread
-            _LOG.exception("reading an adapter failed")
+        except Exception as error:  # a bug fails one adapter, not the thread
+            _LOG.exception("reading an adapter's files failed; its load fails")
             self._end(AdapterUnavailableError(f"{type(error).__name__}: {error}"))
         else:
             self._end(None)
         on_layer()
 
     def stop(self) -> None:
-        """Nobody waits for the rest: let ``run`` end at the next tensor."""
+        """Cancel: ``run`` ends at the next tensor."""
         self._is_wanted = False
 
     def wait(self, num_regions: int, timeout_s: float) -> bool:
-        """Wait until so many regions are whole; False if they will not be, or not in time."""
+        """Wait until this many regions are whole; False if they cannot be, or on time-out."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._num_regions >= num_regions or self._is_over, timeout_s
@@ -112,7 +112,7 @@ class AdapterReading:
             self._changed.notify_all()
 
     def _end(self, error: CorunError | None) -> None:
-        """End the filler's reference, and tell all who wait."""
+        """Release the filler's reference, and wake all waiting threads."""
         self._arena.release(self._entry)
         with self._changed:
             self._error = error
@@ -121,30 +121,30 @@ class AdapterReading:
 
 
 def _region_ends(layers: Sequence[int]) -> dict[int, int]:
-    """By layer: how many regions there are up to its last one."""
+    """By layer: the number of regions up to its last one."""
     return {layer: number for number, layer in enumerate(layers, start=1)}
 
 
 # Opens a PEFT directory; raises ``AdapterError``.
-OpenSource = Callable[[str], AdapterReader]
+# Returns a place for an adapter with these bytes per layer, in whole pages; None = no room.
 # Says where an adapter is kept whose layers take so many bytes, in whole pages; None = nowhere.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """What is known of an adapter once it has been read."""
+    """Facts of an adapter once it has been read."""
 
     digest: str
     rank: int  # the largest of its targets
     plans: tuple[GroupPlan, ...]
     host_bytes: tuple[int, ...]  # in the arena, by layer
-    left_out: tuple[str, ...]  # what of its file changes no text answer, and why: phrases
-    is_kept: bool  # in the place that was made for it
+    left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
+    is_kept: bool  # stored in the place reserved for it
 
 
 class HostAdapter:
-    """One adapter in the arena, or on its way there; referenced until ``release``."""
+    """One adapter in the arena, or being read into it; referenced until ``release``."""
 
     def __init__(
         self, arena: HostArena, entry: ArenaEntry, memory: torch.Tensor,
@@ -159,19 +159,19 @@ class HostAdapter:
         self._is_released = False
 
     def bytes_of(self, first: int, end: int) -> torch.Tensor:
-        """Regions [first, end), which follow each other in the arena, uint8; before ``release``."""
+        """Regions [first, end), adjacent in the arena, uint8; only before ``release``."""
         assert self._memory is not None, "released"
         last = self.places[end - 1]
         return self._memory[self.places[first].offset : last.offset + last.num_bytes]
 
     @property
     def num_whole(self) -> int:
-        """Regions, from the first on, that may be read; never fewer than before."""
+        """Regions, from the first on, that may be read; never decreases."""
         return len(self.places) if self._reading is None else self._reading.num_regions
 
     @property
     def read_s(self) -> float | None:
-        """How long it took to read what is whole; None if it was in the arena."""
+        """How long it took to read the whole regions; None if it was in the arena already."""
         return None if self._reading is None else self._reading.read_s
 
     @property
@@ -185,16 +185,16 @@ class HostAdapter:
         return self._reading is None or self._reading.is_over
 
     def read(self, on_layer: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Read the files, if there is anything to read; see ``AdapterReading.run``."""
+        """Read the files, if necessary; see ``AdapterReading.run``."""
         if self._reading is not None:
             self._reading.run(on_layer, is_wanted)
 
     def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
-        """Wait until so many regions are whole; False if they will not be, or not in time."""
+        """Wait until this many regions are whole; False if they cannot be, or on time-out."""
         return self._reading is None or self._reading.wait(num_regions, timeout_s)
 
     def release(self) -> None:
-        """End the reference: nobody reads the regions on its account any more. Idempotent."""
+        """Release the reference: the caller reads the regions no more. Idempotent."""
         if not self._is_released:
             self._is_released = True
             self._memory = None
@@ -210,7 +210,7 @@ class AdapterStore:
         self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource,
         device: TorchDevice,
     ) -> None:  # fmt: skip
-        """Takes ``arena`` over."""
+        """Takes ownership of ``arena``."""
         self.layout = layout
         self._arena = arena
         self._open = open_source
@@ -218,15 +218,15 @@ class AdapterStore:
         self._bytes: torch.Tensor | None = self._memory.tensor(
             0, (arena.segment.num_bytes,), torch.uint8
         )
-        self._contents: dict[str, ContentDigest] = {}  # of what was registered, by its name
+        self._contents: dict[str, ContentDigest] = {}  # of registered adapters, by name
 
     def outline(self, path: str) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
-        """What its header says, and its regions. Raises ``AdapterError``."""
+        """The facts of its header, and its regions. Raises ``AdapterError``."""
         with self._open(path) as source:
             return source.adapter, self.layout.plan(source.adapter)
 
     def register(self, path: str, make_room: MakeRoom) -> StoredFacts:
-        """Read and check an adapter, and keep it in the arena if room is made.
+        """Read and check an adapter, and store it in the arena if there is room.
 
         Raises ``AdapterError`` naming what is wrong.
         """
@@ -235,7 +235,7 @@ class AdapterStore:
             host_bytes = tuple(extent_sizes([plan.spec for plan in plans]))
             entry = self._place(plans, make_room(host_bytes))
             if entry is None:
-                _LOG.debug("%s is checked and not kept", path)
+                _LOG.debug("%s is valid, but not stored: the host arena has no room", path)
                 _read_all(source, self.layout.check)
             else:
                 self._keep(entry, plans, source)
@@ -248,28 +248,28 @@ class AdapterStore:
             )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
-        """Refer to the adapter with this content, which was registered.
+        """Refer to the registered adapter with this content.
 
-        If its place is not filled the caller must have that done by ``HostAdapter.read``. Raises
-        ``AdapterError`` if the files are not what they were, ``ResourceError`` if the machine has
-        too little memory.
+        If its place is not filled the caller must fill it with ``HostAdapter.read``. Raises
+        ``AdapterError`` if the files have changed, ``ResourceError`` if the machine has too little
+        memory.
         """
         if place.is_filled:
             return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole)
         return self._read_again(digest, path, place)
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
-        """Let adapters go."""
+        """Remove adapters from the arena."""
         self._arena.evict(place_ids)
 
     def forget(self, digest: str) -> None:
-        """Nobody will ask for this content any more."""
+        """Remove what is stored for this content; it is not fetched again."""
         self._contents.pop(digest, None)
 
     def close(self) -> None:
-        """Give the arena up, with nothing under way on it. Idempotent.
+        """Release the arena; no operation may use it any more. Idempotent.
 
-        Its memory is free when the last tensor over it is gone.
+        Its memory is freed with the last tensor over it.
         """
         if self._bytes is None:
             return
@@ -297,7 +297,7 @@ class AdapterStore:
         return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole, reading)
 
     def _place(self, plans: Sequence[GroupPlan], place: HostPlace | None) -> ArenaEntry | None:
-        """Where a registered adapter is kept; None if there is no room for it."""
+        """The place of a registered adapter; None if there is no room for it."""
         if place is None:
             return None
         try:

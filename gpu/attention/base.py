@@ -1,4 +1,4 @@
-"""The interface of paged attention. A backend knows blocks and rows, nothing of requests."""
+"""The interface of paged attention. A back end handles blocks and rows, not requests."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,10 +10,10 @@ from ..forward.batch import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What a layer asks of attention besides q, k and v."""
+    """Parameters of a layer's attention besides q, k and v."""
 
     scaling: float
-    sliding_window: int | None = None  # a query sees this many last positions, its own included
+    sliding_window: int | None = None  # a query sees this many last positions, including its own
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     sinks: torch.Tensor | None = None  # [heads], logits of a key without value
 

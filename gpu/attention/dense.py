@@ -1,7 +1,7 @@
-"""Attention over gathered keys and values: the arithmetic every back end agrees with.
+"""Attention over gathered keys and values: the reference arithmetic of all back ends.
 
-Owns masks, soft-capping and sinks as plain tensor operations, on any device and dtype. Knows
-nothing of blocks, rows or metadata.
+Implements masks, soft-capping and sinks as plain tensor operations, on any device and dtype.
+Independent of blocks, rows and metadata.
 """
 
 import torch
@@ -43,7 +43,7 @@ def masked_attention(
         query: [..., kv_heads, group, queries, key_dim]; group = heads per KV head
         key: [..., kv_heads, keys, key_dim]; value: [..., kv_heads, keys, value_dim]
         mask: bool, broadcastable to [..., kv_heads, group, queries, keys], True = visible
-    Values that no query sees must be finite. The window of ``params`` is the mask's business.
+    Values that no query sees must be finite. The mask implements the window of ``params``.
 
     Returns:
         [..., kv_heads, group, queries, value_dim]

@@ -1,6 +1,6 @@
 """Paged attention on the CPU by numba kernels, for decode rows and chunks alike.
 
-Owns scratch memory and the plan of the last metadata it saw, which every layer of a pass reuses.
+Owns scratch memory and the plan of the latest metadata, which every layer of a pass reuses.
 One instance serves one thread.
 """
 
@@ -25,23 +25,23 @@ _CACHE_LINE_BYTES = 64
 
 @dataclass(slots=True, eq=False)
 class _LayerKind:
-    """Layers of one shape and window, whose calls are told the same of a pass."""
+    """Layers of one shape and window, whose calls share the fields of a pass."""
 
     shape: Shape
     window: int
     share_function: int  # see ``Step``
-    # A ``Step`` and a ``Shape``, int64. In one place, so that a call may be made again as it was.
+    # A ``Step`` and a ``Shape``, int64, at a fixed address, so that a call can be replayed.
     fields: np.ndarray
-    address: int  # of the fields
-    metadata: AttentionMetadata | None = None  # the pass that the fields are of
-    arrays: tuple[np.ndarray, ...] = ()  # kept alive for their addresses in the fields
+    address: int  # address of the fields
+    metadata: AttentionMetadata | None = None  # the pass that the fields describe
+    arrays: tuple[np.ndarray, ...] = ()  # kept alive: the fields hold their addresses
 
 
 class NumbaAttention:
     """The back end for float32 and bfloat16 on the CPU.
 
     Args:
-        tag: The arithmetic for bfloat16, of ``layout``; None = what pays here.
+        tag: The arithmetic for bfloat16, a tag of ``layout``; None = the fastest here.
     """
 
     name = "numba"
@@ -52,13 +52,13 @@ class NumbaAttention:
             torch.bfloat16: bfloat16_tag() if tag is None else tag,
         }
         self._kinds: dict[Hashable, _LayerKind] = {}
-        self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # of a thread, of a partial result
+        self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # per thread, per partial result
         self._scratch = np.empty(0, np.uint8)
         self._partials = np.empty(0, np.uint8)
 
     @property
     def threading_layer(self) -> str:
-        """What runs numba's threads: omp, tbb or workqueue. Known after the first ``forward``."""
+        """The layer that runs numba's threads: omp, tbb or workqueue. After ``forward``."""
         return str(numba.threading_layer())
 
     def forward(
@@ -103,7 +103,7 @@ class NumbaAttention:
         return attended
 
     def _prepare(self, kind: _LayerKind, metadata: AttentionMetadata) -> None:
-        """Cut the pass into items, unless the fields tell of it already."""
+        """Cut the pass into items, unless the fields describe it already."""
         if kind.metadata is metadata:
             return
         shape, window = kind.shape, kind.window
@@ -142,7 +142,7 @@ class NumbaAttention:
             kind.share_function,
         )
         kind.fields[:] = (*step, *shape)
-        # Other kinds may have scratch memory grow, or may be called between these layers.
+        # Other layer kinds may enlarge scratch memory, or be called between these layers.
         kind.arrays = (items, merges, counter, self._scratch, self._partials)
         kind.metadata = metadata
 
@@ -165,7 +165,7 @@ def _make_kind(shape: Shape, window: int, tag: np.generic) -> _LayerKind:
 
 
 def _places(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from one token and from one head to the next."""
+    """Address, and byte strides of a token and of a head."""
     token, head, _ = tensor.stride()
     item_bytes = tensor.itemsize
     return tensor.data_ptr(), token * item_bytes, head * item_bytes

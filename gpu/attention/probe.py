@@ -1,7 +1,7 @@
-"""Small attention problems for trying a back end on this machine: is it right?
+"""Small attention problems that check a back end's results on this machine.
 
-Owns random tensors for the duration of a call. Knows nothing of models: a ``LayerShape`` says
-what a layer looks like.
+Owns random tensors for the duration of a call. Independent of models: a ``LayerShape`` describes
+a layer.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attention of one layer, and where and how it is stored."""
+    """The attention of one layer, and the dtype and place of its tensors."""
 
     device: torch.device
     dtype: torch.dtype
@@ -50,7 +50,7 @@ def max_probe_error(backend: AttentionBackend, shape: LayerShape) -> float:
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """What ``max_probe_error`` may be at most; far above rounding, far below any real mistake."""
+    """The limit of ``max_probe_error``: far above rounding, far below any real mistake."""
     return _TOLERANCES.get(dtype, 1e-4)
 
 
@@ -67,7 +67,7 @@ def _forward(
 def _metadata(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], shape: LayerShape
 ) -> AttentionMetadata:
-    """Rows one after the other in the packed sequence and in the pool."""
+    """Metadata of rows that are consecutive in the packed sequence and in the pool."""
     block_size = shape.block_size
     counts = [-(-context // block_size) for context in context_lens]
     tables = torch.zeros((len(counts), max(counts)), dtype=torch.int32)
@@ -94,7 +94,7 @@ def _metadata(
 
 
 def _inputs(metadata: AttentionMetadata, shape: LayerShape) -> list[torch.Tensor]:
-    """Query, key, value, key blocks and value blocks, from a generator of their own."""
+    """Query, key, value, key blocks and value blocks, from their own generator."""
     generator = torch.Generator().manual_seed(0)
     tokens, num_blocks = metadata.num_tokens, metadata.num_rows * metadata.block_tables.shape[1]
     kv_heads, block_size = shape.kv_heads, shape.block_size

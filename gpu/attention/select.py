@@ -1,8 +1,8 @@
-"""Chooses the attention back end of a device and dtype, by trying it.
+"""Chooses the attention back end for a device and dtype by probing.
 
-A candidate is probed: it must reproduce the reference on a small problem, on this machine, with
-this dtype. ``auto`` takes the fastest candidate that passes and says in the log why it is not a
-faster one; a back end that was asked for by name and does not work is an error.
+A candidate must reproduce the reference on a small problem, on this machine, with this dtype.
+``auto`` takes the fastest candidate that passes, and logs why faster ones are not used. A back end
+that was chosen by name and fails is an error.
 """
 
 import logging
@@ -29,16 +29,16 @@ class _UnusableError(Exception):
 def select_attention_backend(
     name: str, *, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Make the back end called ``name``, or for ``auto`` the best that works here.
+    """Make the back end called ``name``, or for ``auto`` the fastest that works here.
 
-    The kernels of the numba back end are compiled, or loaded from its cache, on the way.
+    The kernels of the numba back end are compiled, or loaded from its cache, by this call.
 
     Raises:
         ConfigError: ``name`` is unknown, or was asked for and does not work here.
     """
     if name not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
-        raise ConfigError(f"{_FLAG}: no back end {name!r}; choose one of {known}")
+        raise ConfigError(f"{_FLAG}: unknown back end {name!r}; choose one of {known}")
     if name == "auto":
         return _select_best(device, dtype)
     try:
@@ -48,7 +48,7 @@ def select_attention_backend(
             f"{_FLAG} {name} does not work with {_setting(device, dtype)}: {error}; "
             f"leave {_FLAG} at auto or choose another"
         ) from error
-    _LOGGER.info("attention: %s (as asked)", name)
+    _LOGGER.info("attention: %s (set with %s)", name, _FLAG)
     return backend
 
 
@@ -69,17 +69,17 @@ def _select_best(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
 
 
 def _make_probed(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Make a back end and hold it to the reference; raises _UnusableError."""
+    """Make a back end and compare it with the reference; raises ``_UnusableError``."""
     if name == "torch":
         return TorchAttention()
     backend = _make_numba(device, dtype) if name == "numba" else _make_triton(device, dtype)
     try:
         error = max_probe_error(backend, LayerShape(device, dtype))
-    except Exception as failure:  # whatever a compiler or a driver raises
-        raise _UnusableError(f"its probe failed: {type(failure).__name__}: {failure}") from failure
+    except Exception as failure:  # any error of a compiler or a driver
+        raise _UnusableError(f"the probe failed: {type(failure).__name__}: {failure}") from failure
     tolerance = probe_tolerance(dtype)
     if not error <= tolerance:
-        raise _UnusableError(f"its probe is off by {error:.3g}, more than {tolerance:g}")
+        raise _UnusableError(f"the probe's error is {error:.3g}, above the limit of {tolerance:g}")
     if isinstance(backend, NumbaAttention):
         _log_threads(backend)
     return backend
@@ -99,15 +99,15 @@ def _log_threads(backend: NumbaAttention) -> None:
 
 def _make_numba(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     if device.type != "cpu":
-        raise _UnusableError("it computes on the CPU only")
+        raise _UnusableError("it supports only the CPU")
     if dtype not in {torch.float32, torch.bfloat16}:
-        raise _UnusableError("it knows float32 and bfloat16 only")
+        raise _UnusableError("it supports only float32 and bfloat16")
     return NumbaAttention()
 
 
 def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     if dtype not in {torch.float32, torch.float16, torch.bfloat16}:
-        raise _UnusableError("it knows float32, float16 and bfloat16 only")
+        raise _UnusableError("it supports only float32, float16 and bfloat16")
     from .triton_backend import TritonAttention
 
     try:
@@ -116,9 +116,9 @@ def _make_triton(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
         raise _UnusableError("Triton is not installed") from error
     if backend.is_interpreted:
         if dtype == torch.bfloat16:
-            raise _UnusableError("Triton's interpreter computes bfloat16 wrongly")
+            raise _UnusableError("Triton's interpreter gives wrong results for bfloat16")
     elif device.type != "cuda":
-        raise _UnusableError("it needs a CUDA device, or TRITON_INTERPRET=1 to test without")
+        raise _UnusableError("it needs a CUDA device, or TRITON_INTERPRET=1 to test without one")
     return backend
 
 

@@ -1,7 +1,7 @@
 """Paged attention in plain tensor operations: the reference, for any device and dtype.
 
-Owns the gathering of blocks. When all rows decode it runs a fixed number of operations, whatever
-the number of rows; rows of several tokens are computed one after the other.
+Gathers blocks. When all rows decode it runs a fixed number of operations for any number of rows.
+Rows of several tokens are computed one at a time.
 """
 
 import torch
@@ -95,7 +95,7 @@ def _decode(
     visible = positions < context_lens
     if params.sliding_window is not None:
         visible &= positions >= context_lens - params.sliding_window
-    # Slots beyond a context hold anything, NaN included, and 0 * NaN would reach the result.
+        # Slots beyond a context hold arbitrary values; with NaN, 0 * NaN would reach the result.
     values = values.masked_fill(~visible[:, None, :, None], 0)
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, 1, key_dim).to(dtype)
     mask = visible[:, None, None, None]

@@ -1,7 +1,7 @@
-"""Paged attention on a CUDA device, by Triton kernels; holds the choice of tile sizes.
+"""Paged attention on a CUDA device by Triton kernels; also chooses tile sizes.
 
-Importing this module does not import Triton: constructing ``TritonAttention`` does, so that
-machines without it can import everything else.
+Importing this module does not import Triton; constructing ``TritonAttention`` does. Machines
+without Triton can therefore import everything else.
 """
 
 import torch
@@ -12,10 +12,10 @@ from .base import AttentionParams
 # Programs that keep a large device busy: a decode batch with fewer is split along the context.
 _WANTED_PROGRAMS = 256
 _MAX_SPLITS = 16
-# A split covers at least this many positions, or merging costs more than it gains.
+# A split covers at least this many positions, otherwise merging costs more than it gains.
 _MIN_SPLIT_TOKENS = 512
 _MIN_TILE = 16  # of tl.dot
-# Of an H100; what a program takes at most where no device is asked: in the interpreter.
+# Shared memory of an H100; the limit of a program without a device: in the interpreter.
 _DEFAULT_SHARED_BYTES = 227 << 10
 
 
@@ -25,7 +25,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """``device``: which it is for; None = the current one.
+        """``device``: the target device; None = the current one.
 
         Raises ImportError where Triton is not installed.
         """
@@ -36,7 +36,7 @@ class TritonAttention:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, as TRITON_INTERPRET=1 asks it to."""
+        """Whether Triton's interpreter runs the kernels, because of TRITON_INTERPRET=1."""
         import triton
 
         return not isinstance(self._kernels.attend_kernel, triton.JITFunction)
@@ -52,7 +52,7 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``; float32, float16 or bfloat16."""
-        # The kernels take the last stride to be 1.
+        # The kernels assume a last stride of 1.
         query, key, value = (
             part if part.stride(2) == 1 else part.contiguous() for part in (query, key, value)
         )
@@ -117,7 +117,7 @@ class TritonAttention:
             is_decode=is_decode,
         )  # fmt: skip
         num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
-        # The kernel takes the same arguments with and without splits; unused ones are any tensor.
+        # Arguments are the same with and without splits; unused ones may be any tensor.
         sums = logs = attended
         if num_splits > 1:
             parts = (num_tokens, heads, num_splits)
@@ -182,9 +182,9 @@ def tile_shape(
 ) -> tuple[int, int]:  # fmt: skip
     """Rows (query tokens x heads of a group) and keys of a tile.
 
-    A tile of keys and one of values take up to 32 KiB of shared memory each, less where the device
-    has less than that takes. float32 is multiplied without tensor cores, by code that grows with
-    the tile: there the tile is small.
+    A tile of keys and one of values take up to 32 KiB of shared memory each, less on devices with
+    less shared memory. float32 is multiplied without tensor cores, by code that grows with the
+    tile, so its tile is small.
 
     Args:
         group_pad: Heads of a group, padded; a tile has as many rows at least.
@@ -204,7 +204,7 @@ def tile_shape(
     min_rows = max(_MIN_TILE, group_pad)
 
     def is_too_large() -> bool:
-        # Queries, and keys and values twice where the compiler loads ahead, else once and the
+        # Queries; keys and values twice where the compiler prefetches, otherwise once and the
         # weights beside them.
         widths = key_pad + value_pad
         elements = num_rows * key_pad + num_keys * max(2 * widths, widths + num_rows)

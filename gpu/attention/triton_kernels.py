@@ -1,13 +1,13 @@
 """Triton kernels of paged attention: KV writes, attention over blocks, and the merge of splits.
 
 Grouped heads of one KV head and neighbouring query tokens of one row form the rows of a tile (M =
-tokens x heads of the group), so that decode and prefill are the same kernel: a decode tile is one
+tokens x heads of the group), so decode and prefill use the same kernel: a decode tile is one
 token. Keys come in tiles of any size, gathered by block number. Arithmetic is float32.
 
 Offsets into the pool are int64: a pool may be larger than 2**31 elements.
 
-What changes from pass to pass, lengths and strides of what a pass makes, is not specialized: a
-variant that only some step asks for would be compiled in the middle of serving.
+Values that change from pass to pass, lengths and strides of a pass's tensors, are not specialized:
+a variant that a later step needs first would be compiled while serving.
 """
 
 import triton
@@ -154,7 +154,7 @@ def attend_kernel(
     table = block_tables + row.to(tl.int64) * table_stride
     for start in range(begin, end, TILE_N):
         key_positions = start + tl.arange(0, TILE_N)
-        # Slots behind the context hold anything, NaN included; they are not loaded.
+        # Slots behind the context hold arbitrary values, NaN included; they are not loaded.
         key_valid = key_positions < end
         blocks = tl.load(table + key_positions // BLOCK_SIZE, mask=key_valid, other=0)
         blocks = blocks.to(tl.int64)
@@ -175,7 +175,7 @@ def attend_kernel(
             visible = visible & (key_positions[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
         new_peaks = tl.maximum(peaks, tl.max(scores, 1))
-        # A row that has seen no key yet has no finite peak; its weights are zero all the same.
+        # A row that has seen no key yet has no finite peak; its weights are zero anyway.
         finite_peaks = tl.where(new_peaks == float("-inf"), 0.0, new_peaks)
         weights = tl.exp(scores - finite_peaks[:, None])
         factors = tl.exp(peaks - finite_peaks)

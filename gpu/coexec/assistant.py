@@ -1,4 +1,4 @@
-"""Prepares and settles passes of cold rows: who computes which deltas, and what became of it."""
+"""Prepares and completes passes of cold rows: assigns deltas to workers or the device."""
 
 import logging
 from collections.abc import Sequence
@@ -19,45 +19,45 @@ from .invocation import Invocation
 
 _LOG = logging.getLogger(__name__)
 
-_SETTLE_TIMEOUT_S = 10.0  # the waits have ended, so the results are there
+_SETTLE_TIMEOUT_S = 10.0  # all waits have ended, so the results are available
 
 
 class ArrivingAdapter(ColdAdapter, Protocol):
     """An adapter on its way to the device."""
 
     def begin_pass(self) -> int:
-        """A pass is about to use it; how many layers, from the first on, workers may read."""
+        """Called when a pass is about to use it; returns how many first layers workers may read."""
         ...
 
     def arrival(self, layer: int) -> Arrival | None:
-        """What the layer's deltas on the device wait for; None if it is there."""
+        """What the layer's deltas on the device wait for; None if the layer has arrived."""
         ...
 
     def has_failed(self) -> bool:
-        """Whether a layer group has failed, or was late: what was computed with it is void."""
+        """Whether a layer group failed or was late; results computed with it are void."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ColdRow:
-    """One row of a pass: packed tokens [start, end) and how far its adapter is."""
+    """One row of a pass: packed tokens [start, end) and its adapter's progress."""
 
     start: int
     end: int
     split_layer: int
     table_row: int  # of the LoRA table
     max_rank: int
-    arriving: ArrivingAdapter | None  # None = it is on the device
+    arriving: ArrivingAdapter | None  # None = its adapter is on the device
 
     @property
     def first_layer(self) -> int:
-        """From which on the device computes its deltas: with all of it there, that is all."""
+        """The first layer whose deltas the device computes: 0 if the adapter has arrived."""
         return 0 if self.arriving is None else self.split_layer
 
 
 @dataclass(slots=True)
 class AssistedPass:
-    """One pass under way. ``settle`` or ``give_up`` ends it."""
+    """One running pass. ``settle`` or ``give_up`` ends it."""
 
     deltas: ColdDeltas
     _exchange: Exchange
@@ -66,15 +66,17 @@ class AssistedPass:
     _cold_spans: frozenset[tuple[int, int]]
 
     def settle(self) -> frozenset[tuple[int, int]]:
-        """Packed token spans whose deltas are void, after the pass has come to its end."""
+        """Packed token spans whose deltas are void, after the end of the pass."""
         if self._gateway is None or not self._invocations:
             return frozenset()
         void_spans = self._take_results(self._gateway)
-        # Taken in any case, or it would count against the next pass.
+        # Always taken, or it would count against the next pass.
         failure = self._exchange.take_failure(timeout_s=_SETTLE_TIMEOUT_S)
         if failure is None:
             return void_spans
-        _LOG.warning("an exchange with CPU workers failed, so cold rows count as void: %s", failure)
+        _LOG.warning(
+            "CPU worker exchange failed; cold rows of this step will be recomputed: %s", failure
+        )
         return self._cold_spans
 
     def _take_results(self, gateway: WorkerGateway) -> frozenset[tuple[int, int]]:
@@ -82,14 +84,14 @@ class AssistedPass:
             return gateway.settle(self._invocations, timeout_s=_SETTLE_TIMEOUT_S)
         except ShmError as error:
             _LOG.warning(
-                "the results of CPU workers are not there, so their deltas count as void: %s", error
+                "results of CPU workers are missing; their rows will be recomputed: %s", error
             )
             return frozenset(
                 (job.start, job.end) for jobs in self._invocations.values() for job in jobs
             )
 
     def give_up(self) -> None:
-        """The pass raised: let the workers come to the end of its jobs, and forget the results."""
+        """End a pass that raised: the workers complete its jobs, and the results are dropped."""
         self.deltas.release_workers()
         self.settle()
 
@@ -111,21 +113,21 @@ class Assistant:
 
     @property
     def num_ready_workers(self) -> int:
-        """Workers that take jobs now."""
+        """Workers that accept jobs now."""
         return 0 if self._gateway is None else self._gateway.num_ready_workers
 
     def begin(self, rows: Sequence[ColdRow], device: torch.device) -> AssistedPass:
         """Publish the workers' jobs and plan the device's part.
 
-        Raises ``ShmError`` if the workers that the plan counts on are not there; nothing of the
-        pass may be computed then. Layers whose files have not been read yet are the device's,
-        whatever the plan says.
+        Raises ``ShmError`` if workers that the plan relies on are not available; then no part of
+        the pass may be computed. Layers whose files have not been read yet are computed by the
+        device, regardless of the plan.
         """
         rows = [_within_reach(row) for row in rows]
         invocations = self._invoke(rows)
         batches: list[LoraBatch | None] = []
         arrivals: list[tuple[Arrival, ...]] = []
-        # Between two splits all layers have the same rows on the device.
+        # Between two split layers all layers have the same rows on the device.
         first_layer = 0
         for end_layer in sorted({row.first_layer for row in rows} - {0} | {self._num_layers}):
             batches += [_batch(rows, first_layer, device)] * (end_layer - first_layer)
@@ -145,7 +147,7 @@ class Assistant:
         if not assisted:
             return {}
         if self._gateway is None:
-            raise ShmError("the plan counts on CPU workers, and there are none")
+            raise ShmError("the plan needs CPU workers, and there are none")
         return self._gateway.invoke(assisted)
 
 
@@ -157,7 +159,7 @@ def _batch(rows: Sequence[ColdRow], layer: int, device: torch.device) -> LoraBat
 
 
 def _within_reach(row: ColdRow) -> ColdRow:
-    """Nothing is computed from a region that is not whole."""
+    """Limit a split to regions that are whole."""
     if row.arriving is None:
         return row
     num_layers = row.arriving.begin_pass()

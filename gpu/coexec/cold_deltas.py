@@ -1,9 +1,9 @@
 """Deltas of a pass with cold rows: below a row's split layer from CPU workers, else on the device.
 
 Per (layer, input group): copy x out and signal before the base products, wait and add after them.
-Nothing here waits for the host: the order is made by streams, events and words, so on CUDA all of
-it is enqueued ahead (``handover``). On the CPU, where the compute stream is the thread that calls,
-the same calls take effect one after the other (``host_handover``).
+Nothing here waits for the host: streams, events and words define the order, so on CUDA all of it is
+enqueued ahead (``handover``). On the CPU, where the calling thread is the compute stream, the same
+calls take effect one after the other (``host_handover``).
 
 Source: Toppings, section 4.2 (invocation without synchronisation), with stream operations in place
 of a fused kernel.
@@ -27,19 +27,19 @@ from .invocation import Invocation
 class Arrival:
     """A layer group that is being loaded."""
 
-    event: Event  # recorded behind its copies
-    memory: torch.Tensor  # where it comes to lie on the device
-    # Sees to the copies being enqueued, and tells of files that are late: what is computed without
-    # them is void.
+    event: Event  # recorded after its copies
+    memory: torch.Tensor  # its place on the device
+    # Ensures that the copies are enqueued, and reports files that are late: results computed
+    # without them are void.
     bring: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
 class ColdPlan:
-    """What the deltas of one pass are made of.
+    """The sources of a pass's deltas.
 
     ``batches`` and ``arrivals`` have one entry per layer: the rows whose deltas the device computes
-    there, and the loads under way that they need.
+    there, and the running loads that they need.
     """
 
     invocations: Mapping[GroupKey, tuple[Invocation, ...]]
@@ -48,9 +48,9 @@ class ColdPlan:
 
 
 class ColdDeltas:
-    """See ``step.DeltaPass``; for one pass."""
+    """Implements ``step.DeltaPass`` for one pass."""
 
-    is_repeatable = False  # what is sent and awaited differs
+    is_repeatable = False  # sends and waits differ between passes
 
     def __init__(self, handover: Handover, backend: LoraBackend, plan: ColdPlan) -> None:
         """``backend`` computes on ``handover.exchange.compute``."""
@@ -59,7 +59,7 @@ class ColdDeltas:
         self._backend = backend
         self._plan = plan
         self._has_arrived = [not arrivals for arrivals in plan.arrivals]
-        self._sent: set[int] = set()  # ids of invocations, which the plan keeps alive
+        self._sent: set[int] = set()  # ids of invocations, kept alive by the plan
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Send x to the workers of this group."""
@@ -78,7 +78,7 @@ class ColdDeltas:
         ys: Sequence[torch.Tensor],
         target_indices: Sequence[int],
     ) -> None:
-        """Add the device's own deltas, then those of the workers as they come."""
+        """Add the device's own deltas, then those of the workers as they arrive."""
         key = _key(group)
         layer = key[0]
         batch = self._plan.batches[layer]
@@ -95,9 +95,9 @@ class ColdDeltas:
             self._take_in(invocations, ys)
 
     def release_workers(self) -> None:
-        """Let the workers go on that still wait for x: the pass has failed, and all is void.
+        """Release workers that still wait for x: the pass has failed, and its results are void.
 
-        Behind what was computed: their y takes the place of earlier ones that are read there.
+        Enqueued behind the computation, because their y overwrites earlier ones read there.
         """
         exchange = self._exchange
         exchange.order(exchange.compute, exchange.transfer)

@@ -1,7 +1,7 @@
 """Turns cold rows of a pass into jobs of CPU workers, and takes their results.
 
-Owns what the device knows of the workers' shared memory. It knows nothing of requests: rows are
-spans of packed tokens with an adapter.
+Owns the device's view of the workers' shared memory. Independent of requests: rows are spans of
+packed tokens with an adapter.
 """
 
 from collections import Counter, defaultdict
@@ -71,9 +71,9 @@ PredictDelta = Callable[[Region, int], float]
 
 
 class _PassViews:
-    """The rings, with each slot viewed once: slots come again and again within a pass.
+    """The rings, with one view per slot: a pass uses the same slots many times.
 
-    Not beyond it: what is held keeps the rings open.
+    Views are dropped with the pass, because a view keeps the rings open.
     """
 
     def __init__(self, rings: HostMemory) -> None:
@@ -92,7 +92,7 @@ class _PassViews:
 
 
 class WorkerGateway:
-    """Publishes the jobs of passes. Used by one thread, the one that enqueues the passes."""
+    """Publishes the jobs of passes. Used only by the thread that enqueues the passes."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class WorkerGateway:
             pool: The workers.
             rings: Registration of ``pool.rings.segment``; closed by the device.
             control: Registration of ``pool.control.segment``, likewise.
-            exchange: Who writes the words that workers wait for.
+            exchange: The device and streams that write the words that workers wait for.
             predict_s: How long a worker takes for a slice.
             tokens_per_worker: The per-core token budget c.
         """
@@ -124,18 +124,18 @@ class WorkerGateway:
 
     @property
     def num_ready_workers(self) -> int:
-        """Workers that take jobs now."""
+        """Workers that accept jobs now."""
         return len(self._pool.ready_workers())
 
     def invoke(self, rows: Sequence[AssistedRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
-        """Publish the jobs of all layers of a pass, in the order in which they will be needed.
+        """Publish the jobs of all layers of a pass, in the order in which they are needed.
 
-        Raises ``WorkerUnavailableError`` if a worker that had been ready is not any more,
+        Raises ``WorkerUnavailableError`` if a worker that was ready is not ready any more,
         ``MailboxFullError`` or ``RingFullError`` if the workers' shared memory is too small for
-        the pass; jobs that had been published are over then.
+        the pass. Jobs published before the error have then ended.
         """
         if any(self._pool.end(w).num_outstanding for w in range(self._pool.num_workers)):
-            self._drop_published()  # of a pass whose results could not be taken
+            self._drop_published()  # of a pass whose results were not taken
         workers = self._pool.ready_workers()
         if not workers:
             raise WorkerUnavailableError("no CPU worker is ready")
@@ -152,13 +152,13 @@ class WorkerGateway:
     ) -> frozenset[tuple[int, int]]:
         """Take the results of all jobs; return the token spans whose deltas are void.
 
-        All waits of the pass have ended, so all results are there.
+        All waits of the pass have ended, so all results are available.
         """
         failed: set[tuple[int, int]] = set()
         for worker in range(self._pool.num_workers):
             end = self._pool.end(worker)
             if end.num_outstanding:
-                # Jobs are done in order.
+                # Jobs complete in order.
                 self._pool.wait_done(worker, end.newest_sequence, timeout_s=timeout_s)
                 failed.update((worker, sequence) for sequence in end.take_failed())
         if not failed:
@@ -171,7 +171,7 @@ class WorkerGateway:
         )
 
     def _tasks(self, rows: Sequence[AssistedRow], workers: Sequence[int]) -> _Tasks:
-        """All jobs of a pass, layers ascending; groups that no adapter changes are left out."""
+        """All jobs of a pass, layers ascending; groups that no adapter changes are omitted."""
         tasks: dict[GroupKey, list[_Task]] = defaultdict(list)
         first_layer = 0
         for end_layer in sorted({row.split_layer for row in rows}):
@@ -185,7 +185,7 @@ class WorkerGateway:
     def _places(
         self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]
     ) -> tuple[_Place, ...]:
-        """Share the tokens of the rows that are assisted in ``layer`` over the workers."""
+        """Distribute the tokens of rows that are assisted in ``layer`` over the workers."""
         num_tokens = [row.end - row.start if row.split_layer > layer else 0 for row in rows]
         slices = split_tokens(
             num_tokens, num_cores=len(workers), tokens_per_core=self._tokens_per_worker
@@ -201,35 +201,35 @@ class WorkerGateway:
         )
 
     def _check_room(self, tasks: _Tasks) -> None:
-        """Refuse a pass that would write over what is still in use, before any of it is published.
+        """Refuse a pass that would overwrite slots in use, before any of it is published.
 
-        The slots of a ring are used again from one input group to the next, so they must hold all
-        slices of a group: x of all of them is sent before y of the first is read.
+        Input groups reuse the slots of a ring, so a ring must hold all slices of a group: x of all
+        slices is sent before y of the first is read.
         """
         num_jobs: Counter[int] = Counter()
         for (layer, group), found in tasks.items():
             for place, _ in found:
                 num_jobs[place.worker] += 1
-            # Only then can one worker have too many.
+            # Only then can one worker have too many slices.
             if len(found) <= self._num_ring_slots:
                 continue
             worker, most = Counter(place.worker for place, _ in found).most_common(1)[0]
             if most > self._num_ring_slots:
                 raise RingFullError(
-                    f"{most} slices of layer {layer}, input group {group} are for worker {worker}, "
-                    f"whose rings have {self._num_ring_slots} slots; let a step have fewer cold "
-                    "tokens (--max-assisted-tokens-per-step), or give it more workers"
+                    f"layer {layer}, input group {group} has {most} slices for worker {worker}, "
+                    f"whose rings have {self._num_ring_slots} slots; lower "
+                    "--max-assisted-tokens-per-step, or use more workers"
                 )
         for worker, number in num_jobs.items():
             if not self._pool.end(worker).can_publish(number):
                 raise MailboxFullError(
-                    f"a pass has {number} jobs for worker {worker}, which takes "
-                    f"{self._pool.config.num_job_slots} at once; let a step have fewer cold tokens "
-                    "(--max-assisted-tokens-per-step), or give it more workers"
+                    f"a pass has {number} jobs for worker {worker}, whose limit is "
+                    f"{self._pool.config.num_job_slots}; lower "
+                    "--max-assisted-tokens-per-step, or use more workers"
                 )
 
     def _publish(self, tasks: _Tasks) -> dict[GroupKey, tuple[Invocation, ...]]:
-        """Each worker's jobs at once, and what the device knows of them."""
+        """Publish each worker's jobs at once, and return the device's invocations."""
         slices: dict[int, list[SliceJob]] = defaultdict(list)
         predicted_us: dict[tuple[JobShape, int], int] = {}  # the layers of a pass are alike
         for found in tasks.values():
@@ -264,11 +264,11 @@ class WorkerGateway:
         return invocations
 
     def _drop_published(self) -> None:
-        """Let the workers go through the jobs of a pass that will not run.
+        """Let the workers complete the jobs of a pass that will not run.
 
-        It is the accelerator that says so: signals of earlier passes may not have been made yet,
-        and would take back what anybody else stores. Raises ``WaitTimeoutError`` if the workers do
-        not come to the end.
+        The accelerator signals them: signals of earlier passes may still be pending, and would
+        overwrite a value stored by the host. Raises ``WaitTimeoutError`` if the workers do not
+        complete the jobs.
         """
         exchange = self._exchange
         exchange.order(exchange.compute, exchange.transfer)

@@ -1,4 +1,4 @@
-"""How x comes to workers and y back, by streams: on a device of its own, and for order checks."""
+"""Moves x to workers and y back by streams: on a device of its own, and for order checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .invocation import Invocation
 class Exchange:
     """The device, and the streams on which deltas are exchanged.
 
-    ``transfer`` is ``compute`` itself where a wait on a stream of its own gains nothing: the CPU.
+    ``transfer`` is ``compute`` itself where a separate stream gains nothing: on the CPU.
     """
 
     device: Device[torch.Tensor]
@@ -22,7 +22,7 @@ class Exchange:
     transfer: Stream
 
     def order(self, first: Stream, then: Stream) -> None:
-        """Hold ``then`` until ``first`` has come to where it is now."""
+        """Hold ``then`` until everything enqueued on ``first`` so far is done."""
         if first == then:
             return
         event = self.device.event()
@@ -31,10 +31,10 @@ class Exchange:
         self.device.release_event(event)
 
     def take_failure(self, *, timeout_s: float) -> str | None:
-        """Come to the end of both streams: what failed there since the last call, or None.
+        """Wait for the end of both streams; return the failure since the last call, or None.
 
-        Whatever was exchanged meanwhile is void then; what is enqueued from now on is not.
-        Time-outs of waits are failures, and so is an end that does not come within ``timeout_s``.
+        After a failure all exchanges since the last call are void; later ones are not.
+        Time-outs of waits are failures, and so is a stream that does not end within ``timeout_s``.
         """
         failures = []
         for stream in dict.fromkeys((self.transfer, self.compute)):
@@ -50,11 +50,11 @@ class Handover(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """Whose ``compute`` is the stream of the pass."""
+        """The exchange whose ``compute`` is the stream of the pass."""
         ...
 
     def begin(self) -> None:
-        """X is computed, and what was read of earlier ys has been read."""
+        """Called when x is computed and earlier ys have been read."""
         ...
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
@@ -65,11 +65,11 @@ class Handover(Protocol):
         ...
 
     def wait(self, invocation: Invocation) -> None:
-        """Hold what follows until the invocation's y is there."""
+        """Hold later operations until the invocation's y is available."""
         ...
 
     def end(self) -> None:
-        """Let ``add`` see the ys that were waited for."""
+        """Make the awaited ys visible to ``add``."""
         ...
 
     def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
@@ -78,20 +78,20 @@ class Handover(Protocol):
 
 
 class AddDeltas(Protocol):
-    """Enqueues the sum of what workers computed and the base products."""
+    """Adds the workers' results to the base products."""
 
     def __call__(
         self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
     ) -> None:
         """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group.
 
-        On ``exchange.compute``, which sees y already.
+        Enqueued on ``exchange.compute``, to which y is visible.
         """
         ...
 
 
 class StreamHandover:
-    """By operations of the device alone, so that the host may run ahead of it."""
+    """By device operations alone, so that the host may run ahead of the device."""
 
     def __init__(self, exchange: Exchange, add_deltas: AddDeltas) -> None:
         self.exchange = exchange
@@ -122,9 +122,9 @@ class StreamHandover:
 
 
 class AddByCopy:
-    """On CUDA: y is copied to the device first, by the compute stream itself.
+    """On CUDA: the compute stream first copies y to the device.
 
-    A copy engine that is busy with adapters holds it up by one chunk of theirs at most.
+    A copy engine that is busy with adapters delays it by at most one of their chunks.
     """
 
     def __init__(self, max_slice_tokens: int, max_columns: int, device: torch.device) -> None:
@@ -136,14 +136,14 @@ class AddByCopy:
     def __call__(
         self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
     ) -> None:
-        """Add one invocation's y; the buffer is the stream's own, so the next one waits."""
+        """Add one invocation's y; the stream owns the buffer, so the next invocation waits."""
         y = invocation.y
         landed = self._flat[: y.numel()].view(y.shape)
         exchange.device.copy(exchange.compute, landed, y)
 
         def add() -> None:
             for (first, width), rows_of in zip(invocation.shape.columns, ys, strict=True):
-                if width == 0:  # a target that the adapter lacks
+                if width == 0:  # the adapter does not have this target
                     continue
                 rows = rows_of[invocation.start : invocation.end]
                 rows += landed[:, first : first + min(width, rows_of.shape[1])]

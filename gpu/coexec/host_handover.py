@@ -1,8 +1,8 @@
-"""How x comes to workers and y back where the caller's thread is the compute stream: the CPU.
+"""Moves x to workers and y back where the calling thread is the compute stream: on the CPU.
 
-What operations of the device would do, done at once, by few compiled calls: there is no order to be
-made between streams, and the workers' memory is the caller's own. Only a long wait is the device's,
-which can be released.
+Does the work of the device operations at once, in a few compiled calls: there are no streams to
+order, and the workers' memory is directly accessible. Only long waits use the device, so that they
+can be released.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from ..device.cpu_wait import wait_awake
 from .handover import Exchange
 from .invocation import Invocation
 
-_ITEM_BYTES = 2  # bfloat16: workers compute in nothing else
+_ITEM_BYTES = 2  # bfloat16: the only dtype of workers
 
 
 class HostHandover:
     """See ``Handover``; for bfloat16, called by the thread that runs ``exchange.compute``."""
 
     def __init__(self, exchange: Exchange) -> None:
-        assert exchange.transfer == exchange.compute, "who waits is who computes"
+        assert exchange.transfer == exchange.compute, "transfer and compute must be one stream"
         self.exchange = exchange
 
     def begin(self) -> None:
-        """See ``Handover``: the caller has computed x, and read what it has read."""
+        """See ``Handover``: the caller has computed x, and has read earlier ys."""
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
         """See ``Handover``."""
@@ -47,10 +47,10 @@ class HostHandover:
             exchange.device.wait(exchange.compute, invocation.done, invocation.sequence)
 
     def end(self) -> None:
-        """See ``Handover``: who has waited sees y."""
+        """See ``Handover``: y is visible to the thread that waited."""
 
     def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
-        """See ``Handover``; rounded as torch rounds."""
+        """See ``Handover``; rounds as torch does."""
         terms = invocation.rings.address + invocation.y_offset
         terms_stride = invocation.shape.y_columns * _ITEM_BYTES
         for (first, width), y in zip(invocation.shape.columns, ys, strict=True):

@@ -1,7 +1,7 @@
-"""One job of a CPU worker as the device sees it: where x goes, where y comes from, which words.
+"""One job of a CPU worker as the device sees it: addresses of x and y, and its words.
 
-Plain data. The descriptor of the job has been published before; the device only copies, signals,
-waits and adds.
+Plain data. The job's descriptor has been published before; the device only copies, signals, waits
+and adds.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ..lora.adapter_layout import GroupKey
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobShape:
-    """What all jobs on regions that look alike have in common; compared by identity."""
+    """Common properties of all jobs on regions of one layout; compared by identity."""
 
     region: Region
     in_features: int
@@ -28,7 +28,7 @@ class JobShape:
 
 @functools.lru_cache(maxsize=4096)
 def job_shape(region: Region) -> JobShape:
-    """The shape of the region's jobs: one object for equal regions, as long as they are in use."""
+    """The shape of the region's jobs: one object for equal regions while they are in use."""
     columns, first = [], 0
     for target in region.targets:
         columns.append((first, target.padded_columns if target.rank else 0))
@@ -37,11 +37,11 @@ def job_shape(region: Region) -> JobShape:
 
 
 class RingViews(Protocol):
-    """The rings as the device knows them."""
+    """The device's view of the rings."""
 
     @property
     def address(self) -> int:
-        """What offsets are added to, on the host."""
+        """The host address that offsets are relative to."""
         ...
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
@@ -62,8 +62,8 @@ class Invocation:
     rings: RingViews
     x_offset: int
     y_offset: int
-    ready: Word  # reaches ``sequence`` when x is there
-    done: Word  # reaches it when y is
+    ready: Word  # reaches ``sequence`` when x is available
+    done: Word  # reaches ``sequence`` when y is available
 
     @property
     def x(self) -> torch.Tensor:
@@ -72,5 +72,5 @@ class Invocation:
 
     @property
     def y(self) -> torch.Tensor:
-        """[end - start, padded columns of all targets], likewise."""
+        """[end - start, padded columns of all targets], in registered host memory."""
         return self.rings.rows(self.y_offset, self.end - self.start, self.shape.y_columns)

@@ -1,4 +1,4 @@
-"""Chooses how x comes to workers and y back on a device."""
+"""Chooses how x is moved to workers and y back on a device."""
 
 import torch
 

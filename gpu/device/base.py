@@ -1,14 +1,13 @@
-"""The device interface: what co-execution, adapter loading and swapping are built on.
+"""The device interface: the basis of co-execution, adapter loading and swapping.
 
 A device runs *streams*: queues whose operations take effect one after the other, in the order in
-which they were enqueued, and beside the caller. Between streams, and between a stream and other
-processes, there is no order but the one that events and words make. Three implementations keep
-these promises: CUDA, the CPU (a thread per stream), and in the tests a symbolic one that computes
-nothing and runs the streams in every legal order.
+which they were enqueued, concurrently with the caller. Only events and words order a stream with
+other streams and other processes. There are three implementations: CUDA, the CPU (a thread per
+stream), and in the tests a symbolic one that computes nothing and runs the streams in every legal
+order.
 
-An operation takes effect between two moments that nobody else sees; "done" below means that its
-effects are visible to every stream that an event orders behind it, and to every process that a
-signal orders behind it.
+An operation takes effect atomically. "Done" below means that its effects are visible to every
+stream that an event orders behind it, and to every process that a signal orders behind it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +22,13 @@ class DeviceError(CorunError):
 
 
 class DeviceTimeoutError(DeviceError):
-    """A stream did not come to its end in time; its operations are still enqueued."""
+    """A stream did not end in time; its operations are still enqueued."""
 
 
 class UnrecordedEventError(DeviceError):
-    """A wait was asked for on an event that nothing records in this generation.
+    """A wait was enqueued for an event that is not recorded in this generation.
 
-    CUDA lets such a wait pass at once, so the operations behind it would read what is not there.
+    CUDA lets such a wait pass at once, so later operations would read data too early.
     """
 
 
@@ -43,10 +42,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One use of an event: recorded at most once, given back with ``Device.release_event``.
+    """One use of an event: recorded at most once, returned with ``Device.release_event``.
 
-    Another use of the same underlying event has another generation, so a handle that was kept too
-    long is refused instead of standing for somebody else's record.
+    Every use of the same underlying event has its own generation, so a stale handle is refused
+    instead of standing for a later record.
     """
 
     index: int
@@ -67,69 +66,70 @@ class Word:
 
 
 BufferT_contra = TypeVar("BufferT_contra", contravariant=True)
-"""What copies move and computations touch: tensors, or names on the symbolic device."""
+"""The operands of copies and computations: tensors, or names on the symbolic device."""
 
 
 class Device(Protocol[BufferT_contra]):
     """Streams, and the operations on them.
 
     Every operation returns without waiting for the device, unless its docstring says otherwise.
-    Operations are enqueued by one thread; ``is_done``, ``release_waits`` and ``synchronize`` may be
-    called by any. An operation that fails marks its stream: until ``synchronize`` has raised the
-    error, the stream's further copies, waits and computations are left out, while signals and
-    records are still made, so that nobody hangs on it. What was computed meanwhile is void. On a
-    stream that its thread has adopted nothing is ever left out (``TorchDevice.adopt``).
+    One thread enqueues operations; any thread may call ``is_done``, ``release_waits`` and
+    ``synchronize``. An operation that fails marks its stream: until ``synchronize`` has raised the
+    error, the stream skips further copies, waits and computations. It still makes signals and
+    records, so that nothing hangs on them. Results computed meanwhile are void. A stream that its
+    thread has adopted never skips operations (``TorchDevice.adopt``).
     """
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
-        """Make a stream. Urgent ones are preferred where the device can.
+        """Make a stream. Urgent streams have priority where the device supports it.
 
-        Only before the first operation: making one may wait for the whole device on CUDA, for
-        ever if a wait is outstanding.
+        Only before the first operation: on CUDA making one may wait for the whole device, and
+        forever if a wait is outstanding.
         """
         ...
 
     def event(self) -> Event:
-        """Take an event in a new generation, not recorded."""
+        """Return an event in a new generation, not recorded."""
         ...
 
     def release_event(self, event: Event) -> None:
-        """Give an event back; its handle is refused from now on.
+        """Release an event; its handle is refused from now on.
 
-        Waits that were enqueued on it still hold.
+        Waits that were enqueued on it remain valid.
         """
         ...
 
     def copy(self, stream: Stream, destination: BufferT_contra, source: BufferT_contra) -> None:
         """Copy the bytes of ``source``, between the device and registered host memory or within.
 
-        Ordered like every operation of ``stream``. Both buffers must stay alive and, but for
-        this copy, untouched until it is done: nothing else holds them. Same size, both
-        contiguous, of one type.
+        Ordered like every operation of ``stream``. Both buffers must stay alive and must not be
+        used otherwise until the copy is done; the device holds no reference. They have the same
+        size and dtype, and both are contiguous.
         """
         ...
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
         """Store ``value`` to ``word`` after all earlier operations of ``stream`` are done.
 
-        Whoever reads the value with acquire order sees their effects, in other processes, too.
+        Their effects are visible, also in other processes, to a reader that loads the value with
+        acquire order.
         """
         ...
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Hold ``stream`` until ``word`` has reached ``value`` (cyclically).
 
-        Later operations of the stream see everything that was written before the release store
-        that they waited for. Signal and wait on the same word belong on one stream, whose order
-        with others is made by events: the device does not know the order that words make.
-        There is no deadline on the stream itself: see ``release_waits``.
+        Later operations of the stream see everything written before the release store that they
+        waited for. Signal and wait on the same word belong on one stream; events order it with
+        other streams, as the device does not know the order that words imply. The wait has no
+        deadline: see ``release_waits``.
         """
         ...
 
     def record(self, stream: Stream, event: Event) -> None:
         """Record ``event`` behind all operations enqueued on ``stream`` so far.
 
-        Once in a generation. Raises ``DeviceError`` for a second record or an event given back.
+        Once per generation. Raises ``DeviceError`` for a second record or a released event.
         """
         ...
 
@@ -152,35 +152,34 @@ class Device(Protocol[BufferT_contra]):
         reads: Sequence[BufferT_contra] = (),
         writes: Sequence[BufferT_contra] = (),
     ) -> None:
-        """Run ``compute`` on ``stream``: it reads and writes the buffers named and no others.
+        """Run ``compute`` on ``stream``: it accesses only the named buffers.
 
-        On CUDA ``compute`` is called at once, with ``stream`` the current one, and launches
-        kernels; what it raises is raised here. On the CPU it runs in the stream's thread. It
-        must not wait for another stream. On the CPU it may enqueue operations on its own stream,
-        which then run at once, in place.
+        On CUDA ``compute`` is called at once, with ``stream`` as the current stream, and launches
+        kernels; its exceptions are raised here. On the CPU it runs in the stream's thread. It must
+        not wait for another stream. On the CPU it may enqueue operations on its own stream, which
+        then run at once, in place.
         """
         ...
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
-        """Wait until ``stream``, or every stream, has come to its end.
+        """Wait until ``stream``, or every stream, has completed its operations.
 
         Raises ``DeviceTimeoutError`` after ``timeout_s``, and ``DeviceError`` with the first
-        failure since the last call, which clears it.
+        failure since the last call, which clears the failure.
         """
         ...
 
     def release_waits(self) -> int:
-        """Store what outstanding waits on words wait for, and return how many words that were.
+        """Store the awaited values of outstanding waits; returns the number of words.
 
-        For when whoever should signal is known to be dead: what the streams compute behind
-        those waits is void.
+        For use when the signalling process is dead: results computed behind those waits are void.
         """
         ...
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Come to the end of all streams, releasing waits if need be, and free everything.
+        """Complete all streams, releasing waits if necessary, and free everything.
 
-        After ``timeout_s`` waits are released; a device that does not end then is abandoned with
-        a line in the log. Idempotent; every other call raises ``DeviceError`` afterwards.
+        After ``timeout_s`` waits are released; a device that still does not end is abandoned, which
+        is logged. Idempotent; every other call raises ``DeviceError`` afterwards.
         """
         ...

@@ -1,8 +1,8 @@
 """The CPU as a device: threads as streams, the machine's memory as device memory.
 
-Registered memory is the host's, all other memory is the device's: copies between the two take the
-link, copies within either do not. More than the interface promises, operations may be enqueued by
-any thread, so also by a computation to other streams than its own.
+Registered memory is the host's, all other memory is the device's. Copies between the two use the
+link; copies within either do not. Beyond the interface, any thread may enqueue operations, so a
+computation may enqueue on other streams.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ class CpuDevice:
 
         Args:
             link: Paces and counts copies between registered and other memory.
-            stream_cpus: Where the streams' threads run, so that they take no core from those whose
-                work they stand beside; () = where the first to enqueue runs.
+            stream_cpus: Cores of the streams' threads, so that they do not compete with the
+                computation; () = those of the first thread that enqueues.
         """
         self._stream_cpus = stream_cpus
         self.link = link or PacedLink()
@@ -50,7 +50,7 @@ class CpuDevice:
         self._has_begun = False
         self._is_closed = False
         self._is_abandoned = False
-        self._lock = threading.Lock()  # of the memories and of closing
+        self._lock = threading.Lock()  # guards the memories and closing
 
     @property
     def choices(self) -> DeviceChoices:
@@ -58,17 +58,17 @@ class CpuDevice:
         return DeviceChoices("host", self.link.describe())
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
-        """From now on copies to and from it take the link."""
+        """From now on copies to and from it use the link."""
         self._check_open()
         host = HostMemory(memory, name=name, is_paced=is_paced, unregister=self._unregister)
         with self._lock:
             if any(other.contains(host.address, host.num_bytes) for other in self._memories):
-                raise DeviceError(f"{name} is registered already")
+                raise DeviceError(f"{name} is already registered")
             self._memories.append(host)
         return host
 
     def stream(self, name: str, *, is_urgent: bool = False) -> Stream:
-        """All streams are alike: the kernel's scheduler shares the cores."""
+        """All streams are equal: the kernel's scheduler shares the cores."""
         self._check_open()
         if self._has_begun:
             raise DeviceError(f"stream {name} must be made before the first operation")
@@ -91,7 +91,7 @@ class CpuDevice:
 
     @property
     def num_events(self) -> int:
-        """Events that were not given back."""
+        """Events that are not released."""
         return self._events.num_given
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class CpuDevice:
         num_bytes = source.nbytes
         direction = self._direction(to_pointer, from_pointer, num_bytes)
 
-        # It names the tensors, so that it holds them.
+        # The closure names the tensors, so it keeps them alive.
         def run(_held: object = (destination, source)) -> None:
             if direction is None:
                 ctypes.memmove(to_pointer, from_pointer, num_bytes)
@@ -127,7 +127,7 @@ class CpuDevice:
         key = self._waits.add(word.host_address, wrap(value))
 
         def run() -> None:
-            # On a failed stream the wait is left out, but no longer outstanding either.
+            # On a failed stream the wait is skipped, but no longer outstanding either.
             try:
                 if thread.error is None:
                     self._waits.run(key)
@@ -217,7 +217,7 @@ class CpuDevice:
             self._is_abandoned = True
             self._waits.abandon()
             _LOG.error(
-                "streams %s do not end; they are abandoned, with the memory that they use",
+                "streams %s do not end; they are abandoned, and the memory that they use is leaked",
                 ", ".join(thread.name for thread in running),
             )
             return
@@ -247,7 +247,7 @@ class CpuDevice:
         return thread
 
     def _direction(self, to_pointer: int, from_pointer: int, num_bytes: int) -> Direction | None:
-        """Which way a copy takes the link; None within the host or within the device."""
+        """The direction of a copy over the link; None within the host or within the device."""
         to_host = self._memory_at(to_pointer, num_bytes)
         from_host = self._memory_at(from_pointer, num_bytes)
         host = to_host or from_host
@@ -259,7 +259,7 @@ class CpuDevice:
         return next((m for m in self._memories if m.contains(pointer, num_bytes)), None)
 
     def _wait_ends(self, threads: Sequence[StreamThread], deadline_s: float) -> bool:
-        """Wait for the ends as of now; whether nothing was enqueued behind them meanwhile.
+        """Wait for the current ends; returns whether nothing was enqueued behind them meanwhile.
 
         Raises ``DeviceTimeoutError``.
         """
@@ -270,14 +270,14 @@ class CpuDevice:
             self._events.release(marker)
             if not is_done:
                 raise DeviceTimeoutError(
-                    f"stream {thread.name} did not come to its end in time; "
+                    f"stream {thread.name} did not end in time; "
                     f"{thread.num_outstanding - 1} operations are outstanding"
                 )
         num_enqueued = {id(thread): number for thread, _, number in marked}
         return all(num_enqueued.get(id(t), 0) == t.num_enqueued for t in threads)
 
     def _mark(self, thread: StreamThread) -> tuple[Event, int]:
-        """An event behind everything enqueued on the stream, and how much that was."""
+        """An event behind everything enqueued on the stream, and the number of operations."""
         marker = self._events.take()
         slot = self._events.begin_record(marker)
         number = thread.enqueue(
@@ -294,11 +294,11 @@ class CpuDevice:
             self._memories.remove(memory)
 
     def _join(self, deadline_s: float) -> list[StreamThread]:
-        """Wait for the ends of the threads; return those that run on."""
+        """Wait for the ends of the threads; return those still running."""
         return [t for t in self._streams if not t.join(deadline_s - time.monotonic())]
 
     def _release_and_join(self, deadline_s: float) -> list[StreamThread]:
-        """Release waits, also those that computations still enqueue; return who runs on."""
+        """Release waits, also those that computations enqueue meanwhile; return running threads."""
         num_released = 0
         running = self._streams
         while running and time.monotonic() < deadline_s:

@@ -1,7 +1,7 @@
-"""Events of the CPU device: words that show the newest generation that is recorded and done.
+"""Events of the CPU device: words that hold the newest generation that is recorded and done.
 
-A slot is used again for another event only when its own record is done, so a wait that still holds
-on an event given back is never let go by somebody else's record.
+A slot is reused for another event only when its own record is done, so a record of a later event
+never ends a wait on a released one.
 """
 
 import threading
@@ -17,7 +17,7 @@ from .cpu_wait import wait_awake, wait_briefly
 
 
 class EventSlot:
-    """One event, in generation after generation."""
+    """One event, in successive generations."""
 
     __slots__ = ("_line", "address", "generation", "is_given", "is_recorded", "waiters")
 
@@ -25,7 +25,7 @@ class EventSlot:
         self._line = np.zeros(1, np.int32)
         self.address: int = self._line.ctypes.data
         self.generation = 0
-        self.is_given = False  # to a caller who has not given it back
+        self.is_given = False  # taken, and not released
         self.is_recorded = False  # enqueued, at least
         self.waiters: list[threading.Lock] = []  # held by threads that block on it
 
@@ -49,12 +49,12 @@ class EventTable:
 
     @property
     def num_given(self) -> int:
-        """Events that were not given back."""
+        """Events that are not released."""
         with self._lock:
             return sum(slot.is_given for slot in self._slots)
 
     def take(self) -> Event:
-        """An event in a new generation."""
+        """Return an event in a new generation."""
         with self._lock:
             if self._free and self._slots[self._free[0]].is_idle:
                 index = self._free.popleft()
@@ -67,13 +67,13 @@ class EventTable:
             return Event(index, slot.generation)
 
     def release(self, event: Event) -> None:
-        """Take an event back. Raises ``DeviceError`` if it was given back before."""
+        """Release an event. Raises ``DeviceError`` if it is released already."""
         with self._lock:
             self._slot(event).is_given = False
             self._free.append(event.index)
 
     def begin_record(self, event: Event) -> EventSlot:
-        """Note that a record is enqueued. Raises ``DeviceError`` for a second one."""
+        """Mark a record as enqueued. Raises ``DeviceError`` for a second one."""
         with self._lock:
             slot = self._slot(event)
             if slot.is_recorded:
@@ -82,7 +82,7 @@ class EventTable:
             return slot
 
     def recorded(self, event: Event) -> EventSlot:
-        """The slot to wait on. Raises ``UnrecordedEventError`` if nothing records it."""
+        """The slot to wait on. Raises ``UnrecordedEventError`` if no record is enqueued."""
         with self._lock:
             slot = self._slot(event)
             if not slot.is_recorded:
@@ -99,7 +99,7 @@ class EventTable:
             return slot.is_recorded and slot.is_done(event.generation)
 
     def finish_record(self, slot: EventSlot, generation: int) -> None:
-        """Let go whoever waits for ``generation``."""
+        """Wake the threads that wait for ``generation``."""
         store_release(slot.address, wrap(generation))
         if slot.waiters:
             with self._lock:
@@ -108,7 +108,7 @@ class EventTable:
                 waiter.release()
 
     def wait_in_stream(self, slot: EventSlot, generation: int) -> None:
-        """Wait until the record of ``generation`` is done, and notice within microseconds."""
+        """Wait until the record of ``generation`` is done, with a delay of microseconds."""
         if not wait_awake(slot.address, wrap(generation)):
             self._block(slot, generation, None)
 
@@ -121,7 +121,7 @@ class EventTable:
 
     def _block(self, slot: EventSlot, generation: int, timeout_s: float | None) -> bool:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        # Again and again: a thread that stored an earlier generation may wake this one, too late.
+        # In a loop: a thread that stored an earlier generation may wake this one late.
         while not slot.is_done(generation):
             left_s = -1.0 if deadline_s is None else deadline_s - time.monotonic()
             if deadline_s is not None and left_s <= 0:
@@ -130,7 +130,7 @@ class EventTable:
             waiter.acquire()
             with self._lock:
                 slot.waiters.append(waiter)
-            # A record that is done now was stored before, or finds the waiter.
+            # A record that is done by now either was stored before, or finds the waiter.
             if not slot.is_done(generation):
                 waiter.acquire(timeout=left_s)
             with self._lock:
@@ -143,4 +143,4 @@ class EventTable:
             slot = self._slots[event.index]
             if slot.is_given and slot.generation == event.generation:
                 return slot
-        raise DeviceError(f"event {event.index} was given back, or is of another device")
+        raise DeviceError(f"event {event.index} was released, or belongs to another device")

@@ -1,7 +1,7 @@
 """A stream of the CPU device: a thread that runs operations in the order of their enqueuing.
 
-The thread starts with the first operation. When it has nothing to do it looks for the next one for
-some microseconds before it blocks, because waking a blocked thread costs tens of them.
+The thread starts with the first operation. An idle thread spins for some microseconds before it
+blocks, because waking a blocked thread costs tens of them.
 """
 
 import queue
@@ -26,22 +26,22 @@ class StreamThread:
     """
 
     def __init__(self, name: str, cpus: tuple[int, ...] = ()) -> None:
-        """``cpus``: where the thread runs; () = where the first to enqueue does."""
+        """``cpus``: cores of the thread; () = those of the first thread that enqueues."""
         self.name = name
         self._cpus = cpus
         self.error: BaseException | None = None
-        self.failed_s = 0.0  # when it was marked: tells which of several streams failed first
-        # When the last operation ended, if it was a copy that the next ones followed at once.
+        self.failed_s = 0.0  # orders the failures of several streams
+        # When the last operation ended, if it was a copy directly followed by the next operation.
         self.ready_s: float | None = None
         self._operations: queue.SimpleQueue[tuple[bool, Operation] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.num_enqueued = 0
         self._num_ended = 0
-        self._word = np.zeros(1, np.int32)  # shows num_enqueued to the spinning thread
+        self._word = np.zeros(1, np.int32)  # holds num_enqueued for the spinning thread
         self._word_address: int = self._word.ctypes.data
         self._thread: threading.Thread | None = None
         self._ident: int | None = None
-        self.is_adopted = False  # a thread of somebody else's runs the operations
+        self.is_adopted = False  # an adopting thread runs the operations
 
     @property
     def is_started(self) -> bool:
@@ -50,20 +50,20 @@ class StreamThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is one of this stream's own operations."""
+        """Whether the caller runs as an operation of this stream."""
         return threading.get_ident() == self._ident
 
     @property
     def num_outstanding(self) -> int:
-        """Operations enqueued and not ended, as far as known from outside."""
+        """Operations enqueued and not ended, as seen from other threads."""
         return self.num_enqueued - self._num_ended
 
     def enqueue(self, operation: Operation, *, always: bool = False) -> int:
-        """Run ``operation`` after all earlier ones; at once if the caller is one of them.
+        """Run ``operation`` after all earlier ones; at once if the caller runs as one of them.
 
-        After a failure only operations marked ``always`` are run; an adopted stream has none,
-        because what its operations raise is raised here. Returns how many have been enqueued so
-        far.
+        After a failure only operations marked ``always`` are run. An adopted stream has no failed
+        state, because errors of its operations are raised here. Returns the number of operations
+        enqueued so far.
         """
         if threading.get_ident() == self._ident:
             self.ready_s = None
@@ -73,7 +73,7 @@ class StreamThread:
             self._run(operation, always)
             return self.num_enqueued
         if self.is_adopted:
-            raise DeviceError(f"stream {self.name} is another thread's, which alone may use it")
+            raise DeviceError(f"stream {self.name} was adopted by another thread")
         with self._lock:
             if self._thread is None:
                 self._start()
@@ -81,7 +81,7 @@ class StreamThread:
             return self.num_enqueued
 
     def adopt(self) -> None:
-        """Let the calling thread run the operations, as it enqueues them.
+        """Make the calling thread run the operations as it enqueues them.
 
         Raises ``DeviceError`` if the stream has a thread.
         """
@@ -91,7 +91,7 @@ class StreamThread:
         self.is_adopted = True
 
     def stop(self) -> None:
-        """End the thread behind all operations. Nothing may be enqueued any more."""
+        """End the thread behind all operations. Nothing may be enqueued afterwards."""
         with self._lock:
             if self._thread is not None:
                 self._put(None)
@@ -103,7 +103,7 @@ class StreamThread:
         return self._thread is None or not self._thread.is_alive()
 
     def mark_failed(self, error: BaseException) -> None:
-        """Keep the first failure; further operations are left out."""
+        """Store the first failure; further operations are skipped."""
         if self.error is None:
             self.failed_s = time.monotonic()
             self.error = error
@@ -126,7 +126,7 @@ class StreamThread:
             always, operation = item
             self._run(operation, always)
             self._num_ended += 1
-            # Or the buffers of the last operation would live until the next one.
+            # Otherwise the buffers of the last operation would live until the next one.
             del item, operation
 
     def _next(self) -> tuple[bool, Operation] | None:
@@ -140,12 +140,12 @@ class StreamThread:
             return
         try:
             operation()
-        except BaseException as error:  # whatever a computation raises: the thread lives on
+        except BaseException as error:  # any error of a computation: the thread continues
             self.mark_failed(error)
 
 
 def raise_first(threads: Sequence[StreamThread]) -> None:
-    """Clear the failures of streams that ended and raise the first as a ``DeviceError``."""
+    """Clear the failures of ended streams and raise the first one as a ``DeviceError``."""
     failed = sorted((t for t in threads if t.error is not None), key=lambda t: t.failed_s)
     errors = [(thread.name, thread.error) for thread in failed]
     for thread in failed:

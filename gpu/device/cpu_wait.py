@@ -1,10 +1,10 @@
-"""How threads of the CPU device wait for words: compiled, without the GIL, and in two stages.
+"""Waits of the CPU device's threads for words: compiled, without the GIL, in two stages.
 
-A wait first stays awake but yields the core between looks. What it waits for is often microseconds
-away, and waking a sleeping thread costs tens of them. Yielding, because the thread that it waits
-for, or a computation beside it, may share its core: spinning without would hold up the very store
-that is waited for. Then it sleeps, for a share of the time waited so far: a long wait costs little
-and is still noticed with a small relative delay.
+A wait first polls, and yields the core between polls. The awaited store is often microseconds away,
+and waking a sleeping thread costs tens of them. It yields because the storing thread, or a
+computation, may share its core; spinning would delay the very store that is awaited. Then the wait
+sleeps for a share of the time waited so far: a long wait costs little and still ends with a small
+relative delay.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _YIELD_NS = 10_000_000
 _PAUSES_PER_LOOK = 16
 _LOOKS_PER_SLEEP = 32  # sleeps for 1/32 of the time waited so far
 _MAX_SLEEP_NS = 1_000_000
-_LONGEST_LATE_NS = 150_000  # by how much a sleep usually ends too late, at most
+_LONGEST_LATE_NS = 150_000  # usual upper bound of a sleep's overrun
 _BRIEFLY_NS = 50_000
 
 
@@ -52,7 +52,7 @@ def _sleep_ns(typing_context: Any, duration_ns: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         timespec = ir.ArrayType(_I64, 2)
         pointer = timespec.as_pointer()
-        # In the entry block: inside a loop it would take more of the stack at every turn.
+        # In the entry block: inside a loop it would take more of the stack in every iteration.
         slot = cgutils.alloca_once(builder, timespec)
         value = builder.insert_value(ir.Constant(timespec, [0, 0]), args[0], 1)
         builder.store(value, slot)
@@ -67,7 +67,7 @@ def _sleep_ns(typing_context: Any, duration_ns: Any) -> Any:
 def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> bool:
     """Wait until the word at ``address`` has reached ``target``; False after ``timeout_ns``.
 
-    ``waited_ns`` of them have passed in calls before this one, which it goes on from.
+    ``waited_ns`` of them have passed in earlier calls, which this call continues.
     """
     if has_reached(load_acquire(address), target):
         return True
@@ -88,7 +88,7 @@ def wait_word(address: int, target: int, waited_ns: int, timeout_ns: int) -> boo
 
 @numba.njit("void(int64)", nogil=True, cache=_KEPT)
 def wait_clock(deadline_ns: int) -> None:
-    """Wait until the monotonic clock shows ``deadline_ns``, to a few microseconds if possible."""
+    """Wait until the monotonic clock reaches ``deadline_ns``, within a few microseconds."""
     while True:
         left_ns = deadline_ns - monotonic_ns()
         if left_ns <= 0:
@@ -101,7 +101,7 @@ def wait_clock(deadline_ns: int) -> None:
 
 @numba.njit("boolean(int64, int32)", nogil=True, cache=_KEPT)
 def wait_briefly(address: int, target: int) -> bool:
-    """The begin of ``wait_word``, before a wait on a lock that nobody is in a hurry for."""
+    """The start of ``wait_word``, before a wait on a lock that is not urgent."""
     return bool(wait_word(address, target, 0, _BRIEFLY_NS))
 
 

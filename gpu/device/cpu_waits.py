@@ -1,4 +1,4 @@
-"""Waits on words that streams of the CPU device have ahead of them or are in."""
+"""Pending waits on words of the CPU device's streams."""
 
 import itertools
 
@@ -11,7 +11,7 @@ _PIECE_NS = 100_000_000
 
 
 class WordWaits:
-    """All of a device. Thread-safe without a lock: every step is one operation on a dictionary."""
+    """All waits of a device. Thread-safe without a lock: each step is one dictionary operation."""
 
     def __init__(self) -> None:
         self._outstanding: dict[int, tuple[int, int]] = {}  # key -> (address, value)
@@ -19,13 +19,13 @@ class WordWaits:
         self._is_abandoned = False
 
     def add(self, address: int, value: int) -> int:
-        """Note a wait before it is enqueued, so that whoever releases cannot miss it."""
+        """Add a wait before it is enqueued, so that ``release`` cannot miss it."""
         key = next(self._keys)
         self._outstanding[key] = (address, value)
         return key
 
     def remove(self, key: int) -> None:
-        """Forget a wait that is over, or was left out."""
+        """Remove a wait that has ended or was skipped."""
         del self._outstanding[key]
 
     def run(self, key: int) -> None:
@@ -38,7 +38,7 @@ class WordWaits:
                 raise DeviceError("the device was abandoned during a wait")
 
     def release(self) -> int:
-        """Store what is waited for to every word that has not reached it; returns how many."""
+        """Store the awaited value to every word that has not reached it; returns how many."""
         furthest: dict[int, int] = {}
         for address, value in list(self._outstanding.values()):
             if distance(value, furthest.setdefault(address, value)) > 0:
@@ -51,9 +51,9 @@ class WordWaits:
         return num_words
 
     def abandon(self) -> None:
-        """Let waits fail that nobody will release any more."""
+        """Make waits fail that will never be released."""
         self._is_abandoned = True
 
     def addresses(self) -> set[int]:
-        """Of the words that are waited on."""
+        """Addresses of the awaited words."""
         return {address for address, _ in list(self._outstanding.values())}
