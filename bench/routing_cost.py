@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from time import perf_counter
 
+from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.forecast import DemandForecast
-from corun.runtime.cluster.policy.placement.operating_points import OperatingPoints
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, StoreServer
 from corun.runtime.cluster.policy.placement.registry import (
     PLACEMENTS,
@@ -38,7 +38,7 @@ _RANKS = (8, 16, 32, 64, 128)
 _REQUESTS_PER_S, _REPORT_S = 200, 0.3
 _NUM_STEPS = 6
 # Tokens/s by rank, by hand: a server of tp4-llama7b-padded bears about as many.
-_POINTS = OperatingPoints({8: 6000.0, 16: 5500.0, 32: 4800.0, 64: 3800.0, 128: 2800.0})
+_CAPACITY = CapacityTable({8: 6000.0, 16: 5500.0, 32: 4800.0, 64: 3800.0, 128: 2800.0})
 
 
 def report_at(reported_s: float, rng: random.Random) -> ServerReport:
@@ -108,7 +108,7 @@ def measure(
 def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) -> dict[str, float]:
     """Seconds of the longest plan, and GB that are copied in a step after the first."""
     rng = random.Random(0)
-    placement, forecast = make_placement(name, PlacementFacts(points=_POINTS)), DemandForecast()
+    placement, forecast = make_placement(name, PlacementFacts(capacity=_CAPACITY)), DemandForecast()
     ranks = {f"adapter-{index}": _RANKS[index % len(_RANKS)] for index in range(_NUM_ADAPTERS)}
     sizes = {name: rank * machine.adapter_bytes_per_rank for name, rank in ranks.items()}
     # Room for all of them: "everywhere" is one of the placements.

@@ -57,12 +57,12 @@ class Setting:
         )  # fmt: skip
 
     def runs(
-        self, num_seeds: int, seconds: float, points: Sequence[tuple[int, float]],
+        self, num_seeds: int, seconds: float, capacity: Sequence[tuple[int, float]],
         traces: Path | None,
     ) -> list[SimulatedRun]:  # fmt: skip
         """One for each seed; settings that differ in the cluster alone get the same requests.
 
-        ``points``: see ``ClusterSpec``.
+        ``capacity``: see ``ClusterSpec``.
         """
         slow = ServerLife(factors=Factors(step=self.slow_factor))
         lives = (slow, *(ServerLife(),) * (self.num_servers - 1))
@@ -74,7 +74,7 @@ class Setting:
             store_bytes=self.store_bytes,
             peer_bytes_per_s=self.peer_bytes_per_s,
             placement=self.placement,
-            points=tuple(points) if self.placement is not None else (),
+            capacity=tuple(capacity) if self.placement is not None else (),
         )
         timed = replace(self.workload, rps=self.rate_rps, requests=None, duration_s=seconds)
         return [

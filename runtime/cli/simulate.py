@@ -15,7 +15,7 @@ from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..sim.configure import cluster_of, machine_of
-from ..sim.operating_points import with_points
+from ..sim.operating_capacity import with_capacity
 from ..sim.results import (
     RUNS_NAME,
     Cell,
@@ -86,7 +86,7 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
                 for spec in specs_of(config, workload, rate_rps)
             ]
             if cluster is not None:
-                placed = with_points(
+                placed = with_capacity(
                     cluster, setups[0], engine.slo_ttft_s, config.percentile,
                     _num_processes(config), ProgressLine().say,
                 )  # fmt: skip

@@ -37,7 +37,7 @@ class ControllerSettings(ProcessSettings, frozen=True):
     placement: str
     placement_interval_s: float
     min_copies: dict[str, int]  # by adapter's name
-    slo_ttft_s: float = 10.0  # of the first token, by which operating points are found
+    slo_ttft_s: float = 10.0  # time to first token at which operating capacity is found
 
 
 class GatewaySettings(ProcessSettings, frozen=True):
@@ -71,7 +71,7 @@ class AgentSettings(ProcessSettings, frozen=True):
 
 
 class NodeSettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.machines.supervised``, an agent on whichever machine it comes to."""
+    """Of an agent on one of Ray's machines: ``corun.runtime.cluster.machines.supervised``."""
 
     process_name: ClassVar[str] = "agent"
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..cluster.demand import PlacementSteps
-from ..cluster.policy.placement.operating_points import OperatingPoints
+from ..cluster.policy.placement.capacity_table import CapacityTable
 from ..cluster.policy.placement.plan import PlacementPolicy, StoreServer
 from ..cluster.policy.placement.registry import PlacementFacts, make_placement
 from ..cluster.policy.reports import ServerId, Shares
@@ -60,8 +60,8 @@ def placement_of(
     for one in workload.requests:
         tokens[one.adapter] += one.prompt_tokens + one.output_tokens
     duration_s = max(workload.requests[-1].arrival_s, spec.placement_every_s)
-    points = OperatingPoints(dict(spec.points)) if spec.points else None
-    facts = PlacementFacts(points=points, seed=spec.seed)
+    capacity = CapacityTable(dict(spec.capacity)) if spec.capacity else None
+    facts = PlacementFacts(capacity=capacity, seed=spec.seed)
     return SimulatedPlacement(
         make_placement(spec.placement, facts),
         {adapter_name(adapter): rank for adapter, rank in enumerate(workload.ranks)},

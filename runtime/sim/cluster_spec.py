@@ -35,6 +35,6 @@ class ClusterSpec:
     peer_bytes_per_s: float = 1.25e9  # by hand: a link of 10 Gbit/s
     placement: str | None = None  # None = files are where requests have brought them
     placement_every_s: float = 30.0  # by hand
-    # By rank, of placements that go by demand: see ``OperatingPoints``.
-    points: tuple[tuple[int, float], ...] = ()
+    # By rank, of placements that go by demand: see ``CapacityTable``.
+    capacity: tuple[tuple[int, float], ...] = ()
     seed: int = 0

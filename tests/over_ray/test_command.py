@@ -15,7 +15,7 @@ import pytest
 from corun.runtime.cluster.wire import STATUS_PATH, ClusterStatus
 from corun.runtime.demo import chat_prompt, demo_adapters_path
 from support.demo_answers import ADAPTERS, MAX_TOKENS, questions
-from support.ray_cluster import RayCluster, held_agents
+from support.ray_cluster import RayCluster, supervised_agents
 from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wait_until
 
 pytestmark = pytest.mark.ray
@@ -130,7 +130,7 @@ def test_answers_are_those_of_its_engines_and_nothing_is_left(
             assert direct and all(one == through[0] for one in [*through, *direct])
     finally:
         command.close()
-    assert held_agents() == []
+    assert supervised_agents() == []
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
@@ -142,7 +142,7 @@ def test_engines_outlive_a_command_that_is_killed_and_the_next_one_finds_them(
     engines = {one.engine_id: one.url for one in first.status().engines}
     other = Command(tmp_path / "other", ray.address)
     assert "a cluster 'corun' is there already" in other.error()
-    agents = sorted(one.pid for one in held_agents())
+    agents = sorted(one.pid for one in supervised_agents())
     first.process.kill()
     first.process.wait()
     for url in engines.values():
@@ -152,17 +152,17 @@ def test_engines_outlive_a_command_that_is_killed_and_the_next_one_finds_them(
     try:
         second.ready()
         assert {one.engine_id: one.url for one in second.status().engines} == engines
-        assert sorted(one.pid for one in held_agents()) == agents
+        assert sorted(one.pid for one in supervised_agents()) == agents
     finally:
         second.close()
-    assert held_agents() == []
+    assert supervised_agents() == []
 
 
 def test_an_address_that_does_not_answer_is_one_line(ray: RayCluster, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # somebody else's port
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert f"--ray {address}" in Command(tmp_path / "a", address).error()
-    assert held_agents() == []
+    assert supervised_agents() == []
 
 
 def _serves(url: str, headers: dict[str, str], name: str) -> bool:

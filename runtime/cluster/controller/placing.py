@@ -17,14 +17,14 @@ from ...adapters.names import READY
 from ...errors import CorunError, ResourceError
 from ...server.errors import HttpError
 from ..demand import PlacementSteps, names_at
-from ..policy.placement.operating_points import OperatingPoints
+from ..policy.placement.capacity_table import CapacityTable
 from ..policy.placement.plan import AdapterDemand, StoreServer
 from ..policy.placement.registry import PlacementFacts, goes_by_demand, make_placement
 from ..policy.reports import ServerId, Shares
 from ..wire import AdapterEntry, EngineCard, GatewayDemand
+from .capacity import CapacityTask, capacity_of
 from .commands import Commands
 from .members import Members
-from .points import PointsTask, points_of
 from .pool import CopyPool
 from .registry import Registry
 from .table import RoutingTable
@@ -44,7 +44,7 @@ class PlacementSettings:
     every_s: float
     min_copies: Mapping[str, int]
     slo_ttft_s: float
-    folder: Path  # of operating points
+    folder: Path  # of operating capacities
 
 
 class Placing:
@@ -167,17 +167,17 @@ class Placing:
     ) -> PlacementSteps:
         """From where copies are now, and what demand there was."""
         settings = self._settings
-        points = None
+        capacity = None
         if goes_by_demand(settings.policy):
-            points = OperatingPoints(await self._find_points(engines, adapters))
-        policy = make_placement(settings.policy, PlacementFacts(points=points))
+            capacity = CapacityTable(await self._find_capacity(engines, adapters))
+        policy = make_placement(settings.policy, PlacementFacts(capacity=capacity))
         shares = self._registry.last_shares() or self._copied(engines, adapters)
         steps = PlacementSteps(policy, min_copies=settings.min_copies, shares=shares)
         for tokens_per_s in self._past(settings.every_s):
             steps.expect(tokens_per_s)
         return steps
 
-    async def _find_points(
+    async def _find_capacity(
         self, engines: list[EngineCard], adapters: list[AdapterEntry]
     ) -> dict[int, float]:
         """Of each rank the least that an engine bears, by the profile of each."""
@@ -188,11 +188,11 @@ class Placing:
             load = (await self._commands.state(engine.engine_id)).load
             if profile is None or load is None:
                 continue
-            task = PointsTask(
+            task = CapacityTask(
                 profile, load.total_kv_tokens, ranks, self._settings.slo_ttft_s,
                 str(self._settings.folder),
             )  # fmt: skip
-            for rank, tokens_per_s in (await points_of(task)).items():
+            for rank, tokens_per_s in (await capacity_of(task)).items():
                 found[rank] = min(tokens_per_s, found.get(rank, tokens_per_s))
         if not found:
             raise CorunError("no engine has said yet what it is")

@@ -27,7 +27,7 @@ from .table import RoutingTable
 
 _SWEEP_EVERY_S = 0.25
 _DRAIN_TIMEOUT_S = 2.0
-_POINTS_FOLDER = "operating_points"
+_CAPACITY_FOLDER = "operating_points"
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def _parts(
                 every_s=settings.placement_interval_s,
                 min_copies=settings.min_copies,
                 slo_ttft_s=settings.slo_ttft_s,
-                folder=Path(settings.state_dir) / _POINTS_FOLDER,
+                folder=Path(settings.state_dir) / _CAPACITY_FOLDER,
             ),
             registry, table, members, pool, commands, time.time,
         )  # fmt: skip

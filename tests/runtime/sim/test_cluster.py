@@ -165,7 +165,8 @@ def test_the_same_cluster_gives_the_same_bytes(router: str) -> None:
     def run() -> bytes:
         replayed = cluster(
             requests, 3, MACHINES["tp4-llama7b-padded"], router=router, num_routers=2,
-            state_age_s=0.3, placement="loraserve", placement_every_s=1.0, points=((128, 5000.0),),
+            state_age_s=0.3, placement="loraserve", placement_every_s=1.0,
+            capacity=((128, 5000.0),),
         )  # fmt: skip
         assert len(replayed.records) == 50
         return msgspec.json.encode(replayed)

@@ -54,7 +54,7 @@ def test_with_a_placement_servers_keep_the_files_that_are_planned() -> None:
             router="loraserve",
             placement=name,
             placement_every_s=2.0,
-            points=((128, 4000.0),),
+            capacity=((128, 4000.0),),
         )
         replayed = replay_cluster(
             MACHINES["tp4-llama7b-exact"], requests, SimulationOptions(), spec

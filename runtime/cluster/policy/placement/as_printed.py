@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..reports import Shares
+from .capacity_table import CapacityTable
 from .loraserve import LoraServePlacement, ServerPart
-from .operating_points import OperatingPoints
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
 from .relabel import least_copied
 
@@ -19,15 +19,15 @@ from .relabel import least_copied
 class LoraServePaperPlacement(PlacementPolicy):
     """See the module."""
 
-    def __init__(self, points: OperatingPoints) -> None:
-        self._points = points
-        self._without_demand = LoraServePlacement(points)
+    def __init__(self, capacity: CapacityTable) -> None:
+        self._capacity = capacity
+        self._without_demand = LoraServePlacement(capacity)
 
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
     ) -> PlacementPlan:
         """See ``PlacementPolicy``; never raises."""
-        loads = {one.name: self._points.load_of(one) for one in demand}
+        loads = {one.name: self._capacity.load_of(one) for one in demand}
         target = sum(loads.values()) / len(servers)
         if not target:
             return self._without_demand.plan(demand, servers, previous)

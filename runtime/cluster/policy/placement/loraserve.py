@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ....errors import ConfigError
 from ..reports import ServerId, Shares
-from .operating_points import OperatingPoints
+from .capacity_table import CapacityTable
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, by_size, plan_of
 from .relabel import least_copied
 
@@ -50,14 +50,14 @@ class LoraServePlacement(PlacementPolicy):
     spread.
     """
 
-    def __init__(self, points: OperatingPoints) -> None:
-        self._points = points
+    def __init__(self, capacity: CapacityTable) -> None:
+        self._capacity = capacity
 
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
     ) -> PlacementPlan:
         """See ``PlacementPolicy``."""
-        loads = {one.name: self._points.load_of(one) for one in demand}
+        loads = {one.name: self._capacity.load_of(one) for one in demand}
         asked = [one for one in demand if loads[one.name] > 0.0]
         target = sum(loads.values()) / len(servers)
         # As if each had a server already, so that there is one with room for each in the end.

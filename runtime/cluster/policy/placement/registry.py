@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ....errors import ConfigError
 from ....near_names import near_names
 from .as_printed import LoraServePaperPlacement
+from .capacity_table import CapacityTable
 from .loraserve import LoraServePlacement
-from .operating_points import OperatingPoints
 from .plan import PlacementPolicy
 from .simple import ContiguousPlacement, EverywherePlacement, RandomPlacement
 from .sticky import StickyPlacement
@@ -17,11 +17,11 @@ from .sticky import StickyPlacement
 class PlacementFacts:
     """What placements are made with."""
 
-    points: OperatingPoints | None = None  # of those that go by demand, who must have them
+    capacity: CapacityTable | None = None  # required by placements that go by demand
     seed: int = 0  # of what is drawn
 
 
-_BY_DEMAND: Mapping[str, Callable[[OperatingPoints], PlacementPolicy]] = {
+_BY_DEMAND: Mapping[str, Callable[[CapacityTable], PlacementPolicy]] = {
     "sticky": StickyPlacement,
     "loraserve": LoraServePlacement,
     "loraserve-paper": LoraServePaperPlacement,
@@ -35,7 +35,7 @@ PLACEMENTS = (*_BY_DEMAND, *_OTHERS)
 
 
 def goes_by_demand(name: str) -> bool:
-    """Whether a placement needs operating points."""
+    """Return whether a placement needs a capacity table."""
     return name in _BY_DEMAND
 
 
@@ -52,5 +52,5 @@ def make_placement(name: str, facts: PlacementFacts) -> PlacementPolicy:
     check_placement(name)
     if name in _OTHERS:
         return _OTHERS[name](facts)
-    assert facts.points is not None, "it goes by demand"
-    return _BY_DEMAND[name](facts.points)
+    assert facts.capacity is not None, "it goes by demand"
+    return _BY_DEMAND[name](facts.capacity)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..reports import ServerId, Shares
-from .operating_points import OperatingPoints
+from .capacity_table import CapacityTable
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
 
 _MAX_LOAD = 0.6  # of a copy, in servers: the rest is for others, and for bursts
@@ -19,8 +19,8 @@ _MAX_OVER_MEAN = 2.0  # adapters of a server, times the mean
 class StickyPlacement(PlacementPolicy):
     """Copies come at once and go late; those that stay are where they were."""
 
-    def __init__(self, points: OperatingPoints) -> None:
-        self._points = points
+    def __init__(self, capacity: CapacityTable) -> None:
+        self._capacity = capacity
         self._fewer_steps: dict[str, int] = {}  # for how long fewer copies would have done
 
     def plan(
@@ -28,7 +28,7 @@ class StickyPlacement(PlacementPolicy):
     ) -> PlacementPlan:
         """See ``PlacementPolicy``."""
         room = Room(servers)
-        loads = {one.name: self._points.load_of(one) for one in demand}
+        loads = {one.name: self._capacity.load_of(one) for one in demand}
         ordered = sorted(demand, key=lambda one: (-loads[one.name], -one.num_bytes, one.name))
         numbers = self._num_copies(ordered, loads, room, previous)
         homes: dict[str, list[ServerId]] = {}

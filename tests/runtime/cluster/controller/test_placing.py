@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from corun.runtime.cluster.controller.points import FoundPoints, PointsTask
+from corun.runtime.cluster.controller.capacity import CapacityTask, FoundCapacity
 from corun.runtime.cluster.wire import Ensure
 from corun.runtime.server.errors import HttpError
 from support import fake_cluster
@@ -59,8 +59,8 @@ def test_routes_go_only_to_copies_that_have_come(tmp_path: Path) -> None:
 def test_sticky_goes_by_demand_and_by_what_engines_bear(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "operating_points"
     folder.mkdir(parents=True)
-    task = PointsTask(profile_of(), 1000, (8,), 10.0, str(folder))
-    task.path.write_bytes(msgspec.json.encode(FoundPoints({8: 100.0})))
+    task = CapacityTask(profile_of(), 1000, (8,), 10.0, str(folder))
+    task.path.write_bytes(msgspec.json.encode(FoundCapacity({8: 100.0})))
 
     async def work(cluster: RunningCluster) -> None:
         agents = [await cluster.agent(name, f"{name}-0") for name in "abc"]

@@ -4,14 +4,14 @@ import math
 
 import pytest
 from corun.runtime.cluster.policy.placement.as_printed import LoraServePaperPlacement
+from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.loraserve import LoraServePlacement, server_budgets
-from corun.runtime.cluster.policy.placement.operating_points import OperatingPoints
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, PlacementPlan, StoreServer
 from corun.runtime.cluster.policy.reports import ServerId
 
 # A server bears 100 tokens/s of each rank, so that demand / 100 is load.
 RANKS = (8, 16, 32, 64, 128)
-POINTS = OperatingPoints(dict.fromkeys(RANKS, 100.0))
+CAPACITY = CapacityTable(dict.fromkeys(RANKS, 100.0))
 
 
 def servers(number: int) -> list[StoreServer]:
@@ -48,7 +48,7 @@ def test_ranks_are_apart_and_loads_even() -> None:
         *(adapter(f"large{i}", 128, 0.5) for i in range(4)),
         *(adapter(f"small{i}", 8, 0.25) for i in range(8)),
     ]
-    plan = LoraServePlacement(POINTS).plan(demand, servers(4), {})
+    plan = LoraServePlacement(CAPACITY).plan(demand, servers(4), {})
     assert loads(plan, demand, 4) == pytest.approx([1.0] * 4)
     ranks_at = {
         server_id: {one.rank for one in demand if server_id in plan.shares[one.name]}
@@ -59,7 +59,7 @@ def test_ranks_are_apart_and_loads_even() -> None:
 
 def test_an_adapter_with_much_demand_is_at_several_servers() -> None:
     demand = [adapter("hot", 64, 3.0), adapter("cold", 64, 1.0)]
-    plan = LoraServePlacement(POINTS).plan(demand, servers(4), {})
+    plan = LoraServePlacement(CAPACITY).plan(demand, servers(4), {})
     assert len(plan.shares["hot"]) == 3
     assert loads(plan, demand, 4) == pytest.approx([1.0] * 4)
 
@@ -67,36 +67,36 @@ def test_an_adapter_with_much_demand_is_at_several_servers() -> None:
 def test_five_ranks_on_four_servers() -> None:
     """As printed there are five budgets of one, so that a rank has no server at all."""
     demand = [adapter(f"a{rank}", rank, 0.8) for rank in RANKS]
-    ours = LoraServePlacement(POINTS).plan(demand, servers(4), {})
+    ours = LoraServePlacement(CAPACITY).plan(demand, servers(4), {})
     assert max(loads(ours, demand, 4)) <= 1.6 + 1e-9
     assert all(math.fsum(row.values()) == pytest.approx(1.0) for row in ours.shares.values())
     # The smallest is a leftover, and goes beside the largest rank whatever is there already.
-    printed = LoraServePaperPlacement(POINTS).plan(demand, servers(4), {})
+    printed = LoraServePaperPlacement(CAPACITY).plan(demand, servers(4), {})
     assert sorted(loads(printed, demand, 4)) == pytest.approx([0.8, 0.8, 0.8, 1.6])
 
 
 def test_five_equal_ranks_on_two_servers() -> None:
     """As printed no rank has a budget, and all follow the largest rank to one server."""
     demand = [adapter(f"a{rank}", rank, 0.4) for rank in RANKS]
-    ours = LoraServePlacement(POINTS).plan(demand, servers(2), {})
+    ours = LoraServePlacement(CAPACITY).plan(demand, servers(2), {})
     assert max(loads(ours, demand, 2)) <= 1.2 + 1e-9
-    printed = LoraServePaperPlacement(POINTS).plan(demand, servers(2), {})
+    printed = LoraServePaperPlacement(CAPACITY).plan(demand, servers(2), {})
     assert sorted(loads(printed, demand, 2)) == pytest.approx([0.0, 2.0])
 
 
 def test_the_rest_of_a_share() -> None:
     """As printed it is lost where a budget was rounded down."""
     demand = [adapter("a", 128, 1.4), adapter("b", 8, 0.6)]
-    ours = LoraServePlacement(POINTS).plan(demand, servers(2), {})
+    ours = LoraServePlacement(CAPACITY).plan(demand, servers(2), {})
     assert math.fsum(ours.shares["a"].values()) == pytest.approx(1.0)
     assert loads(ours, demand, 2) == pytest.approx([1.0, 1.0])
-    printed = LoraServePaperPlacement(POINTS).plan(demand, servers(2), {})
+    printed = LoraServePaperPlacement(CAPACITY).plan(demand, servers(2), {})
     assert math.fsum(printed.shares["a"].values()) == pytest.approx(1.0 / 1.4)
 
 
 def test_without_any_demand_adapters_are_spread_by_bytes() -> None:
     demand = [adapter(f"a{i}", rank, 0.0) for i, rank in enumerate(RANKS * 4)]
-    for placement in (LoraServePlacement(POINTS), LoraServePaperPlacement(POINTS)):
+    for placement in (LoraServePlacement(CAPACITY), LoraServePaperPlacement(CAPACITY)):
         plan = placement.plan(demand, servers(4), {})
         sizes = [
             sum(one.num_bytes for one in demand if f"s{i}" in plan.shares[one.name])

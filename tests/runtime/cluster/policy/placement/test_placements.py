@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import pytest
-from corun.runtime.cluster.policy.placement.operating_points import OperatingPoints
+from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.plan import (
     AdapterDemand,
     PlacementPlan,
@@ -23,13 +23,13 @@ from corun.runtime.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
 
-POINTS = OperatingPoints({8: 4000.0, 64: 2000.0, 128: 1000.0})
+CAPACITY = CapacityTable({8: 4000.0, 64: 2000.0, 128: 1000.0})
 AS_PRINTED = "loraserve-paper"
 OURS = [name for name in PLACEMENTS if name != AS_PRINTED]
 
 
 def make(name: str) -> PlacementPolicy:
-    return make_placement(name, PlacementFacts(points=POINTS, seed=3))
+    return make_placement(name, PlacementFacts(capacity=CAPACITY, seed=3))
 
 
 def servers_of(*store_bytes: int) -> list[StoreServer]:
@@ -119,8 +119,8 @@ def test_a_small_server_gets_what_it_can_hold(name: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--placement is 'stick'.*did you mean 'sticky'"):
         make("stick")
-    with pytest.raises(ConfigError, match="operating points must be above 0"):
-        OperatingPoints({8: 0.0})
+    with pytest.raises(ConfigError, match="operating capacities must be above 0"):
+        CapacityTable({8: 0.0})
 
 
 @given(

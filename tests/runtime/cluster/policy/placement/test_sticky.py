@@ -1,11 +1,11 @@
 """Copies come at once, go late, and stay where they were."""
 
-from corun.runtime.cluster.policy.placement.operating_points import OperatingPoints
+from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, StoreServer
 from corun.runtime.cluster.policy.placement.sticky import StickyPlacement
 from corun.runtime.cluster.policy.reports import ServerId
 
-POINTS = OperatingPoints({64: 100.0})
+CAPACITY = CapacityTable({64: 100.0})
 SERVERS = [StoreServer(ServerId(f"s{i}"), 10**6) for i in range(6)]
 
 
@@ -15,13 +15,13 @@ def adapter(name: str, load: float) -> AdapterDemand:
 
 def test_a_copy_for_each_part_of_a_server() -> None:
     demand = [adapter("a", 1.3), adapter("b", 0.6), adapter("c", 0.0), adapter("d", 99.0)]
-    shares = StickyPlacement(POINTS).plan(demand, SERVERS, {}).shares
+    shares = StickyPlacement(CAPACITY).plan(demand, SERVERS, {}).shares
     assert [len(shares[name]) for name in "abcd"] == [3, 1, 1, 6]
     assert set(shares["a"].values()) == {1 / 3}
 
 
 def test_fewer_copies_only_after_two_steps() -> None:
-    placement = StickyPlacement(POINTS)
+    placement = StickyPlacement(CAPACITY)
     shares = placement.plan([adapter("a", 1.3)], SERVERS, {}).shares
     homes = set(shares["a"])
     for load, number in ((0.1, 3), (1.3, 3), (0.1, 3), (0.1, 1), (1.0, 2)):
@@ -33,7 +33,7 @@ def test_fewer_copies_only_after_two_steps() -> None:
 
 def test_who_is_gone_is_replaced_and_the_others_stay() -> None:
     demand = [adapter(f"a{i}", 0.1 * i) for i in range(12)]
-    placement = StickyPlacement(POINTS)
+    placement = StickyPlacement(CAPACITY)
     before = placement.plan(demand, SERVERS, {}).shares
     after = placement.plan(demand, SERVERS[1:], before)
     lost = {name for name, row in before.items() if "s0" in row}
@@ -43,6 +43,6 @@ def test_who_is_gone_is_replaced_and_the_others_stay() -> None:
 def test_no_server_has_many_more_than_others() -> None:
     """However unequal the demand is."""
     demand = [adapter(f"a{i:03}", 3.0 / (i + 1)) for i in range(120)]
-    shares = StickyPlacement(POINTS).plan(demand, SERVERS, {}).shares
+    shares = StickyPlacement(CAPACITY).plan(demand, SERVERS, {}).shares
     largest = max(sum(s.server_id in row for row in shares.values()) for s in SERVERS)
     assert largest <= 4 * len(demand) / len(SERVERS)

@@ -1,4 +1,4 @@
-"""Finds operating points: ``python -m`` this, a ``PointsTask`` as its input."""
+"""Finds an engine's operating capacity: a process with a ``CapacityTask`` on standard input."""
 
 import logging
 import math
@@ -15,12 +15,12 @@ from ...config.engine import EngineConfig
 from ...errors import CorunError
 from ...sim.capacity import NoLimitError
 from ...sim.machines import SimulatedMachine
-from ...sim.operating_points import NUM_REQUESTS, find_points
+from ...sim.operating_capacity import NUM_REQUESTS, find_capacity
 from ...sim.planning import Slo
 from ...sim.study import SimulatedRun
 from ...sim.workload_spec import RANKS, LengthSpec, WorkloadSpec
 from ..process import EXIT_FAILED, bind_to_parent
-from .points import FoundPoints, PointsTask
+from .capacity import CapacityTask, FoundCapacity
 
 _PERCENTILE = 95.0  # of first tokens, as in LoRAServe, section V
 _LONGEST_TOKENS = 16384  # about, of the conversations that are simulated
@@ -29,28 +29,32 @@ _HORIZON_S = 600.0
 _logger = logging.getLogger(__name__)
 
 
-def find_and_keep(task: PointsTask) -> None:
-    """Find the points and write them where ``points_of`` looks. Raises ``CorunError``."""
+def find_and_keep(task: CapacityTask) -> None:
+    """Find the capacity and write it where ``capacity_of`` looks. Raises ``CorunError``."""
     ranks = sorted({*RANKS, *task.ranks})
     find = partial(
-        find_points, _setup_of(task), ranks, folder=Path(task.folder), num_processes=1,
+        find_capacity, _setup_of(task), ranks, folder=Path(task.folder), num_processes=1,
         on_progress=_logger.debug,
     )  # fmt: skip
     try:
         found = find(slo=Slo(task.slo_ttft_s, _PERCENTILE))
     except NoLimitError as error:
         _logger.warning(
-            "first tokens within %g s: %s; placement goes by what engines do at most",
+            "found no load limit for a first token within %g s (%s); placement uses the engines' "
+            "maximum throughput",
             task.slo_ttft_s, error,
         )  # fmt: skip
         found = find(slo=None)
     part = task.path.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(FoundPoints(dict(found))))
+    part.write_bytes(msgspec.json.encode(FoundCapacity(dict(found))))
     part.replace(task.path)
 
 
-def _setup_of(task: PointsTask) -> SimulatedRun:
-    """One engine without workers, which help at its start only, under Azure's conversations."""
+def _setup_of(task: CapacityTask) -> SimulatedRun:
+    """Return a run of one engine under Azure's conversations.
+
+    The engine has no CPU workers: they help only while adapters load.
+    """
     profile = task.profile
     divisor = max(1, math.ceil(_LONGEST_TOKENS / profile.max_model_len))
     model = replace(profile.machine, groups=(), num_workers=0, invocation_s=0.0)
@@ -75,14 +79,14 @@ def _setup_of(task: PointsTask) -> SimulatedRun:
 
 
 def main() -> int:
-    """Find what standard input asks for."""
+    """Do the task on standard input; return the exit status."""
     bind_to_parent()
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=PointsTask)
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=CapacityTask)
     try:
         find_and_keep(task)
     except (CorunError, OSError) as error:
-        sys.stderr.write(f"corun: operating points: {error}\n")
+        sys.stderr.write(f"corun: operating capacity: {error}\n")
         return EXIT_FAILED
     return 0
 

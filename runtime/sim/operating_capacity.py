@@ -20,11 +20,11 @@ _NUM_ADAPTERS = 25  # of one rank
 NUM_REQUESTS = 300
 
 
-def with_points(
+def with_capacity(
     cluster: ClusterSpec, setup: SimulatedRun, slo_ttft_s: float | None, percentile: float,
     num_processes: int, on_progress: Callable[[str], None],
 ) -> ClusterSpec:  # fmt: skip
-    """``cluster`` with operating points of each rank of ``setup``'s workload, if it needs them.
+    """Return ``cluster`` with the capacity of each rank of ``setup``'s workload, if it needs it.
 
     Raises ``ConfigError`` without an SLO, or if some rank holds it, or misses it, at whatever load.
     """
@@ -43,27 +43,27 @@ def with_points(
     alone = replace(setup, cluster=None, log_digest="", workload=workload)
     slo = Slo(slo_ttft_s, percentile)
     try:
-        points = _points(alone, ranks, slo, num_processes, on_progress)
+        capacity = _capacity(alone, ranks, slo, num_processes, on_progress)
     except NoLimitError as error:
         raise ConfigError(
             f"--placement {cluster.placement} goes by what a server bears of each rank, and one of "
             f"them holds, or misses, --slo-ttft-s {slo_ttft_s:g} at any load ({error})"
         ) from error
-    return replace(cluster, points=points)
+    return replace(cluster, capacity=capacity)
 
 
 @cache
-def _points(
+def _capacity(
     setup: SimulatedRun, ranks: Sequence[int], slo: Slo, num_processes: int,
     on_progress: Callable[[str], None],
 ) -> tuple[tuple[int, float], ...]:  # fmt: skip
     folder = state_directory(dict(os.environ), Path.home()).with_name("operating_points")
-    return find_points(
+    return find_capacity(
         setup, ranks, slo, folder, num_processes=num_processes, on_progress=on_progress
     )
 
 
-def find_points(
+def find_capacity(
     setup: SimulatedRun, ranks: Sequence[int], slo: Slo | None, folder: Path, *,
     num_processes: int, on_progress: Callable[[str], None],
 ) -> tuple[tuple[int, float], ...]:  # fmt: skip
