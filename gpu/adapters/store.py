@@ -126,8 +126,8 @@ def _region_ends(layers: Sequence[int]) -> dict[int, int]:
 
 
 # Opens a PEFT directory; raises ``AdapterError``.
+OpenSource = Callable[[str], AdapterReader]
 # Returns a place for an adapter with these bytes per layer, in whole pages; None = no room.
-# Says where an adapter is kept whose layers take so many bytes, in whole pages; None = nowhere.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 

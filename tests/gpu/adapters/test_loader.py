@@ -238,7 +238,7 @@ def test_a_lost_device_ends_more_than_a_load(where: str, loading: Loading) -> No
     ("error", "reason"),
     [
         (accelerator_error(719), "a kernel that failed"),
-        (ZeroDivisionError("a bug"), "nobody looks at copies"),
+        (ZeroDivisionError("a bug"), "polling copies to the device failed"),
     ],
 )
 def test_what_ends_the_watching_thread_is_told(

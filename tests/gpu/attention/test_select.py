@@ -49,7 +49,7 @@ def test_auto_takes_what_the_dtype_allows_and_says_why(
     assert backend.name == expected
     assert f"attention: {expected}" in caplog.text
     if expected == "torch":
-        assert "float32 and bfloat16 only" in caplog.text
+        assert "only float32 and bfloat16" in caplog.text
 
 
 def test_the_threading_layer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,9 +67,9 @@ def test_torch_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "reason"),
     [
-        ("numba", "cpu", torch.float16, "float32 and bfloat16 only"),
-        ("numba", "cuda", torch.float32, "on the CPU only"),
-        ("triton", "cpu", torch.float64, "float32, float16 and bfloat16 only"),
+        ("numba", "cpu", torch.float16, "only float32 and bfloat16"),
+        ("numba", "cuda", torch.float32, "supports only the CPU"),
+        ("triton", "cpu", torch.float64, "only float32, float16 and bfloat16"),
         ("flash", "cpu", torch.float32, "choose one of auto, numba, triton, torch"),
     ],
 )
@@ -91,9 +91,9 @@ def test_triton_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        (_WrongAttention, "its probe is off by 0.0"),
-        (_NanAttention, "its probe is off by nan"),
-        (_BrokenAttention, "its probe failed: RuntimeError: no such instruction"),
+        (_WrongAttention, "the probe's error is 0.0"),
+        (_NanAttention, "the probe's error is nan"),
+        (_BrokenAttention, "the probe failed: RuntimeError: no such instruction"),
     ],
 )
 def test_a_back_end_that_fails_its_probe_is_not_used(
@@ -123,7 +123,7 @@ def test_a_slow_loop_in_place_of_triton_is_a_warning(
     chosen = select_attention_backend("auto", device=torch.device("cuda"), dtype=torch.bfloat16)
     assert chosen.name == "torch"
     (record,) = (one for one in caplog.records if one.levelno >= logging.WARNING)
-    assert "its probe failed: RuntimeError: no such instruction" in record.message
+    assert "the probe failed: RuntimeError: no such instruction" in record.message
 
 
 def test_the_probe_takes_any_layer() -> None:

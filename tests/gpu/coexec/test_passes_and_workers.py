@@ -191,7 +191,7 @@ def lose_results(passes: Passes, rng: random.Random) -> None:
 
 def refuse(passes: Passes, rng: random.Random) -> None:
     before = passes.driver.pool.end(0).next_sequence
-    with pytest.raises(RingFullError, match="5 slices of layer 0, input group 0 are for worker 0"):
+    with pytest.raises(RingFullError, match="layer 0, input group 0 has 5 slices for worker 0"):
         passes.begin(MAX_TOKENS + 1, 0)
     assert passes.driver.pool.end(0).next_sequence == before
 
