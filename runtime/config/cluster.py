@@ -122,15 +122,15 @@ class ClusterConfig:
         None,
         minimum=1,
         maximum=1024,
-        help="Engines that run on this machine, or with --ray on Ray's.",
+        help="Number of engines on this machine, or with --ray on Ray's machines.",
         commands=_ADD,
     )
     engine: tuple[str, ...] = option(
         (),
         metavar="URL",
         one_each=True,
-        help="An engine that others run, with the cluster's key as its --api-key and --admin-key; "
-        "adapters must be in directories that it sees, too. A vLLM server: "
+        help="URL of an engine that runs already, with the cluster's key as its --api-key and "
+        "--admin-key. It must see the directories of adapters. A vLLM server is "
         "URL,kind=vllm,profile=FILE.",
         check=_check_engines,
         commands=_ADD,
@@ -138,15 +138,15 @@ class ClusterConfig:
     ray: str | None = option(
         None,
         metavar="HOST:PORT",
-        help="Have Ray start the engines on its machines, of which this is one; as ray start "
-        "--address takes it.",
+        help="Let Ray start the engines on its machines, which include this one; HOST:PORT as "
+        "for ray start --address.",
         check=check_ray,
         commands=_CLUSTER,
     )
     cluster_name: str = option(
         "corun",
         metavar="NAME",
-        help="With --ray: which of Ray's actors are this cluster's.",
+        help="With --ray: name by which this cluster finds its Ray actors.",
         check=_check_name,
         commands=_CLUSTER,
     )
@@ -154,80 +154,82 @@ class ClusterConfig:
         1,
         minimum=1,
         maximum=64,
-        help="Gateway processes, which share one port.",
+        help="Number of gateway processes, which share one port.",
         commands=_GATEWAY,
     )
     router: str = option(
         "predicted",
         metavar="NAME",
-        help="Says which engine a request goes to (predicted, toppings, loraserve, p2c, ...).",
+        help="Policy that chooses the engine of a request (predicted, toppings, loraserve, p2c, "
+        "...).",
         commands=_GATEWAY,
     )
     placement: str = option(
         "sticky",
         metavar="NAME",
-        help="Plans which engines have which adapters' files (sticky, loraserve, everywhere, ...).",
+        help="Policy that chooses which engines have which adapters' files (sticky, loraserve, "
+        "everywhere, ...).",
         commands=_CLUSTER,
     )
     placement_interval_s: float = option(
         120.0,
         minimum=15,
         maximum=3600,
-        help="So often a placement is planned anew.",
+        help="Seconds after which the placement is planned again.",
         commands=_CLUSTER,
     )
     min_copies: tuple[str, ...] = option(
         (),
         metavar="NAME=K",
         one_each=True,
-        help="Keep an adapter's files for at least K engines.",
+        help="Keep the files of an adapter for at least K engines.",
         check=parse_min_copies,
         commands=_CLUSTER,
     )
     adapter_cache_gib: float | None = option(
         None,
         above=0,
-        help="Disk space for adapters' files on this machine, in GiB; default: half of what is "
-        "free there.",
+        help="Disk space for adapter files on this machine, in GiB; default: half of the free "
+        "space.",
         commands=_CLUSTER,
     )
     state_dir: str | None = option(
         None,
         metavar="DIR",
-        help="Where the cluster's registry, its key and adapters' files are; default: "
+        help="Directory of the cluster's registry, its key and adapter files; default: "
         "corun/cluster in XDG_STATE_HOME.",
         commands=("cluster", *_ASKING),
     )
     cluster_key_file: str | None = option(
         None,
         metavar="FILE",
-        help="File with the key that the processes of the cluster show each other; default: "
-        "cluster.key in --state-dir, which is made if it is missing.",
+        help="File with the key that the cluster's processes authenticate with; default: "
+        "cluster.key in --state-dir, which is created if it is missing.",
         commands=_KEYED,
     )
     cluster_host: str = option(
         "127.0.0.1",
-        help="Address of this machine on which controller, agent and engines listen, for gateways "
-        "and agents of others; with --ray the one that leads to its machines.",
+        help="Address of this machine on which controller, agent and engines listen for gateways "
+        "and agents of other machines; with --ray, the address that leads to Ray's machines.",
         commands=_CLUSTER,
     )
     cluster_port: int = option(
         0,
         minimum=0,
         maximum=65535,
-        help="Port of the controller there; 0 = any free one.",
+        help="Port of the controller; 0 = any free port.",
         commands=_CLUSTER,
     )
     unpinned: bool = option(
         False,
-        help="Do not divide the cores of this machine: engines share them, and have no workers "
+        help="Do not divide the cores of this machine. Engines share them, and have no workers "
         "that compute LoRA deltas.",
         commands=_CLUSTER,
     )
     controller: str | None = option(
         None,
         metavar="URL",
-        help="Where the controller is; default: as --state-dir says.",
+        help="URL of the controller; default: the one that --state-dir names.",
         check=lambda url, flag: None if url is None else check_url(url, flag),
         commands=("gateway", *_ASKING),
     )

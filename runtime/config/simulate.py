@@ -27,86 +27,97 @@ class SimulateConfig:
 
     workload: str = option(
         "S1",
-        help="What arrives: a name (S1, prod100, ...), or a file of yours (FILE.yaml, FILE.jsonl).",
+        help="Workload to simulate: a name (S1, prod100, ...) or a file (FILE.yaml, FILE.jsonl).",
         commands=_BOTH,
     )
     traces: str | None = option(
         None,
         metavar="DIR",
-        help="Where traces of real traffic lie that recipes are drawn from; default: CORUN_TRACES.",
+        help="Directory with traces of real traffic that workloads draw from; default: "
+        "CORUN_TRACES.",
         commands=_BOTH,
     )
     rps: float | None = option(
         None,
         above=0,
-        help="Requests per second; corun plan says how many servers bear them.",
+        help="Requests per second; corun plan computes how many servers hold this load.",
         commands=_BOTH,
     )
     requests: int | None = option(
         None,
         minimum=1,
         maximum=10**7,
-        help="Requests of a run; default: as the workload says, else 500.",
+        help="Number of requests per run; default: as the workload says, otherwise 500.",
         commands=_BOTH,
     )
     seeds: int = option(
-        3, minimum=1, maximum=1000, help="Runs of each kind, each with arrivals of its own.",
+        3, minimum=1, maximum=1000, help="Number of runs of each variant, each with its own "
+        "arrivals.",
         commands=_BOTH,
     )  # fmt: skip
     jobs: int | None = option(
-        None, minimum=1, maximum=1024, help="Processes; default: one for each CPU.", commands=_BOTH
+        None,
+        minimum=1,
+        maximum=1024,
+        help="Number of processes; default: one per CPU.",
+        commands=_BOTH,
     )
     percentile: float = option(
         95.0,
         above=0,
         maximum=99.99,
-        help="Of first tokens, which the SLO is about.",
+        help="Percentile of the time to first token that the SLO limits.",
         commands=_BOTH,
     )
     servers: int = option(
-        1, minimum=1, maximum=1000, help="Servers that share the load.", commands=_SIMULATE
+        1,
+        minimum=1,
+        maximum=1000,
+        help="Number of servers that share the load.",
+        commands=_SIMULATE,
     )
     router: str | None = option(
         None,
         metavar="NAME",
-        help="Says which server a request goes to (predicted, toppings, p2c, ...); default with "
-        "several servers: predicted.",
+        help="Policy that chooses the server of a request (predicted, toppings, p2c, ...); "
+        "default with several servers: predicted.",
         commands=_SIMULATE,
     )
     placement: str | None = option(
         None,
         metavar="NAME",
-        help="Plans which servers have which adapters' files (sticky, loraserve, random, "
-        "contiguous, everywhere); default: they are where requests have brought them.",
+        help="Policy that chooses which servers have which adapters' files (sticky, loraserve, "
+        "random, contiguous, everywhere); default: where requests have brought them.",
         commands=_SIMULATE,
     )
     placement_every_s: float = option(
         30.0,
         above=0,
         maximum=86_400,
-        help="So often a placement is planned anew.",
+        help="Seconds after which the placement is planned again.",
         commands=_SIMULATE,
     )
     routers: int = option(
         1,
         minimum=1,
         maximum=1000,
-        help="Routers, to which requests come in turn; none knows what the others send.",
+        help="Number of routers. Requests go to them in turn, and none knows what the others send.",
         commands=_SIMULATE,
     )
     state_age_s: float = option(
         0.0,
         minimum=0,
         maximum=3600,
-        help="So old are servers' reports when routers get them; each reports 10 times a second.",
+        help="Age of the reports of servers when routers receive them, in seconds; a server "
+        "reports 10 times a second.",
         commands=_SIMULATE,
     )
     store_bytes: str | None = option(
         None,
         metavar="BYTES",
         number_as_text=True,
-        help="Room for adapters' files on each server, e.g. 40GiB, which takes what it lacks from "
-        "the others; default: each has all files.",
+        help="Space for adapter files on each server, such as 40GiB; missing files come from "
+        "other servers. Default: each server has all files.",
         check=parse_num_bytes,
         commands=_SIMULATE,
     )
@@ -114,7 +125,7 @@ class SimulateConfig:
         1.2,
         above=0,
         maximum=1000,
-        help="GiB per second of files from other servers, one after the other.",
+        help="Bandwidth of files from other servers, in GiB per second, one file after the other.",
         commands=_SIMULATE,
     )
     compare: tuple[str, ...] = option(
@@ -134,18 +145,23 @@ class SimulateConfig:
         3600.0,
         above=0,
         maximum=10**7,
-        help="Simulated seconds after the last arrival at which a run is cut; requests that have "
-        "not ended by then are counted.",
+        help="Simulated seconds after the last arrival at which a run is cut; unfinished "
+        "requests are counted.",
         commands=_BOTH,
     )
     out: str | None = option(
-        None, metavar="DIR", help="Where table, figures and pictures go.", commands=_SIMULATE
+        None,
+        metavar="DIR",
+        help="Directory of the table, figures and pictures.",
+        commands=_SIMULATE,
     )
     force: bool = option(
-        False, help="Write to --out although it holds other results.", commands=_SIMULATE
+        False, help="Write to --out even if it has other results.", commands=_SIMULATE
     )
     quick: bool = option(
-        False, help="Say what one server bears, and not what would change it.", commands=_PLAN
+        False,
+        help="Compute the load of one server only, and not what would change it.",
+        commands=_PLAN,
     )
 
     def __post_init__(self) -> None:
