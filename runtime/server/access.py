@@ -1,4 +1,4 @@
-"""Who may ask for what: keys of requests, compared in constant time."""
+"""Access control: the keys of requests, compared in constant time."""
 
 import hmac
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ _ADAPTER_PATHS = tuple(
 
 
 class Keys:
-    """Secrets of which a request holds one, kept as digests: comparing tells not even a length."""
+    """A set of secrets, stored as digests: a comparison reveals not even their length."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = tuple({sha256(key.encode()).digest(): None for key in keys})
@@ -30,26 +30,25 @@ class Keys:
         return bool(self._digests)
 
     def have(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them. It is compared with each, whatever comes out."""
+        """Whether ``key`` is one of them. Always compares with all of them."""
         digest = sha256(key).digest()
         return any([hmac.compare_digest(digest, one) for one in self._digests])
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Which requests need which key. Without keys all are let in; an admin's key fits everywhere.
+    """Which key a request needs. Without keys all requests pass; an admin key fits everywhere.
 
-    ``admin`` keys, if there are any, are for what changes adapters, and ``api`` keys do not fit
-    there.
+    If there are ``admin`` keys, changes of adapters need one of them; ``api`` keys do not suffice.
     """
 
     api: Keys = field(default_factory=Keys)
     admin: Keys = field(default_factory=Keys)
-    open_paths: frozenset[str] = frozenset()  # no key is asked for there
+    open_paths: frozenset[str] = frozenset()  # these need no key
 
     @classmethod
     def of(cls, config: ServeConfig) -> "Access":
-        """Take them from the options. Raises ``ConfigError`` for a file of keys that is none."""
+        """Return the access that the options set. Raises ``ConfigError`` for a bad key file."""
         open_paths: frozenset[str] = frozenset()
         if not config.metrics_need_key:
             open_paths |= _METRICS_PATHS
@@ -62,7 +61,7 @@ class Access:
         )
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise ``InvalidKeyError`` or ``AdminKeyNeededError`` unless a request is let in."""
+        """Raise ``InvalidKeyError`` or ``AdminKeyNeededError`` unless the key suffices."""
         if path in self.open_paths:
             return
         is_change = bool(self.admin) and method not in _READING and path.startswith(_ADAPTER_PATHS)
@@ -77,7 +76,7 @@ class Access:
             )
         if is_change and not is_admin:
             raise AdminKeyNeededError(
-                "changing adapters needs a key of an administrator (--admin-key)"
+                "changing adapters needs an administrator's key (--admin-key)"
             )
 
 
@@ -87,7 +86,7 @@ def _bearer(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def _read_keys(path: str | None, flag: str) -> list[str]:
-    """Return the lines of a file, of which at least one holds a key."""
+    """Return the keys of a file, one for each line, at least one."""
     if path is None:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Adapters as ``GET /v1/lora_adapters`` shows them: pages, one level only, and the JSON of each."""
+"""Adapters as ``GET /v1/lora_adapters`` shows them: pages, filters, and the JSON of each."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ MAX_PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which adapters are asked for."""
+    """The adapters that a request selects."""
 
     limit: int = MAX_PAGE
-    after: str | None = None  # a name, which need not be registered (any more)
-    level: str | None = None  # only those that are there
+    after: str | None = None  # a name, registered or not
+    level: str | None = None  # only adapters at this level
 
     def of(self, adapters: Sequence[AdapterInfo]) -> tuple[list[AdapterInfo], bool]:
         """Return them by name, and whether there are more."""
@@ -33,7 +33,7 @@ class Page:
 
 
 def parse_page(query: Mapping[str, str]) -> Page:
-    """Read ``limit``, ``after`` and ``level``; raises ``HttpError`` for what they cannot be."""
+    """Read ``limit``, ``after`` and ``level``; raises ``HttpError`` for an invalid value."""
     unknown = sorted(set(query) - {"limit", "after", "level"})
     if unknown:
         raise _refused(unknown[0], f"unknown parameter {unknown[0]!r}; known: limit, after, level")
@@ -49,7 +49,7 @@ def parse_page(query: Mapping[str, str]) -> Page:
 
 
 def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
-    """Return all that is known of one."""
+    """Return all fields of an adapter."""
     fields = msgspec.structs.asdict(adapter)
     residency, draining = fields.pop("residency"), fields.pop("draining")
     conventions: AdapterConventions = fields.pop("conventions") or NO_CONVENTIONS
@@ -64,7 +64,7 @@ def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
 
 
 class LoadCounts(msgspec.Struct, frozen=True):
-    """How often a version has come from one level to the next, and how long that took."""
+    """How often a version was loaded from one level to the next, and how long that took."""
 
     num_loads: int
     seconds: float
@@ -78,7 +78,7 @@ _RESIDENCY = _types_of(Residency) | {"loads": dict[str, LoadCounts]}
 _DRAINING: Any = msgspec.defstruct(
     "DrainingCard", list((_types_of(DrainingVersion, without=["residency"]) | _RESIDENCY).items())
 )
-# What ``adapter_json`` returns, as the documents show it.
+# The type of what ``adapter_json`` returns, for the documentation.
 AdapterCard: Any = msgspec.defstruct(
     "AdapterCard",
     list(

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of adapters. Series are bounded: those beyond count as ``OTHER``."""
+"""The families of adapters in ``/metrics``. Series are bounded: the rest counts as ``OTHER``."""
 
 import time
 from collections import Counter
@@ -20,14 +20,14 @@ OTHER = "other"  # the label of all adapters without series of their own
 
 _BY_ADAPTER = (
     ("lora_time_to_first_token_seconds", "histogram", "Time to first token, by adapter."),
-    ("lora_prompt_tokens_total", "counter", "Tokens of prompts that were answered, by adapter."),
+    ("lora_prompt_tokens_total", "counter", "Tokens of answered prompts, by adapter."),
     ("lora_generation_tokens_total", "counter", "Tokens generated, by adapter."),
 )
 
 
 @dataclass(slots=True)
 class AdapterCount:
-    """What was answered under one name."""
+    """Counts of one name."""
 
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
     prompt_tokens: int = 0
@@ -58,13 +58,13 @@ class AdapterCount:
 
 
 class AdapterCounts:
-    """By name, the first ones that are asked for apart."""
+    """Counts by name; the first names have series of their own."""
 
     def __init__(self) -> None:
         self._counts: dict[str, AdapterCount] = {}
 
     def of(self, name: str | None) -> AdapterCount | None:
-        """Where an adapter's requests are counted; None: it is the base model."""
+        """The counts of an adapter's requests; None for the base model."""
         if name is None:
             return None
         if name not in self._counts and len(self._counts) >= MAX_ADAPTER_SERIES:
@@ -72,7 +72,7 @@ class AdapterCounts:
         return self._counts.setdefault(name, AdapterCount())
 
     def exposition(self, families: Families) -> bytes:
-        """Return them all as text: thousands of lines, of which few are new since the last one."""
+        """Return all as text: thousands of lines, few of them changed since the last scrape."""
         known = [count.samples(name, families) for name, count in self._counts.items()]
         text = b""
         for index, (name, kind, help_text) in enumerate(_BY_ADAPTER):
@@ -85,9 +85,9 @@ class AdapterCounts:
 def adapter_families(
     families: Families, stats: EngineStats, adapters: Iterable[AdapterInfo], max_num_seqs: int
 ) -> Iterator[Metric]:
-    """Yield which adapters are used, and where they are."""
-    # One series, stamped with the time: of several, readers take the newest. There are no adapter
-    # slots: every running request may use another adapter.
+    """Yield the adapters in use, and the level of each adapter."""
+    # One series with the time as its value: readers use the newest. There are no adapter
+    # slots: each running request may use another adapter.
     labels = {
         "max_lora": str(max_num_seqs),
         "running_lora_adapters": ",".join(stats.running_adapters[:MAX_ADAPTERS_IN_LABEL]),
@@ -95,29 +95,29 @@ def adapter_families(
     }
     yield families.info(
         "lora_requests_info",
-        "Adapters of running and of waiting requests; the value is the Unix time.",
+        "Adapters of running and waiting requests; the value is the Unix time.",
         labels, time.time(),
     )  # fmt: skip
     adapters = tuple(adapters)
     yield families.gauge(
-        "max_gpu_lora_adapters", "Adapters that fit on the device beside what runs.",
+        "max_gpu_lora_adapters", "Adapters that fit on the device beside the running requests.",
         num_fitting(adapters, stats.adapter_room_bytes),
     )  # fmt: skip
     yield families.gauge(
         "lora_dir_unreadable_entries",
-        "Entries of --lora-dir that cannot be read now; adapters there stay as they are.",
+        "Entries of --lora-dir that cannot be read; their adapters stay as they are.",
         stats.num_unreadable_adapters,
     )  # fmt: skip
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]
     by_level = Counter(one.residency.level for one in loaded)
     for level in LEVELS:
-        text = f"Adapters whose level is {level}."
+        text = f"Adapters at the level {level}."
         yield families.gauge(f"num_{level}_loaded_lora_adapters", text, by_level[level])
     yield _loaded(families, loaded)
 
 
 def _loaded(families: Families, loaded: Sequence[AdapterInfo]) -> Metric:
-    """Those on faster levels have series of their own first."""
+    """Adapters at faster levels come first among the series by name."""
     ranked = sorted(loaded, key=lambda one: (LEVELS.index(one.residency.level), one.name))
     shown, others = ranked[:MAX_ADAPTER_SERIES], ranked[MAX_ADAPTER_SERIES:]
     samples = [

@@ -1,4 +1,4 @@
-"""The bodies of answers that generate nothing, as structs that encode straight to JSON."""
+"""The bodies of answers that generate nothing, as structs that encode to JSON."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whether the engine lives."""
+    """Whether the engine is alive."""
 
     status: Literal["ok", "dead"]
     reason: str | None = None
@@ -26,7 +26,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``/v1/models``: the base model, or an adapter whose parent it is."""
+    """One entry of ``/v1/models``: the base model, or an adapter, with it as parent."""
 
     id: str
     object: str = "model"
@@ -38,7 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """What can be asked for as model."""
+    """The names that requests can give as model."""
 
     data: Sequence[ModelCard]
     object: str = "list"
@@ -54,6 +54,6 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class DetokenizedText(msgspec.Struct, frozen=True):
-    """The text of tokens, special ones included."""
+    """The text of tokens, including special tokens."""
 
     prompt: str

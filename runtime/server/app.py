@@ -61,7 +61,7 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
 
 
 def _openapi_handler(state: ServerState, routes: Callable[[], Iterable[Route]]) -> Handler:
-    """Return the handler of the document, which is made when it is first asked for."""
+    """Return the handler of the document, which is made on the first request."""
     document = cache(lambda: openapi_json(routes(), state.settings))
 
     async def handler(request: Request) -> Response:

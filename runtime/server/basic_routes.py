@@ -31,7 +31,7 @@ from .responses import json_response
 from .settings import MAX_STATS_AGE_S
 from .state import ServerState
 
-_MODEL = given("Whose tokens; adapters have those of the base model.")
+_MODEL = given("Model of the tokenizer; an adapter has the base model's.")
 
 
 class TokenizeRequest(ConversationFields):
@@ -40,12 +40,12 @@ class TokenizeRequest(ConversationFields):
     nested: ClassVar = {"messages": MESSAGE_FIELDS}
 
     model: str | None = _MODEL
-    prompt: str | None = given("Text; or else messages.")
+    prompt: str | None = given("A text, instead of messages.")
     messages: MessagesField | None = None
     add_special_tokens: bool | None = given(
-        "Put the model's special tokens around it; default: true for text, false for messages."
+        "Add the model's special tokens; default: true for text, false for messages."
     )
-    return_token_strs: bool | None = given("Show the text of each token, too.")
+    return_token_strs: bool | None = given("Also return the text of each token.")
 
 
 class DetokenizeRequest(RequestModel):
@@ -62,7 +62,7 @@ class BasicRoutes:
         self._state = state
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine lives."""
+        """200 while the engine is alive."""
         error = self._state.engine.error
         if error is not None:
             return json_response(Health("dead", str(error)), status=503)
@@ -77,9 +77,9 @@ class BasicRoutes:
         return json_response(Readiness())
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus exposition, of what the engine has told last.
+        """Prometheus exposition, with the engine's last published statistics.
 
-        An engine at rest says nothing of its own, so it is asked for the next time.
+        An idle engine publishes nothing on its own, so the request also asks for a refresh.
         """
         if self._state.engine.stats_age_s > MAX_STATS_AGE_S:
             self._state.engine.ask_stats()
@@ -90,24 +90,24 @@ class BasicRoutes:
         return json_response(Version(self._state.settings.version))
 
     async def list_models(self, request: Request) -> Response:
-        """The base model under each served name, and the adapters that can be asked for."""
+        """The base model under each served name, and the adapters that requests can use."""
         return json_response(ModelList(self._cards()))
 
     async def get_model(self, request: Request) -> Response:
-        """One entry of the list."""
+        """One entry of the list of models."""
         target = self._state.names.resolve(request.path_params["model"], self._state.engine.loras)
         wanted = target.adapter_name or target.shown_name
         for card in self._cards():
             if card.id == wanted:
                 return json_response(card)
-        raise UnknownModelError(f"there is no model {wanted!r} here", param="model")
+        raise UnknownModelError(f"there is no model {wanted!r}", param="model")
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
         body = parse_body(TokenizeRequest, await self._read(request), self._state.unknown_fields)
         target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise HttpError(400, "give prompt or messages, one of them", code="invalid_value")
+            raise HttpError(400, "give either prompt or messages", code="invalid_value")
         conventions = await self._state.engine.conventions_of(target.adapter_name)
         tokenizer = conventions.tokenizer
         if body.messages is None:
@@ -127,7 +127,7 @@ class BasicRoutes:
         target = await self._state.resolve(body.model)
         vocab_size = self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
-        # With the special tokens, so that its tokens without added ones are the same again.
+        # With special tokens, so that tokenizing the text without added ones gives the same tokens.
         conventions = await self._state.engine.conventions_of(target.adapter_name)
         text = conventions.tokenizer.decode(tokens, skip_special_tokens=False)
         return json_response(DetokenizedText(text))

@@ -1,6 +1,6 @@
 """Reading a request's body: size limit, JSON, fields, validation into a model.
 
-Turns every fault of the bytes into one clear message with the offending field.
+Reports every fault as one message with the offending field.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class RequestModel(BaseModel):
     @classmethod
     @cache
     def field_table(cls) -> FieldTable:
-        """Return what its fields mean, in the body itself and in the objects in it."""
+        """Return the table of its fields, those of nested objects included."""
         return FieldTable(
             served=tuple(cls.model_fields),
             accepted=ACCEPTED_FIELDS,
@@ -38,7 +38,7 @@ class RequestModel(BaseModel):
 
 
 def given(description: str) -> Any:
-    """Return a field that need not be given. ``description``: as the documents show it."""
+    """Return an optional field. ``description``: for the documentation."""
     return Field(default=None, description=description)
 
 
@@ -69,7 +69,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         if not message.get("more_body", False):
             break
     if num_bytes > max_bytes:
-        # Answering before the client has sent everything would make it see a reset connection.
+        # An answer before the client has sent everything would reach it as a reset connection.
         raise _too_large(num_bytes if declared is None else declared, max_bytes)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
@@ -121,7 +121,7 @@ def _json_fault(body: bytes, exc: ValueError) -> str:
 
 
 def _describe(exc: ValidationError) -> HttpError:
-    """Turn pydantic's list of findings into one message about the first of them."""
+    """Return an error about the first of pydantic's findings."""
     finding = exc.errors(include_url=False, include_context=False)[0]
     param = field_path(finding["loc"])
     if finding["type"] == "missing":

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: a conversation in, the next message out."""
+"""``POST /v1/chat/completions``: generates the next message of a conversation."""
 
 import time
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ class ChatRequest(GenerationFields, ConversationFields):
     nested: ClassVar = GenerationFields.nested | {"messages": MESSAGE_FIELDS}
 
     messages: MessagesField
-    logprobs: bool | None = given("Show the log-probability of each token.")
-    top_logprobs: int | None = given("And those of so many of the most likely ones.")
+    logprobs: bool | None = given("Return the log-probability of each token.")
+    top_logprobs: int | None = given("Also return those of this many of the most likely tokens.")
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token, or None. Raises ``HttpError`` for a count without the switch."""
+        """Alternatives per token, or None. Raises ``HttpError`` for a number alone."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
@@ -92,7 +92,7 @@ class ChatEndpoint(GenerationEndpoint):
         """Render the conversation. Raises ``RequestError``."""
         render = partial(request.render, conventions, request.messages)
         text = await render_in_time(render, self.state.settings.limits.template)
-        # The template has written the special tokens already, unless the request knows better.
+        # The template has written the special tokens already, unless the request says otherwise.
         return await conventions.tokenizer.encode_async(
             text, add_special_tokens=bool(request.add_special_tokens)
         )

@@ -1,4 +1,4 @@
-"""Conversations: from the messages of a body to the text that the model's chat template makes."""
+"""Conversations: renders the messages of a body with the model's chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from .errors import HttpError
 from .json_values import show, wrong_type
 from .message_schema import MESSAGE_STRINGS, ROLES
 
-# What no conversation holds: written or not, it shows what a template leaves out.
+# Occurs in no conversation: if it is missing in a rendered text, the template ignores the field.
 _OTHER_RESULT = "\x02other\x03"
 _OTHER_CALLS = [
     {"type": "function", "id": "other", "function": {"name": _OTHER_RESULT, "arguments": {}}}
 ]
 
-# Arguments of the renderer itself; a request may only set the template's own variables.
+# Arguments of the renderer itself; a request can set only the template's own variables.
 _RESERVED_ARGUMENTS = frozenset(
     {
         "add_generation_prompt",
@@ -43,21 +43,21 @@ _RESERVED_ARGUMENTS = frozenset(
 
 
 class ConversationFields(RequestModel):
-    """What a body says of its conversation beside the messages."""
+    """The fields of a conversation beside its messages."""
 
     add_generation_prompt: bool | None = given(
-        "Let the model begin a message; default: unless one is continued."
+        "Begin a new assistant message; default: true, unless one is continued."
     )
     continue_final_message: bool | None = given(
-        "Leave the last message open, so that the model goes on with it."
+        "Leave the last message open, so that the model continues it."
     )
-    chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template's own.")
+    chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
 
     def render(self, tokenizer: RendererPort, values: list[Any]) -> str:
-        """Return the prompt that the chat template makes of ``values``, the body's messages.
+        """Render ``values``, the body's messages, with the chat template, and return the prompt.
 
-        Raises ``RequestError``: for a message that is none, for variables that are not a request's
-        to set, and if the template would leave out calls of tools or their results.
+        Raises ``RequestError`` for a malformed message, for variables that a request must not set,
+        and if the template would leave out tool calls or their results.
         """
         variables = self._variables()
         messages = template_messages(values)
@@ -80,8 +80,8 @@ class ConversationFields(RequestModel):
         if is_continued and self.add_generation_prompt:
             raise HttpError(
                 400,
-                "continue_final_message and add_generation_prompt are both true: the prompt ends "
-                "with one of them",
+                "continue_final_message and add_generation_prompt are both true; set only one of "
+                "them",
                 code="invalid_value",
                 param="continue_final_message",
             )
@@ -95,7 +95,7 @@ class ConversationFields(RequestModel):
 def _with_other_tools(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Yield the messages with something else in what not every template writes."""
+    """Yield variants of the messages, each changed in a part that not every template writes."""
     if any("tool_calls" in message for message in messages):
         changed = [
             message if "tool_calls" not in message else {**message, "tool_calls": _OTHER_CALLS}
@@ -118,15 +118,15 @@ def _renders_as(
 ) -> bool:
     try:
         return tokenizer.apply_chat_template(messages, **variables) == text
-    except RequestError:  # what the template refuses, it has read
+    except RequestError:  # the template has read what it refuses
         return False
 
 
 def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them, every content one string.
+    """Return the messages as a chat template takes them, with each content as one string.
 
-    Fields that are not served have been left out before. Raises ``HttpError`` naming the message
-    and the field that is wrong, and ``NotServedError`` for contents that are not text.
+    Fields that are not served must be removed before. Raises ``HttpError`` with the path of the
+    wrong field, and ``NotServedError`` for contents that are not text.
     """
     if not messages:
         raise HttpError(400, "messages is empty", code="empty_messages", param="messages")
@@ -139,16 +139,16 @@ def _message(value: object, path: str) -> dict[str, Any]:
     role = value.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong_type(f"{path}.role", role, "one of " + ", ".join(ROLES))
-    # OpenAI's "developer" took the place of "system"; the templates of models know the latter.
+    # OpenAI's "developer" replaced "system"; chat templates know "system".
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content = value.get("content")
-    is_silent = content is None and role == "assistant"  # templates want a string all the same
+    is_silent = content is None and role == "assistant"  # templates need a string
     message["content"] = "" if is_silent else _text(content, f"{path}.content")
     for name in MESSAGE_STRINGS:
         if value.get(name) is not None:
             message[name] = _string(value[name], f"{path}.{name}")
     calls = value.get("tool_calls")
-    if calls is not None and calls != []:  # other clients send none as an empty list
+    if calls is not None and calls != []:  # some clients send an empty list for none
         message["tool_calls"] = _tool_calls(calls, role, f"{path}.tool_calls")
     return message
 
@@ -157,7 +157,7 @@ def _tool_calls(value: object, role: str, path: str) -> list[dict[str, Any]]:
     if role != "assistant":
         raise HttpError(
             400,
-            f"{path} is given, but only assistants call tools, not {role!r}",
+            f"{path} is given for the role {role!r}; only assistant messages have it",
             code="invalid_value",
             param=path,
         )
@@ -185,7 +185,7 @@ def _tool_call(value: object, path: str) -> dict[str, Any]:
 
 
 def _arguments(value: object, path: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: clients send its JSON, templates write it."""
+    """Return a call's arguments as an object, which templates need; clients send it as JSON."""
     if value is None or value == "":
         return {}
     if isinstance(value, str):

@@ -32,23 +32,25 @@ class CompletionRequest(GenerationFields):
     """One or several prompts, as text or as token ids."""
 
     prompt: PromptField
-    logprobs: int | None = given("Show the log-probability of each token, and of so many others.")
-    echo: bool | None = given("Write the prompt before its texts.")
+    logprobs: int | None = given(
+        "Return the log-probability of each token and of this many alternatives."
+    )
+    echo: bool | None = given("Begin each text with the prompt.")
 
     @property
     def num_prompts(self) -> int:
-        """How many there are, if it is prompts that were given."""
+        """Number of prompts, if the field holds prompts."""
         value = self.prompt
         return len(value) if value and isinstance(value, list) and _is_prompt(value[0]) else 1
 
     @property
     def generates_nothing(self) -> bool:
-        """Whether only the prompt is asked for: then a choice is one event of a stream."""
+        """Whether the request wants only the prompt: then each choice is one event of a stream."""
         return 0 in (self.max_tokens, self.max_completion_tokens)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Beside those asked for: what the log-probabilities of a prompt that is written need."""
+        """As the request says, or as the log-probabilities of an echoed prompt need."""
         asked = self.prompt_logprobs
         if not self.echo:
             return asked
@@ -130,7 +132,7 @@ class CompletionEndpoint(GenerationEndpoint):
     def _logprobs(
         self, output: RequestOutput, choice: CompletionOutput, *, with_prompt: bool
     ) -> CompletionLogprobs:
-        """Of a choice's tokens; with those of the prompt before, of which the first has none."""
+        """Of a choice's tokens, after those of an echoed prompt (none for its first token)."""
         tokens = choice.logprobs or []
         if not with_prompt:
             return completion_logprobs(tokens, text_offset=0)
@@ -143,7 +145,7 @@ class CompletionEndpoint(GenerationEndpoint):
         )  # fmt: skip
 
     def _echo_of(self, output: RequestOutput, sampling: SamplingParams) -> str:
-        """Return the text of the prompt: as it was given, or of the tokens that are left of it."""
+        """Return the text of the prompt: as given, or decoded if it was truncated or is tokens."""
         if output.prompt is not None and sampling.truncate_prompt_tokens is None:
             return output.prompt
         return self.state.engine.tokenizer.decode(output.prompt_token_ids)
@@ -195,7 +197,7 @@ class _CompletionChunks(ChunkEncoder):
 
 
 class _WholeChoices(_CompletionChunks):
-    """The events of a stream whose choices have no tokens: each is told at once, in the end."""
+    """The events of a stream of choices without tokens: one event for each, at its end."""
 
     __slots__ = ("_choices",)
 
@@ -217,12 +219,12 @@ class _WholeChoices(_CompletionChunks):
 
 
 def _is_prompt(value: object) -> bool:
-    """Whether it is a whole prompt, and not a token of one."""
+    """Whether ``value`` is a whole prompt, not a single token."""
     return isinstance(value, str | list)
 
 
 def _checked(value: object, path: str, *, like: object = None) -> Prompt:
-    """Return ``value`` if it is text or token ids, and of the kind of ``like`` if given."""
+    """Return ``value`` if it is text or token ids, and of the same kind as ``like``, if given."""
     if like is not None and type(value) is not type(like):
         wanted = "a string" if isinstance(like, str) else "a list of token ids"
         raise wrong_type(path, value, f"{wanted} like the prompts before it")

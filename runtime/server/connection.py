@@ -1,8 +1,8 @@
-"""One connection of a client: uvicorn's protocol, and limits of how long and how much it may hold.
+"""One connection of a client: uvicorn's protocol with limits on time and memory.
 
-Whoever sends a request too slowly, a head that is too large, or does not read what it is sent, is
-cut off; requests beyond the number of connections are marked, for the application to
-refuse them.
+A connection is closed when its client sends a request too slowly, sends a head that is too large,
+or does not read its answers. Requests on surplus connections are marked for the application, which
+refuses them.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from ..limits import HttpLimits
 from .errors import ErrorReply
 from .request_ids import HEADER, given_id, new_id
 
-SURPLUS = "corun.surplus"  # in the extensions of a request's scope: there are too many connections
+SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
 _MAX_HEAD_BYTES = 64 << 10
-_NUM_SURPLUS = 64  # connections that may be told so; more are cut off
+_NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
 
 _logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
-    """Made by uvicorn for each connection, from a subclass that has the two attributes."""
+    """Made by uvicorn for each connection, from a subclass that sets the two attributes."""
 
     limits: HttpLimits
-    num_ended: Counter[str]  # connections that were ended here, by why
+    num_ended: Counter[str]  # connections that limits ended, by reason
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        text = "this is no HTTP/1.1 request that can be read"
+        text = "the request is not valid HTTP/1.1"
         self._refuse(ErrorReply(400, text, "invalid_http"))
 
     def pause_writing(self) -> None:
@@ -114,14 +114,14 @@ class Connection(HttpToolsProtocol):
         self._refuse(ErrorReply(408, text, "body_timeout"))
 
     def _refuse(self, reply: ErrorReply) -> None:
-        """Answer without the application, and close."""
+        """Answer without the application, and close the connection."""
         self._stop_request_timer()
         self.num_ended[reply.code] += 1
         cycle = self.cycle
         is_between = self._is_reading_head and (cycle is None or cycle.response_complete)
         if is_between or (cycle is not None and not cycle.response_started):
             body = reply.encode()
-            # Once its head has come, a request may have a name of its client's.
+            # Once its head has arrived, the request can have an id from its client.
             name = (None if is_between else given_id(self.scope)) or new_id()
             self.transport.write(
                 b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%b: %b\r\n"
@@ -131,18 +131,18 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _watch_unsent(self) -> None:
-        """Cut the connection off unless its client goes on taking what it is sent."""
+        """Close the connection unless its client keeps reading."""
         num_unsent = self.transport.get_write_buffer_size()
         timeout_s = self.limits.unsent_timeout_s
         self._unsent_timer = self.loop.call_later(timeout_s, self._check_unsent, num_unsent)
 
     def _check_unsent(self, num_before: int) -> None:
-        # Of a large answer all is written at once, and takes as long as it takes.
+        # A large answer is written at once: only the progress within each interval counts.
         if num_before - self.transport.get_write_buffer_size() >= self.limits.max_unsent_bytes:
             self._watch_unsent()
             return
         _logger.info(
-            "a client has read less than %d bytes in %g s and is cut off (--max-unsent-kib, "
+            "closed a connection: its client read less than %d bytes in %g s (--max-unsent-kib, "
             "--unsent-timeout-s)", self.limits.max_unsent_bytes, self.limits.unsent_timeout_s,
         )  # fmt: skip
         self._cut("slow_reader")
@@ -158,5 +158,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connection]:
-    """Return the class of one server's connections, as uvicorn takes it."""
+    """Return the connection class of one server, for uvicorn."""
     return type("ServerConnection", (Connection,), {"limits": limits, "num_ended": num_ended})

@@ -1,6 +1,6 @@
-"""How a request that generates is answered: body, names, outputs, disconnects, errors.
+"""Answers requests that generate: body, names, outputs, disconnects, errors.
 
-Subclasses know one body and one form of answer each. An endpoint is an ASGI application, because
+Each subclass knows one body and one form of answer. An endpoint is an ASGI application, because
 streams are written without a response object in between.
 """
 
@@ -49,7 +49,7 @@ class GenerationEndpoint(ABC):
 
     @abstractmethod
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
-        """Parse and check ``body``, and have ``record`` know what it says.
+        """Parse and check ``body``, and enter its fields into ``record``.
 
         Raises ``RequestError``.
         """
@@ -65,11 +65,11 @@ class GenerationEndpoint(ABC):
         """Return the finished choices of one prompt."""
 
     def prompt_token_ids(self, request: ParsedRequest, output: RequestOutput) -> TokenIds:
-        """Return the prompt's tokens, if the answer shows them beside its choices."""
+        """Return the prompt's tokens, if the answer has them beside its choices."""
         return msgspec.UNSET
 
     def prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs:
-        """Return the prompt's log-probabilities, if the answer shows them beside its choices."""
+        """Return the prompt's log-probabilities, if the answer has them beside its choices."""
         return msgspec.UNSET
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,9 +123,9 @@ class GenerationEndpoint(ABC):
             raise
 
     def check_num_sequences(self, num_prompts: int, num_choices: int) -> None:
-        """Raise ``TooManySequencesError`` for more than can ever run and wait.
+        """Raise ``TooManySequencesError`` for more sequences than can ever run and wait.
 
-        Subclasses ask before they look at each prompt.
+        Subclasses call this before they look at each prompt.
         """
         check_num_sequences(
             num_prompts,
@@ -187,9 +187,9 @@ class GenerationEndpoint(ABC):
         encoder: ChunkEncoder | None,
         writer: ResponseWriter,
     ) -> None:
-        """Run all prompts to their end, and write what ``encoder``, if any, makes of their outputs.
+        """Run all prompts to their end, and write the events of ``encoder``, if there is one.
 
-        Cancelling it aborts every prompt; so does the failure of one of them, which is raised.
+        Cancellation aborts all prompts; so does the failure of one prompt, which is raised.
         """
         if len(runs) == 1:
             await self._run_prompt(request, 0, runs[0], encoder, writer)
@@ -226,11 +226,11 @@ class GenerationEndpoint(ABC):
                 run.observe(output)
                 if encoder is not None:
                     events = encoder.encode(index, output)
-                    if events:  # while they are written, further outputs are merged into one
+                    if events:  # outputs that arrive during the write are merged into one
                         await writer.write_events(events)
 
     def _timing_of(self, runs: Sequence[PromptRun]) -> Timing:
-        """Return when things happened in an HTTP request that ends now."""
+        """Return the timing of an HTTP request that ends now."""
         total_s = self.state.metrics.clock() - runs[0].started_s
         first_s = min(
             (run.first_token_s for run in runs if run.first_token_s is not None), default=total_s
@@ -248,7 +248,7 @@ class GenerationEndpoint(ABC):
 
 
 def _prompt_id(request: ParsedRequest, index: int) -> str:
-    """As which the engine knows one prompt of a request."""
+    """Return the engine's id of one prompt of a request."""
     return request.envelope.id if len(request.prompts) == 1 else f"{request.envelope.id}-{index}"
 
 

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of the engine: read from it at the scrape."""
+"""The engine's families of ``/metrics``, read at the scrape."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -14,7 +14,7 @@ _STEP_TOKENS = tuple(1 << power for power in range(16))  # bounds of the tokens 
 def engine_families(
     families: Families, stats: EngineStats, info: ModelInfo, block_size: int
 ) -> Iterator[Metric]:
-    """Yield all that does not name adapters."""
+    """Yield all families without names of adapters."""
     yield from _load(families, stats)
     yield families.info(
         "cache_config_info", "The KV cache.",
@@ -28,59 +28,61 @@ def engine_families(
 
 
 def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    yield families.gauge("num_requests_waiting", "Requests that wait.", stats.num_waiting)
-    yield families.gauge("num_requests_running", "Requests that run.", stats.num_running)
+    yield families.gauge("num_requests_waiting", "Waiting requests.", stats.num_waiting)
+    yield families.gauge("num_requests_running", "Running requests.", stats.num_running)
     num_deferred = min(stats.num_deferred, stats.num_waiting)  # which is newer
     yield families.gauges(
         "num_requests_waiting_by_reason",
-        "Those that wait, for memory and seats (capacity), or for what else must come (deferred).",
+        "Waiting requests, for memory and slots (capacity) or for anything else (deferred).",
         ("reason",),
         [(("capacity",), stats.num_waiting - num_deferred), (("deferred",), num_deferred)],
     )
     yield families.gauge(
-        "kv_cache_usage_perc", "KV blocks that requests hold; 1 means all.", stats.kv_cache_usage
+        "kv_cache_usage_perc",
+        "Share of KV blocks that requests hold; 1 means all.",
+        stats.kv_cache_usage,
     )
     yield families.gauge(
         "decode_gap_bound_seconds",
-        "Time that --max-decode-gap-s or its default allowed the last step that computed a prompt "
+        "Seconds that --max-decode-gap-s or its default gave the last step that computed a prompt "
         "while other requests decoded; 0 before the first.",
         stats.decode_gap_bound_s,
     )
     workers = stats.cpu_workers
     yield families.gauge("cpu_workers", "Planned CPU workers.", workers.num_workers)
-    yield families.gauge("cpu_workers_ready", "CPU workers that take work.", workers.num_ready)
+    yield families.gauge("cpu_workers_ready", "CPU workers that accept work.", workers.num_ready)
     threads = stats.threads
     yield families.gauge("cpu_threads", "Threads that compute on the CPU.", threads.num_threads)
     yield families.gauge(
-        "cpu_wait_share", "Of the time in which these could run, without a core, of late.",
+        "cpu_wait_share", "Recent share of runnable time in which these threads had no core.",
         threads.waited_share,
     )  # fmt: skip
 
 
 def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
-    """What the engine works with on this machine; a fall-back shows here."""
+    """The engine's choices on this machine, including fall-backs."""
     yield families.gauge(
         "profile_failed",
         "1 if the machine could not be measured, so that co-execution is off.",
         float(info.has_profile_failed),
     )
     yield families.info(
-        "device_info", "How the device works with host memory and CPU workers.",
+        "device_info", "How the device synchronizes and copies with the host.",
         info.device_choices,
     )  # fmt: skip
     yield families.gauges(
         "backend_info",
-        "What is computed, and by what: torch for LoRA or attention on a GPU is a slow loop.",
+        "Backend of each operation; torch for LoRA or attention on a GPU is a slow loop.",
         ("computes", "backend"),
         [(choice, 1.0) for choice in info.backends.items()],
     )
 
 
 def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    """What lies where, what moves, and what has gone."""
+    """Memory by level, copies over the link, and evictions."""
     yield families.gauges(
         "memory_bytes",
-        "By level and by what it holds; what is promised to growth is free or in history.",
+        "Memory by level and kind of content; promised bytes are also counted as free or history.",
         ("level", "kind"),
         [
             ((level, kind), num_bytes)
@@ -89,11 +91,11 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )
     yield families.gauge(
-        "memory_short", "1 while the machine runs short of memory, so that idle KV and adapters "
-        "give way.", float(stats.is_memory_short),
+        "memory_short", "1 while the machine runs short of memory and idle KV and adapters are "
+        "evicted.", float(stats.is_memory_short),
     )  # fmt: skip
     yield families.count(
-        "memory_given_way_bytes", "By which idle KV and adapters have given way for that.",
+        "memory_given_way_bytes", "Idle KV and adapters evicted for that.",
         stats.relieved_bytes,
     )  # fmt: skip
     yield families.gauge(
@@ -101,15 +103,15 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
     )
     labels = ("direction", "kind")
     yield families.counts(
-        "link_bytes", "Copied between host and device.", labels,
+        "link_bytes", "Bytes copied between host and device.", labels,
         [((one.direction, one.kind), one.num_bytes) for one in stats.link],
     )  # fmt: skip
     yield families.counts(
-        "link_busy_seconds", "In which there was something to copy.", labels,
+        "link_busy_seconds", "Seconds in which a copy was under way.", labels,
         [((one.direction, one.kind), one.busy_s) for one in stats.link],
     )  # fmt: skip
     yield families.counts(
-        "lora_adapter_evictions", "Adapters that left a level of memory, and why.",
+        "lora_adapter_evictions", "Evictions of adapters, by level and reason.",
         ("level", "reason"),
         [
             ((level, reason), number)
@@ -118,57 +120,61 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )  # fmt: skip
     yield families.summary(
-        "lora_adapter_load_seconds", "Loads of adapters from one level to the next.", "transition",
+        "lora_adapter_load_seconds", "Loads of adapters between levels.", "transition",
         {name: (loads.num_loads, loads.duration_s) for name, loads in stats.adapter_loads.items()},
     )  # fmt: skip
     yield families.counts_by(
         "adapter_prefetches",
-        "Loads of adapters that were expected, by whether they were asked for.",
+        "Prefetches of adapters, by whether a request used them.",
         "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
     )  # fmt: skip
     yield families.count(
-        "adapter_prefetch_wasted_bytes", "Of those that were not asked for.",
+        "adapter_prefetch_wasted_bytes", "Bytes of prefetches that no request used.",
         stats.prefetch_missed_bytes,
     )  # fmt: skip
 
 
 def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    """What was there when it was needed, of all prompts."""
+    """Hits of prefix caches."""
     num_found, num_copied = stats.prompt_tokens_cached, stats.prompt_tokens_host_cached
-    # ``prompt_tokens`` are of those that were answered.
+    # ``prompt_tokens`` counts answered prompts only.
     sources = {
         "local_compute": stats.prompt_tokens_computed,
         "local_cache_hit": num_found,
         "external_kv_transfer": num_copied,
     }
     yield families.counts_by(
-        "prompt_tokens_by_source", "Prompt tokens by where their KV came from first.",
+        "prompt_tokens_by_source", "Prompt tokens, by the source of their KV.",
         "source", sources,
     )  # fmt: skip
     yield families.count(
-        "prompt_tokens_cached", "Those of them that were not computed.", num_found + num_copied
+        "prompt_tokens_cached", "Prompt tokens that were not computed.", num_found + num_copied
     )
     yield families.counts_by(
-        "prompt_tokens_cached_by_source", "And where their KV was found.",
+        "prompt_tokens_cached_by_source", "Prompt tokens not computed, by the source of their KV.",
         "source", {"device": num_found, "host": num_copied},
     )  # fmt: skip
     num_sought = sum(sources.values())
     yield families.count(
-        "prefix_cache_queries", "Prompt tokens whose KV was sought.", num_sought
+        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_sought
     )  # fmt: skip
-    yield families.count("prefix_cache_hits", "Those of them on the device.", num_found)
+    yield families.count("prefix_cache_hits", "Prompt tokens with KV on the device.", num_found)
     yield families.count(
-        "external_prefix_cache_queries", "Those of them not on the device.", num_sought - num_found
+        "external_prefix_cache_queries",
+        "Prompt tokens without KV on the device.",
+        num_sought - num_found,
     )
-    yield families.count("external_prefix_cache_hits", "Those copied from the host.", num_copied)
+    yield families.count(
+        "external_prefix_cache_hits", "Prompt tokens with KV copied from the host.", num_copied
+    )
 
 
 def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
     yield families.counts_by(
-        "num_preemptions", "Requests sent back to waiting, by why.", "cause", stats.preemptions
+        "num_preemptions", "Preempted requests, by cause.", "cause", stats.preemptions
     )
     yield families.gauges(
-        "scheduling_policy", "What the policy shows of itself.", ("gauge",),
+        "scheduling_policy", "Gauges of the scheduling policy.", ("gauge",),
         [((name,), value) for name, value in stats.policy_counts.items()],
     )  # fmt: skip
     yield families.gauges(
@@ -181,12 +187,12 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )  # fmt: skip
     yield families.counts_by(
-        "time_to_first_token_part_seconds", "What first tokens waited for in the engine, summed.",
+        "time_to_first_token_part_seconds", "Time to first token in the engine, by part.",
         "part", stats.first_token_parts_s,
     )  # fmt: skip
     yield families.counts_by(
         "adapter_cold_starts",
-        "Requests whose adapter was not on the device, by how they were started.",
+        "Requests without their adapter on the device, by start strategy.",
         "strategy", stats.cold_starts,
     )  # fmt: skip
 
@@ -205,11 +211,11 @@ def _totals(families: Families, stats: EngineStats) -> Iterator[Metric]:
     for name, text, value in (
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
-        ("retried_rows", "Rows that came to nothing, computed again.", stats.num_retried_rows),
-        ("cpu_seconds", "For how long the computing threads ran.", stats.threads.ran_s),
+        ("retried_rows", "Rows computed again after a failure.", stats.num_retried_rows),
+        ("cpu_seconds", "Seconds that the computing threads ran.", stats.threads.ran_s),
         (
             "cpu_wait_seconds",
-            "For how long they could run and had no core.",
+            "Seconds that the computing threads waited for a core.",
             stats.threads.waited_s,
         ),
         ("cpu_worker_restarts", "CPU workers replaced.", workers.num_restarts),

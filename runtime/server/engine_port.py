@@ -1,4 +1,4 @@
-"""What the HTTP server needs of an engine, and nothing more.
+"""The part of an engine that the HTTP server uses.
 
 ``AsyncEngine`` satisfies ``EnginePort``; so does the fake of the tests. The server knows nothing
 of processes, tensors or the scheduler.
@@ -34,7 +34,7 @@ class TokenizerPort(RendererPort, Protocol):
     """Text to tokens and back, and the model's chat template."""
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of ``text`` without holding up the event loop."""
+        """Return the tokens of ``text`` without blocking the event loop."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -47,11 +47,11 @@ class TokenizerPort(RendererPort, Protocol):
 
 
 class ConventionsPort(RendererPort, Protocol):
-    """The chat template of an adapter or the base, and the tokenizer that belongs to it."""
+    """The chat template of an adapter or the base model, and its tokenizer."""
 
     @property
     def tokenizer(self) -> TokenizerPort:
-        """The tokenizer, with the tokens that the adapter adds."""
+        """The tokenizer, including the tokens that the adapter adds."""
         ...
 
 
@@ -64,7 +64,7 @@ class EnginePort(Protocol):
         ...
 
     async def conventions_of(self, lora: str | None) -> ConventionsPort:
-        """Return what makes tokens of an adapter's conversations and texts; None = the base."""
+        """Return the conventions of an adapter; None = the base model."""
         ...
 
     def generate(
@@ -79,9 +79,9 @@ class EnginePort(Protocol):
         add_special_tokens: bool = True,
         watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what is new whenever it is asked for, until all choices have ended.
+        """Yield the new output at each iteration, until all choices have ended.
 
-        Closing the generator aborts them; ``watch`` is told when they have ended in the engine.
+        Closing the generator aborts them; ``watch`` is notified when they have ended in the engine.
         """
         ...
 
@@ -95,7 +95,7 @@ class EnginePort(Protocol):
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the engine told them, and what is new of adapters."""
+        """Seconds since the engine last published statistics and changes of adapters."""
         ...
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
@@ -103,39 +103,39 @@ class EnginePort(Protocol):
         ...
 
     def ask_stats(self) -> None:
-        """Have the engine tell them as soon as it gets to it."""
+        """Ask the engine to publish its statistics soon."""
         ...
 
     @property
     def num_requests_received(self) -> int:
-        """How many engine requests there had been when the engine told its statistics."""
+        """Number of requests that the engine had received at its last statistics."""
         ...
 
     async def refresh_machine(self, timeout_s: float) -> MachineReport:
-        """Return how long things take there; as told before if the engine takes too long."""
+        """Return the machine's latency model; the last known if the engine takes too long."""
         ...
 
     @property
     def num_heartbeats(self) -> int:
-        """Of the engine's process, which go on while a step computes."""
+        """Heartbeats of the engine's process, which continue while a step computes."""
         ...
 
     @property
     def watches(self) -> EngineWatches:
-        """Who is told of requests that were sent, and of what the engine tells of itself."""
+        """Watches that are notified of requests sent and of changes that the engine publishes."""
         ...
 
     @property
     def loras(self) -> LoraDirectory:
-        """What is known of adapters: their names are resolved there."""
+        """The known adapters, by name."""
         ...
 
     async def find_lora(self, lora_name: str) -> None:
-        """Register what a resolver has under a name that is not known."""
+        """Register the adapter that a resolver finds for an unknown name."""
         ...
 
     def list_loras(self) -> Sequence[AdapterInfo]:
-        """Return all registered adapters, in whatever state."""
+        """Return all registered adapters, in any state."""
         ...
 
     async def add_lora(
@@ -149,18 +149,18 @@ class EnginePort(Protocol):
         ...
 
     async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
-        """Keep an adapter on the device, or no longer. Raises ``RequestError``."""
+        """Pin an adapter to the device, or unpin it. Raises ``RequestError``."""
         ...
 
     async def remove_lora(self, lora_name: str) -> None:
-        """Unregister an adapter; requests that run under it finish."""
+        """Unregister an adapter; its running requests finish."""
         ...
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine is dead; None while it lives."""
+        """The reason of the engine's death; None while it is alive."""
         ...
 
     async def wait_dead(self) -> BaseException:
-        """Return, once the engine has died, why."""
+        """Wait for the engine's death; return its reason."""
         ...

@@ -1,4 +1,4 @@
-"""From an exception to the error object that OpenAI clients expect.
+"""Turns exceptions into the error objects that OpenAI clients expect.
 
 Owns the mapping to HTTP status, ``type`` and ``code``. Knows nothing of routes or engines.
 """
@@ -22,37 +22,37 @@ SHUTTING_DOWN = "shutting_down"  # the code of refusals while the server drains
 _INTERNAL_MESSAGE = "internal error while answering this request; the server's log has the cause"
 
 
-# What HTTP itself turns down, beside the classes of ``runtime/errors.py``: status and meaning.
+# Errors of HTTP itself, beside the classes of ``runtime/errors.py``: status and meaning.
 _HTTP_CODES: Mapping[str, tuple[int, str]] = {
-    "invalid_json": (400, "The body is no JSON object."),
-    "invalid_type": (400, "A field's value is of another type than it may be."),
+    "invalid_json": (400, "The body is not a JSON object."),
+    "invalid_type": (400, "A field's value has the wrong type."),
     "missing_field": (400, "A field is missing."),
-    "unknown_field": (400, "A field is not known, and nearly one that is or --unknown-fields."),
+    "unknown_field": (400, "A field is unknown, and misspelt or refused by --unknown-fields."),
     "invalid_value": (
         400,
-        "A field, or a parameter of the query, has a value that cannot be.",
+        "A field, or a parameter of the query, has an invalid value.",
     ),
     "empty_prompt": (400, "There is no prompt."),
     "empty_messages": (400, "There are no messages."),
-    "adapter_refused": (400, "An adapter's files are not there, or not what can be served."),
+    "adapter_refused": (400, "An adapter's files are missing or cannot be served."),
     "invalid_api_key": (401, "The key is missing or wrong."),
-    "lora_updates_not_allowed": (403, "Adapters cannot be changed over HTTP here."),
+    "lora_updates_not_allowed": (403, "This server does not allow changes of adapters over HTTP."),
     "unknown_url": (404, "There is no such endpoint."),
-    "method_not_allowed": (405, "The endpoint takes another method."),
+    "method_not_allowed": (405, "The endpoint takes other methods."),
     "body_too_large": (413, "The body is larger than --max-body-mib."),
-    "invalid_http": (400, "What was sent is no HTTP/1.1."),
+    "invalid_http": (400, "The request is not valid HTTP/1.1."),
     "body_timeout": (408, "The body of the request took longer than --body-timeout-s."),
-    "header_timeout": (408, "The head of the request did not come within --header-timeout-s."),
-    "head_too_large": (431, "The head of the request is larger than any server should take."),
+    "header_timeout": (408, "The head of the request took longer than --header-timeout-s."),
+    "head_too_large": (431, "The head of the request is too large."),
     "too_many_connections": (503, "All --max-connections are in use."),
-    "internal_error": (500, "A defect; the server's log has the cause."),
-    "shutting_down": (503, "The server takes no new requests and ends."),
-    "engine_dead": (503, "The engine has ended, and the server does so."),
+    "internal_error": (500, "A bug in corun; the server's log has the cause."),
+    "shutting_down": (503, "The server is shutting down and accepts no requests."),
+    "engine_dead": (503, "The engine has died; the server ends."),
 }
 
 
 def error_codes() -> dict[str, tuple[int, str]]:
-    """Return every code of an error with its status and meaning, by status."""
+    """Return every error code with its status and meaning, ordered by status."""
     codes = dict(_HTTP_CODES)
     kinds: list[type[RequestError]] = [RequestError, *_below(RequestError)]
     for kind in kinds:
@@ -81,11 +81,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """The body of each answer that is an error, and the last event of a stream that failed."""
 
     error: ErrorDetail
-    timing: ChoiceTiming | msgspec.UnsetType = msgspec.UNSET  # if it was asked for
+    timing: ChoiceTiming | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # only if the request set return_timing
 
 
 class HttpError(RequestError):
-    """A request that HTTP itself turns down; ``status`` and ``code`` are per instance."""
+    """A request that the HTTP layer refuses; ``status`` and ``code`` are per instance."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -94,18 +96,18 @@ class HttpError(RequestError):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection: an answer would reach no one."""
+    """The client closed its connection: nothing would receive an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as it goes over the wire."""
+    """The answer for an error."""
 
     status: int
     message: str
     code: str
     param: str | None = None
-    timing: EngineTiming | None = None  # of the request, if it began and asked for it
+    timing: EngineTiming | None = None  # of the request, if the engine began it
 
     @property
     def type(self) -> str:
@@ -116,7 +118,7 @@ class ErrorReply:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What its status calls for beside it."""
+        """The headers that the status needs."""
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -142,12 +144,12 @@ _TYPES = {
 
 
 def error_reply(exc: BaseException) -> ErrorReply:
-    """Describe ``exc`` to the client. Exceptions that are our bugs are logged, not shown."""
+    """Describe ``exc`` to the client. Exceptions that are bugs of corun are logged, not shown."""
     if isinstance(exc, CorunError):
         param = exc.param if isinstance(exc, RequestError) else None
         param = "model" if param == "lora_request" else param  # HTTP's name for it
         return ErrorReply(exc.status, str(exc), exc.code, param)
-    _logger.error("A request failed unexpectedly", exc_info=exc)
+    _logger.error("a request failed because of a bug in corun; it gets a 500", exc_info=exc)
     return ErrorReply(500, _INTERNAL_MESSAGE, "internal_error")
 
 
@@ -157,7 +159,7 @@ def error_response(exc: BaseException) -> Response:
 
 
 def response_of(reply: ErrorReply) -> Response:
-    """Return ``reply`` as an HTTP response with the headers that its status calls for."""
+    """Return ``reply`` as an HTTP response with the headers that its status needs."""
     return Response(
         reply.encode(), status_code=reply.status, headers=reply.headers,
         media_type="application/json",
@@ -165,7 +167,7 @@ def response_of(reply: ErrorReply) -> Response:
 
 
 def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
-    """Return the response for what Starlette's router refuses: unknown paths and methods."""
+    """Return the response for errors of Starlette's router: unknown paths and methods."""
     allowed = (exc.headers or {}).get("Allow", "")
     reply = routing_reply(exc.status_code, exc.detail, method=method, path=path, allowed=allowed)
     response = response_of(reply)
@@ -177,7 +179,7 @@ def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
 def routing_reply(
     status: int, detail: str, *, method: str, path: str, allowed: str = ""
 ) -> ErrorReply:
-    """Describe what a framework's router refuses; ``allowed``: the methods, of a 405."""
+    """Describe an error of a framework's router; ``allowed``: the methods, for a 405."""
     if status == 404:
         return ErrorReply(404, f"there is no endpoint {path}", "unknown_url")
     if status == 405:

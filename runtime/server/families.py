@@ -1,4 +1,4 @@
-"""Families of ``/metrics``: names with the prefix, the model's label, and what they hold."""
+"""Metric families of ``/metrics``, with the prefix and the model's label."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -27,39 +27,39 @@ class Families:
         return f"{self._prefix}:{name}"
 
     def label_text(self, labels: Mapping[str, str]) -> str:
-        """Return labels, the model's among them, as they stand in a sample."""
+        """Return the labels of a sample as text, including the model's."""
         pairs = {"model_name": self.model_name, **labels}.items()
         return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
-        """Return one value."""
+        """Return a gauge with one value."""
         return self.gauges(name, text, (), [((), value)])
 
     def gauges(
         self, name: str, text: str, labels: Sequence[str],
         samples: Iterable[tuple[Sequence[str], float]],
     ) -> Metric:  # fmt: skip
-        """Return values by their labels beside the model's."""
+        """Return a gauge by labels beside the model's."""
         family = GaugeMetricFamily(self.name(name), text, labels=["model_name", *labels])
         for values, value in samples:
             family.add_metric([self.model_name, *values], value)
         return family
 
     def info(self, name: str, text: str, labels: Mapping[str, str], value: float = 1.0) -> Metric:
-        """Return labels that say it all, without the model's."""
+        """Return an info metric with these labels alone."""
         family = GaugeMetricFamily(self.name(name), text, labels=list(labels))
         family.add_metric(list(labels.values()), value)
         return family
 
     def count(self, name: str, text: str, value: float) -> Metric:
-        """Return one total."""
+        """Return a counter with one total."""
         return self.counts(name, text, (), [((), value)])
 
     def counts(
         self, name: str, text: str, labels: Sequence[str],
         samples: Iterable[tuple[Sequence[str], float]],
     ) -> Metric:  # fmt: skip
-        """Return totals by their labels beside the model's."""
+        """Return a counter by labels beside the model's."""
         family = CounterMetricFamily(self.name(name), text, labels=["model_name", *labels])
         for values, value in samples:
             family.add_metric([self.model_name, *values], value)
@@ -68,7 +68,7 @@ class Families:
     def summary(
         self, name: str, text: str, label: str, totals: Mapping[str, tuple[int, float]]
     ) -> Metric:
-        """Return how many, and their sum, by one label."""
+        """Return a summary (count and sum) by one label."""
         family = SummaryMetricFamily(self.name(name), text, labels=["model_name", label])
         for value, (count, total) in sorted(totals.items()):
             family.add_metric([self.model_name, value], count, total)
@@ -79,7 +79,7 @@ class Families:
         return self.buckets(name, histogram.buckets(), histogram.total)
 
     def buckets(self, name: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:
-        """Return a histogram by its upper bounds, up to each of which so many values were."""
+        """Return a histogram; ``buckets``: upper bound and number of values up to it."""
         family = HistogramMetricFamily(
             self.name(name), name.replace("_", " "), labels=["model_name"]
         )
@@ -87,15 +87,15 @@ class Families:
         return family
 
     def counts_by(self, name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
-        """Return totals by one label, in its order."""
+        """Return a counter by one label, ordered by its values."""
         samples = [((value,), count) for value, count in sorted(counts.items())]
         return self.counts(name, text, (label,), samples)
 
     def http(
         self, ended: Mapping[str, int], requests: Mapping[tuple[str, str, str], int]
     ) -> Iterator[Metric]:
-        """Yield connections by why they ended, and requests by method, route and status."""
-        text = "Connections that the server ended, by why."
+        """Yield ended connections by reason, and requests by method, route and status."""
+        text = "Connections that the server ended, by reason."
         yield self.counts_by("http_connections_ended", text, "reason", ended)
         labels = ["method", "handler", "status"]
         family = CounterMetricFamily(self.name("http_requests"), "HTTP requests.", labels=labels)

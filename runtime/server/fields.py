@@ -1,8 +1,8 @@
 """Which fields of a body mean something: served, accepted without effect, or refused.
 
-What would change the answer is refused, what cannot is accepted. The tables here are the only place
-that says so; what is served, the models of the bodies say. Whatever is in neither is unknown:
-``--unknown-fields`` decides, but a near miss of a served name is always an error.
+A field that would change the answer is refused, one that cannot is accepted. The tables here list
+both; the models of the bodies list the served fields. Any other field is unknown:
+``--unknown-fields`` decides, but a misspelt name of a served field is always an error.
 """
 
 import logging
@@ -17,20 +17,20 @@ from .errors import HttpError
 from .json_values import MAX_SHOWN_CHARS, field_path, show
 from .message_schema import MESSAGE_STRINGS
 
-MAX_UNKNOWN_NAMES = 64  # unknown ones: in one body, and in the log
-_MISS_CUTOFF = 0.85  # how alike an unknown name is to a served one that is meant
+MAX_UNKNOWN_NAMES = 64  # of unknown fields, in one body and in the log
+_MISS_CUTOFF = 0.85  # similarity at which an unknown name counts as a misspelt one
 
 _logger = logging.getLogger(__name__)
 
-_Unknown = set[tuple[str, int]]  # names that one body has brought, each with the id of its table
+_Unknown = set[tuple[str, int]]  # unknown names of one body, each with the id of its table
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
     """A field that would change the answer if it were served."""
 
-    instead: str  # why it is not, or what to write
-    neutral: tuple[object, ...] = ()  # values, besides null, that ask for nothing
+    instead: str  # the reason, or what to write
+    neutral: tuple[object, ...] = ()  # values, besides null, that have no effect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,38 +38,38 @@ class FieldTable:
     """The fields of one kind of object."""
 
     served: Collection[str]
-    accepted: Mapping[str, str]  # why each changes no answer
+    accepted: Mapping[str, str]  # the reason why each changes no answer
     refused: Mapping[str, RefusedField]
     nested: Mapping[str, "FieldTable"] = field(default_factory=dict)  # of objects, by served name
 
 
-_NO_TOOLS = "calling tools and functions is not served yet"
-_TEXT_ALONE = "this server answers from text alone"
+_NO_TOOLS = "tool and function calls are not served yet"
+_TEXT_ALONE = "this server takes text only"
 _NO_CONSTRAINTS = "constrained decoding is not served yet"
-_NO_REASONING = "what the model's template knows of it goes into chat_template_kwargs"
+_NO_REASONING = "write the template's own variable into chat_template_kwargs"
 _NO_SAMPLER = "there is no such sampler"
 _ADAPTER_IN_MODEL = "write the adapter's name as model"
-_CHAT = "conversations go to /v1/chat/completions"
-_PROMPT = "prompts go to /v1/completions"
+_CHAT = "send conversations to /v1/chat/completions"
+_PROMPT = "send prompts to /v1/completions"
 _ONE_LEVEL = "write its fields at the top level of the body"
 
 # Each cannot change the answer: it is about accounts, storage, routing or scheduling.
 ACCEPTED_FIELDS: Mapping[str, str] = {
     "user": "names the end user",
     "safety_identifier": "names the end user",
-    "metadata": "labels what is stored; nothing is",
+    "metadata": "labels stored completions; none are stored",
     "service_tier": "there is one tier of service",
-    "prompt_cache_key": "KV is found by its tokens",
-    "prompt_cache_retention": "KV is kept as --memory-policy says",
-    "prompt_cache_options": "KV is kept as --memory-policy says",
-    "cache_prompt": "KV is always kept for others",
+    "prompt_cache_key": "cached KV is found by tokens",
+    "prompt_cache_retention": "--memory-policy decides which KV stays cached",
+    "prompt_cache_options": "--memory-policy decides which KV stays cached",
+    "cache_prompt": "KV is always cached",
     "request_id": "the header x-request-id names a request",
     "rid": "the header x-request-id names a request",
-    "priority": "--scheduling-policy says who is next",
+    "priority": "--scheduling-policy sets the order of requests",
     "guided_decoding_backend": "constrained decoding is not served yet",
-    "separate_reasoning": "text is not parsed",
-    "stream_reasoning": "text is not parsed",
-    "include_reasoning": "text is not parsed",
+    "separate_reasoning": "output is not parsed",
+    "stream_reasoning": "output is not parsed",
+    "include_reasoning": "output is not parsed",
 }
 
 REFUSED_FIELDS: Mapping[str, RefusedField] = {
@@ -80,20 +80,20 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "functions": RefusedField(_NO_TOOLS, ([],)),
     "function_call": RefusedField(_NO_TOOLS, ("none",)),
     "response_format": RefusedField(_NO_CONSTRAINTS, ({"type": "text"},)),
-    "best_of": RefusedField("all choices are returned, none are ranked; write n", (1,)),
-    "suffix": RefusedField("filling in the middle is not served", ("",)),
+    "best_of": RefusedField("choices are not ranked; write n", (1,)),
+    "suffix": RefusedField("fill-in-the-middle is not served", ("",)),
     "audio": RefusedField(_TEXT_ALONE),
     "modalities": RefusedField(_TEXT_ALONE, (["text"],)),
     "prediction": RefusedField(
-        "predicted outputs are not served; predicted_output_tokens takes their number"
+        "predicted outputs are not served; write their length as predicted_output_tokens"
     ),
     "reasoning_effort": RefusedField(_NO_REASONING),
     "reasoning": RefusedField(_NO_REASONING),
     "verbosity": RefusedField(_NO_REASONING),
-    "web_search_options": RefusedField("searching the web is not served"),
+    "web_search_options": RefusedField("web search is not served"),
     "store": RefusedField("completions are not stored", (False,)),
     "input": RefusedField(_CHAT),
-    "instructions": RefusedField("write a message of the role system"),
+    "instructions": RefusedField("write a message with the role system"),
     "max_output_tokens": RefusedField("write max_tokens"),
     # vLLM's.
     "structured_outputs": RefusedField(_NO_CONSTRAINTS),
@@ -104,11 +104,11 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "structural_tag": RefusedField(_NO_CONSTRAINTS),
     "use_beam_search": RefusedField("beam search is not served", (False,)),
     "length_penalty": RefusedField("beam search is not served", (1.0, 1)),
-    "chat_template": RefusedField("templates come with the model or with --chat-template"),
+    "chat_template": RefusedField("templates come from the model or from --chat-template"),
     "documents": RefusedField("write them into the messages", ([],)),
     "mm_processor_kwargs": RefusedField(_TEXT_ALONE, ({},)),
     "prompt_embeds": RefusedField("write the prompt as text or token ids"),
-    "logits_processors": RefusedField("requests bring no code", ([],)),
+    "logits_processors": RefusedField("requests cannot carry code", ([],)),
     "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
     # SGLang's.
     "regex": RefusedField(_NO_CONSTRAINTS),
@@ -150,8 +150,8 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "tfs_z": RefusedField(_NO_SAMPLER, (1.0, 1)),
     "options": RefusedField(_ONE_LEVEL, ({},)),
     "images": RefusedField(_TEXT_ALONE, ([],)),
-    "system": RefusedField("write a message of the role system"),
-    # Anthropic's, and what clients mean for themselves.
+    "system": RefusedField("write a message with the role system"),
+    # Anthropic's, and fields that client libraries should have removed.
     "max_tokens_to_sample": RefusedField("write max_tokens"),
     "thinking": RefusedField(_NO_REASONING),
     "enable_thinking": RefusedField(_NO_REASONING),
@@ -160,7 +160,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "messages": RefusedField(_CHAT),
     "prompt": RefusedField(_PROMPT),
     "echo": RefusedField(_PROMPT, (False,)),
-    "top_logprobs": RefusedField("write their number as logprobs", (0,)),
+    "top_logprobs": RefusedField("write the number as logprobs", (0,)),
     "add_generation_prompt": RefusedField(_CHAT, (False,)),
     "continue_final_message": RefusedField(_CHAT, (False,)),
     "chat_template_kwargs": RefusedField(_CHAT, ({},)),
@@ -169,8 +169,8 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
 _TEXT_PART = FieldTable(
     served=("type", "text"),
     accepted={
-        "cache_control": "KV is always kept for others",
-        "annotations": "says where the text came from",
+        "cache_control": "KV is always cached",
+        "annotations": "describes the text's source",
         "id": "names the part",
     },
     refused={
@@ -182,12 +182,12 @@ MESSAGE_FIELDS = FieldTable(
     served=("role", "content", "tool_calls", *MESSAGE_STRINGS),
     accepted={
         "id": "names the message",
-        "type": "says that it is one",
-        "status": "says that it is complete",
-        "refusal": "no template writes it",
-        "annotations": "says where the text came from",
-        "cache_control": "KV is always kept for others",
-        "provider_specific_fields": "no template writes it",
+        "type": "is always that of a message",
+        "status": "is always that of a complete message",
+        "refusal": "no chat template uses it",
+        "annotations": "describes the text's source",
+        "cache_control": "KV is always cached",
+        "provider_specific_fields": "no chat template uses it",
     },
     refused={
         "audio": RefusedField(_TEXT_ALONE, ({},)),
@@ -202,21 +202,21 @@ ACCEPTED_STREAM_OPTIONS: Mapping[str, str] = {"include_obfuscation": "events are
 
 
 class UnknownFields:
-    """What a server lets through of bodies, and how many unknown fields it has seen."""
+    """Removes the fields of bodies that are not served, and counts unknown ones."""
 
     def __init__(self, policy: str, limits: HttpLimits) -> None:
-        """``policy``: as ``--unknown-fields``."""
+        """``policy``: the value of ``--unknown-fields``."""
         self._policy = policy
         self._limits = limits
         self._logged: set[str] = set()
         self.num_seen = 0
 
     def sift(self, body: dict[str, Any], table: FieldTable) -> None:
-        """Leave in ``body`` what is served.
+        """Remove all fields from ``body`` that are not served.
 
-        Raises ``NotServedError`` for a refused field that asks for something: a client that asked
-        for a tool call must not get prose that looks like an answer. Raises ``HttpError`` for an
-        unknown field that is refused or nearly a served one, and for very many of them; and
+        Raises ``NotServedError`` for a refused field unless its value has no effect: a client that
+        wants a tool call must not get prose that looks like an answer. Raises ``HttpError`` for an
+        unknown field that is refused or misspelt, and for too many unknown fields; and
         ``RequestError`` for a body beyond the limits.
         """
         check_body(body, self._limits)
@@ -252,22 +252,25 @@ class UnknownFields:
     ) -> None:
         """Count one unknown field, or raise."""
         path = field_path(location)
-        seen = (name, id(table))  # what is unknown in one kind of object may be near in another
-        if seen not in unknown:  # comparing takes long
+        seen = (
+            name,
+            id(table),
+        )  # a name can be misspelt in one kind of object and unknown in another
+        if seen not in unknown:  # the comparison takes long
             unknown.add(seen)
             if len(unknown) > MAX_UNKNOWN_NAMES:
-                raise _unknown(path, f"it is one of more than {MAX_UNKNOWN_NAMES} unknown ones")
+                raise _unknown(path, f"the body has more than {MAX_UNKNOWN_NAMES} unknown fields")
             near = near_names(name.lower().replace("-", "_"), table.served, cutoff=_MISS_CUTOFF)
             if near:
-                raise _unknown(path, f"it is not a field that is served here{near}")
+                raise _unknown(path, f"unknown field{near}")
         if self._policy == "refuse":
-            raise _unknown(path, "it is not a field that is served here (--unknown-fields)")
+            raise _unknown(path, "unknown field (--unknown-fields)")
         self.num_seen += 1
         shown = name[:MAX_SHOWN_CHARS]
         is_new = shown not in self._logged and len(self._logged) < MAX_UNKNOWN_NAMES
         if self._policy == "warn" and is_new:
             self._logged.add(shown)
-            _logger.warning("the unknown field %r was ignored (--unknown-fields)", path)
+            _logger.warning("ignored the unknown field %r (--unknown-fields)", path)
 
 
 def _unknown(path: str, what: str) -> HttpError:
@@ -276,7 +279,7 @@ def _unknown(path: str, what: str) -> HttpError:
 
 
 def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    """Compare with the type, so that true does not pass for 1."""
+    """Compare types too, so that true does not equal 1."""
     return any(type(value) is type(other) and value == other for other in neutral)
 
 

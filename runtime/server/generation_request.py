@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: a body's fields, and the parsed request."""
+"""What completions and chat completions share: the fields of a body, and the parsed request."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
 from .json_values import wrong_type
 from .responses import Envelope
 
-# A text, token ids, or what makes them by the conventions of the adapter.
+# A text, token ids, or a function that makes them by the adapter's conventions.
 Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[list[int]]]
 
 # Fields that SamplingParams has under the same name.
@@ -57,14 +57,14 @@ StopField = Annotated[str | list[str] | None, BeforeValidator(_check_stop)]
 
 
 class StreamOptions(RequestModel):
-    """How a stream reports on itself."""
+    """What a stream reports beside its text."""
 
-    include_usage: bool | None = given("End with a chunk that counts tokens.")
-    continuous_usage_stats: bool | None = given("Count them in each chunk, if usage is included.")
+    include_usage: bool | None = given("End with a chunk that has token counts.")
+    continuous_usage_stats: bool | None = given("Token counts in every chunk, with include_usage.")
 
 
 class GenerationFields(RequestModel):
-    """What both endpoints serve."""
+    """The fields that both endpoints serve."""
 
     nested: ClassVar = {
         "stream_options": FieldTable(
@@ -75,48 +75,52 @@ class GenerationFields(RequestModel):
     model: str | None = given(
         "An adapter's name, base:adapter, or a name of the base model; default: the base model."
     )
-    temperature: float | None = given("0 is greedy; default, as of the next four: the model's.")
-    top_p: float | None = given("Draw from the most likely tokens that together come to so much.")
-    top_k: int | None = given("Draw from so many of the most likely tokens; 0 or -1 = from all.")
-    min_p: float | None = given("Draw from tokens so likely, as a part of the most likely one.")
-    repetition_penalty: float | None = given("Divides logits of tokens that were there; 1 = off.")
-    logit_bias: dict[str, float] | None = given("Added to the logits of tokens, by their ids.")
-    bad_words: list[str] | None = given("Texts whose tokens no choice completes.")
-    allowed_token_ids: list[int] | None = given("Draw from these tokens alone.")
-    prompt_logprobs: int | None = given(
-        "Show the log-probability of each token of the prompt, and of so many others."
+    temperature: float | None = given("0 is greedy; default, also of the next four: the model's.")
+    top_p: float | None = given(
+        "Sample from the most likely tokens that together have this probability."
     )
-    presence_penalty: float | None = given("Taken off the logits of tokens that were said.")
-    frequency_penalty: float | None = given("Taken off them for each time they were said.")
+    top_k: int | None = given("Sample from this many of the most likely tokens; 0 or -1 = all.")
+    min_p: float | None = given(
+        "Sample from tokens with at least this share of the highest probability."
+    )
+    repetition_penalty: float | None = given("Divides the logits of tokens that occurred; 1 = off.")
+    logit_bias: dict[str, float] | None = given("Added to the logits of tokens, by token id.")
+    bad_words: list[str] | None = given("Texts that no choice contains, as token sequences.")
+    allowed_token_ids: list[int] | None = given("Sample from these tokens only.")
+    prompt_logprobs: int | None = given(
+        "Return the log-probability of each prompt token and of this many alternatives."
+    )
+    presence_penalty: float | None = given("Subtracted from the logits of generated tokens.")
+    frequency_penalty: float | None = given("Subtracted for each time a token was generated.")
     seed: int | None = given("The same seed gives the same tokens.")
     n: int | None = given("Choices for each prompt; default: 1.")
     max_tokens: int | None = given(
-        "Tokens of each choice at most; default: 16 for prompts, what fits for messages. "
-        "0 = none, where the prompt is scored or written."
+        "Most tokens of each choice; default: 16 for prompts, what fits for messages. "
+        "0 = none, to score or echo the prompt."
     )
     max_completion_tokens: int | None = given("Another name for max_tokens.")
-    min_tokens: int | None = given("No choice ends before.")
-    stop: StopField = given("Texts that end a choice, which is cut before them.")
+    min_tokens: int | None = given("Fewest tokens of each choice.")
+    stop: StopField = given("Texts that end a choice; its text is cut before them.")
     stop_token_ids: list[int] | None = given("Tokens that end a choice.")
-    ignore_eos: bool | None = given("Go on behind a token that ends a sequence.")
+    ignore_eos: bool | None = given("Continue after an end-of-sequence token.")
     include_stop_str_in_output: bool | None = given(
-        "Keep the text that has ended a choice, special tokens of a stop string too."
+        "Keep the text that ended a choice, including special tokens of a stop string."
     )
-    skip_special_tokens: bool | None = given("Leave special tokens out of texts; default: true.")
+    skip_special_tokens: bool | None = given("Remove special tokens from texts; default: true.")
     stream: bool | None = given("Answer with server-sent events.")
-    stream_options: StreamOptions | None = given("How the stream reports on itself.")
-    cache_salt: str | None = given("Only requests with the same one share KV.")
+    stream_options: StreamOptions | None = given("What the stream reports beside its text.")
+    cache_salt: str | None = given("Only requests with the same salt share KV.")
     predicted_output_tokens: int | None = given(
-        "How many tokens the client thinks will come; default: what the engine thinks."
+        "The client's estimate of the output's tokens; default: the engine's own."
     )
-    return_timing: bool | None = given("Say where the time went.")
-    return_token_ids: bool | None = given("Show the tokens of prompt and choices.")
+    return_timing: bool | None = given("Return where the time went.")
+    return_token_ids: bool | None = given("Return the token ids of prompt and choices.")
     add_special_tokens: bool | None = given(
-        "Put the model's special tokens around the prompt; default: true for prompts, false for "
-        "messages, where the template does."
+        "Add the model's special tokens to the prompt; default: true for prompts, false for "
+        "messages, where the template adds them."
     )
     truncate_prompt_tokens: int | None = given(
-        "Keep so many tokens at the prompt's end; -1 = what fits beside max_tokens."
+        "Keep this many tokens at the prompt's end; -1 = what fits beside max_tokens."
     )
 
     def check_stream_options(self) -> None:
@@ -142,7 +146,7 @@ class GenerationFields(RequestModel):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many others to score beside each token of the prompt; None = score none."""
+        """Number of alternatives to score for each prompt token; None = no scores."""
         return self.prompt_logprobs
 
     def sampling_params(
@@ -153,10 +157,10 @@ class GenerationFields(RequestModel):
         logprobs: int | None,
         logprobs_field: str,
     ) -> SamplingParams:
-        """Combine what the request gives with ``model_defaults`` (from generation_config.json).
+        """Combine the request's values with ``model_defaults`` (from generation_config.json).
 
-        ``default_max_tokens`` None means as many as the context takes. Raises ``RequestError``
-        whose ``param`` is the request's own field name.
+        ``default_max_tokens`` None means as many as fit the context. Raises ``RequestError``, with
+        the request's own field name as ``param``.
         """
         values: dict[str, Any] = {
             name: int(model_defaults[name]) if name in _INTEGERS else model_defaults[name]
@@ -181,7 +185,7 @@ class GenerationFields(RequestModel):
             raise _renamed(exc, names) from None
 
     def check_scores(self, *, has_echo: bool = False) -> None:
-        """Raise ``HttpError`` if a stream is to show what it would have no event for."""
+        """Raise ``HttpError`` for scores of the prompt in a stream, which has no event for them."""
         name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
         if self.stream and (self.prompt_logprobs is not None or has_echo):
             raise HttpError(
@@ -196,7 +200,7 @@ class GenerationFields(RequestModel):
             return None
         for key in self.logit_bias:
             if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
-                raise wrong_type("logit_bias", key, "an object whose keys are token ids")
+                raise wrong_type("logit_bias", key, "an object with token ids as keys")
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
     def _max_tokens(self) -> tuple[int | None, str]:
@@ -214,18 +218,18 @@ class GenerationFields(RequestModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """One HTTP request: what it asks of the engine, and how its answer is written."""
+    """One HTTP request: the engine requests that it needs, and the form of its answer."""
 
     body: GenerationFields
     envelope: Envelope
     adapter_name: str | None  # None = the base model
     prompts: Sequence[Prompt]
     sampling: SamplingParams
-    echo: bool = False  # each prompt is written before its texts
+    echo: bool = False  # the answer's texts begin with the prompt
 
 
 def _renamed(exc: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return ``exc`` about the field as the request spelt it."""
+    """Return ``exc`` with the field's name as the request has it."""
     name = names.get(exc.param or "")
     if name is None or name == exc.param:
         return exc

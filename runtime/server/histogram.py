@@ -1,4 +1,4 @@
-"""Counts of seconds, or of tokens, by upper bounds."""
+"""Histograms of seconds or tokens."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""uvicorn as corun uses it: its signals are ours, and connections have limits."""
+"""uvicorn without its signal handling, and with limits on connections."""
 
 import contextlib
 from collections import Counter
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from ..limits import HttpLimits
 from .connection import connection_class
 
-_CLOSE_TIMEOUT_S = 2  # whole seconds; for connections whose client does not read
+_CLOSE_TIMEOUT_S = 2  # whole seconds; for connections with a client that does not read
 
 
 class HttpServer(uvicorn.Server):

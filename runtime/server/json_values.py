@@ -1,4 +1,4 @@
-"""How messages write what a body holds: paths, values, types."""
+"""How error messages write paths, values and types of a body."""
 
 import math
 
@@ -48,7 +48,7 @@ def kind_of(value: object) -> str:
 
 
 def wrong_type(path: str, value: object, wanted: str) -> HttpError:
-    """Return the error for a ``value`` that is not ``wanted``, which comes with its article."""
+    """Return the error for a ``value`` that is not ``wanted`` (a noun with its article)."""
     return HttpError(
         400,
         f"{path} is {show(value)} ({kind_of(value)}), must be {wanted}",

@@ -1,4 +1,4 @@
-"""Comments in silent streams, so that what is between client and server does not close them."""
+"""Comments in silent streams, so that proxies do not close them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _COMMENT = b": keep-alive\n\n"
 
 @contextmanager
 def kept_alive(writer: ResponseWriter, interval_s: float) -> Iterator[None]:
-    """Write a comment whenever ``writer`` has been silent for so long; 0 = never."""
+    """Write a comment whenever ``writer`` has been silent for ``interval_s``; 0 = never."""
     if interval_s == 0:
         yield
         return

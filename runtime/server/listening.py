@@ -1,6 +1,6 @@
-"""What a server listens to: its socket, and the signals that end it.
+"""The server's socket, and the signals that end it.
 
-Both are there before the model is loaded: a port that is taken shows at once, and a signal ends a
+Both are set up before the model is loaded: a port in use is reported at once, and a signal ends a
 start.
 """
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from ..errors import ConfigError
 
 _BACKLOG = 2048
-_OTHER_DESCRIPTORS = 256  # of the server, and connections on their way to being refused
+_OTHER_DESCRIPTORS = 256  # of the server, and of connections that it refuses
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     """Return a socket bound to ``host`` and ``port`` (0 = any free one), not listening yet.
 
-    ``shares_port``: others of this user that say so, too, may listen there.
+    ``shares_port``: other processes of this user with the same option may bind the port too.
 
     Raises ``ConfigError`` that names the flag to change.
     """
@@ -48,7 +48,7 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Accept connections from now on. Raises ``ConfigError`` if the port was taken meanwhile."""
+    """Start accepting connections. Raises ``ConfigError`` if the port was taken meanwhile."""
     host, port = sock.getsockname()[:2]
     try:
         sock.listen(_BACKLOG)
@@ -57,7 +57,7 @@ def listen(sock: socket.socket) -> None:
 
 
 def allow_descriptors(max_connections: int) -> None:
-    """Let this process open as many connections, as far as its hard limit goes."""
+    """Raise this process's limit of open files for these connections, up to the hard limit."""
     wanted = max_connections + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -66,7 +66,7 @@ def allow_descriptors(max_connections: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         _logger.warning(
-            "this process may open %d files (ulimit -n), too few for %d connections "
+            "the limit of open files is %d (ulimit -n), too low for %d connections "
             "(--max-connections)", allowed, max_connections,
         )  # fmt: skip
 
@@ -90,14 +90,14 @@ def _explain(exc: OSError, host: str, port: int) -> ConfigError:
 
 
 class StopSignals:
-    """How often the server was asked to stop."""
+    """Counts signals to stop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
     def receive(self) -> None:
-        """Take one request to stop: the second means at once."""
+        """Handle one signal: the second one stops at once."""
         if self.first.is_set():
             self.second.set()
         self.first.set()
@@ -105,7 +105,7 @@ class StopSignals:
 
 @contextmanager
 def handled_signals(stop: StopSignals) -> Iterator[None]:
-    """Have SIGTERM and SIGINT ask for a stop, inside the block."""
+    """Inside the block, SIGTERM and SIGINT stop the server."""
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.receive)

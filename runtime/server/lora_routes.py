@@ -1,4 +1,4 @@
-"""Adapters over HTTP: the list, and loading and unloading, which are off unless allowed."""
+"""Adapters over HTTP: the list, and loading and unloading where the options allow them."""
 
 import asyncio
 from typing import Any
@@ -24,21 +24,19 @@ _UNUSED_INT_ID = 1  # the name identifies an adapter
 
 
 class LoadRequest(RequestModel):
-    """Which directory to serve under which name; without one, ``pinned`` is of a known name."""
+    """A directory to serve under a name; without a directory, ``pinned`` for a known name."""
 
-    lora_name: str = Field(description="What requests name as model.")
-    lora_path: str | None = given(
-        "Its PEFT directory on the server; without one, pinned is of a name that is loaded."
-    )
-    load_inplace: bool | None = given("Give a name that is taken a new version.")
-    pinned: bool | None = given("Keep it on the device; default: as the name is by now.")
+    lora_name: str = Field(description="Name that requests give as model.")
+    lora_path: str | None = given("PEFT directory on the server; without it, only pinned changes.")
+    load_inplace: bool | None = given("Replace the version of a name that is loaded.")
+    pinned: bool | None = given("Keep it on the device; default: unchanged.")
 
 
 class UnloadRequest(RequestModel):
-    """Which adapter to stop serving."""
+    """The adapter to stop serving."""
 
-    lora_name: str = Field(description="Which one; requests that run under it finish.")
-    lora_int_id: int | None = given("Without effect: the name decides.")
+    lora_name: str = Field(description="Name of the adapter; its running requests finish.")
+    lora_int_id: int | None = given("Without effect.")
 
 
 class LoraRoutes:
@@ -48,7 +46,7 @@ class LoraRoutes:
         self._state = state
 
     async def list_all(self, request: Request) -> Response:
-        """Registered adapters by name: where they are, and why if they have failed."""
+        """Registered adapters by name: level, state, and the reason of a failure."""
         page = parse_page(request.query_params)
         engine = self._state.engine
         stats = await self._fresh_stats()
@@ -64,7 +62,7 @@ class LoraRoutes:
         })  # fmt: skip
 
     async def get(self, request: Request) -> Response:
-        """One of them."""
+        """One adapter."""
         name = request.path_params["name"]
         await self._fresh_stats()
         adapter = self._state.engine.loras.get(name)
@@ -94,14 +92,14 @@ class LoraRoutes:
         return self._done("loaded", body.lora_name)
 
     async def unload(self, request: Request) -> Response:
-        """Unregister an adapter; requests that run under it finish."""
+        """Unregister an adapter; its running requests finish."""
         body = parse_body(UnloadRequest, await self._read(request), self._state.unknown_fields)
         self._state.engine.loras.check_known(body.lora_name, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)
 
     async def _fresh_stats(self) -> EngineStats:
-        """Have the engine tell what is new, adapters included; raises its error if it is dead."""
+        """Refresh statistics and adapters from the engine; raises its error if it is dead."""
         engine = self._state.engine
         if engine.error is not None:
             raise engine.error

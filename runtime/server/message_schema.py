@@ -1,11 +1,11 @@
-"""What a conversation and a prompt look like in a body, as the documents show it."""
+"""The schemas of a conversation and of a prompt, for the documentation."""
 
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of a message: text that its template may write.
+# Text fields of a message that a template may write.
 MESSAGE_STRINGS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 _CONTENT = {
@@ -43,7 +43,7 @@ _CALL = {
 MessagesField = Annotated[
     list[Any],
     WithJsonSchema({
-        "description": "The conversation, as the model's chat template writes it.",
+        "description": "The conversation, for the model's chat template.",
         "type": "array",
         "minItems": 1,
         "items": {
@@ -51,11 +51,11 @@ MessagesField = Annotated[
             "properties": {
                 "role": {"enum": list(ROLES)},
                 "content": {
-                    "description": "Text; null only of an assistant.",
+                    "description": "Text; null only for the role assistant.",
                     "anyOf": [*_CONTENT["anyOf"], {"type": "null"}],
                 },
                 "tool_calls": {
-                    "description": "Of an assistant.",
+                    "description": "For the role assistant.",
                     "anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}],
                 },
                 **{name: {"type": ["string", "null"]} for name in MESSAGE_STRINGS},
@@ -70,7 +70,7 @@ _TEXT = {"type": "string", "minLength": 1}
 PromptField = Annotated[
     Any,
     WithJsonSchema({
-        "description": "Text or token ids, or several of one kind.",
+        "description": "A text or token ids, or an array of one of them.",
         "anyOf": [
             _TEXT, _TOKENS,
             {"type": "array", "items": _TEXT, "minItems": 1},

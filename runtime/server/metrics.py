@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows: counted here per request, read from the engine at the scrape.
+"""The content of ``/metrics``: counted here for each request, or read from the engine when scraped.
 
 Owns its own registry; nothing is global, so several servers can live in one process. Labels are
 bounded: outcomes, routes and status codes are closed sets, adapters are capped.
@@ -24,7 +24,7 @@ from .request_records import HttpRequestRecord
 from .settings import AppSettings
 
 _VLLM = "vllm"
-# The one that all read. In OpenMetrics the prefix's colon becomes something else for some of them.
+# The format that every reader knows. Some readers of OpenMetrics change the prefix's colon.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -49,8 +49,8 @@ class ServerMetrics:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0, refused=0)
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
-        self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # that they took
-        self.connections_ended: Counter[str] = Counter(  # without an answer of the application
+        self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds they took
+        self.connections_ended: Counter[str] = Counter(  # by reason, before the application
             header_timeout=0, body_timeout=0, head_too_large=0, invalid_http=0, slow_reader=0,
             too_many_connections=0,
         )  # fmt: skip
@@ -64,7 +64,7 @@ class ServerMetrics:
             ProcessCollector(registry=self._registry)
 
     def ended(self, record: HttpRequestRecord) -> None:
-        """A request that generates has ended, however it has."""
+        """Count a request that generates, at its end, with any outcome."""
         self.finished.update(record.finish_reasons)
         for prompt in record.prompts:
             if prompt.is_complete:
@@ -72,26 +72,28 @@ class ServerMetrics:
                 self.requests.ended(prompt)
 
     def answered(self, method: str, route: str, status: str, took_s: float) -> None:
-        """A request has been answered, or its client has left before."""
+        """Count a request that was answered, or that its client left before."""
         self.http_requests[method, route, status] += 1
         self.http_s[method, route] += took_s
 
     def render(self) -> bytes:
-        """Return the exposition, whose content type is ``CONTENT_TYPE``."""
+        """Return the exposition; its content type is ``CONTENT_TYPE``."""
         return generate_latest(self._registry) + self.adapters.exposition(self._families)
 
     def describe(self) -> Sequence[Metric]:
-        """Return nothing: names are known only with the prefix, and collecting them is cheap."""
+        """Return nothing: the names depend on the prefix, and ``collect`` is cheap."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families of the moment."""
+        """Yield all metric families."""
         engine = self._engine
         yield self._families.gauge(
-            "engine_alive", "1 while the engine lives.", 0.0 if engine.error else 1.0
+            "engine_alive", "1 while the engine is alive.", 0.0 if engine.error else 1.0
         )
         yield self._families.gauge(
-            "engine_state_age_seconds", "Since the engine told what follows.", engine.stats_age_s
+            "engine_state_age_seconds",
+            "Seconds since the engine published the statistics below.",
+            engine.stats_age_s,
         )
         stats = engine.get_stats()
         yield from engine_families(
@@ -106,15 +108,15 @@ class ServerMetrics:
         yield families.histogram("inter_token_latency_seconds", self.inter_token_s)
         yield families.histogram("e2e_request_latency_seconds", self.request_s)
         yield from self.requests.families(families)
-        if self._settings.metrics_prefix == _VLLM:  # older boards of theirs have older names
+        if self._settings.metrics_prefix == _VLLM:  # older dashboards use older names
             yield families.gauge(
-                "gpu_cache_usage_perc", "As kv_cache_usage_perc.", stats.kv_cache_usage
+                "gpu_cache_usage_perc", "The same as kv_cache_usage_perc.", stats.kv_cache_usage
             )
             yield families.histogram("time_per_output_token_seconds", self.inter_token_s)
             yield from self._http_without_prefix()
 
     def _http_without_prefix(self) -> Iterator[Metric]:
-        """Yield what its server's instrumentation shows of requests that are no probes."""
+        """Yield the HTTP metrics of vLLM's server, without probes."""
         requests, number = Counter[tuple[str, str, str]](), Counter[tuple[str, str]]()
         for (method, route, status), count in self.http_requests.items():
             if route not in PROBE_PATHS:
@@ -128,7 +130,7 @@ class ServerMetrics:
             counts.add_metric(labels, count)
         yield counts
         seconds = SummaryMetricFamily(
-            "http_request_duration_seconds", "Until their answers had ended.",
+            "http_request_duration_seconds", "Seconds until the answer had ended.",
             labels=["method", "handler"],
         )  # fmt: skip
         for key, count in sorted(number.items()):
@@ -137,16 +139,14 @@ class ServerMetrics:
 
     def _requests(self) -> Iterator[Metric]:
         families = self._families
-        yield families.count(
-            "prompt_tokens", "Tokens of prompts that were answered.", self.prompt_tokens
-        )
+        yield families.count("prompt_tokens", "Tokens of answered prompts.", self.prompt_tokens)
         yield families.count("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield families.counts_by(
-            "request_success", "Choices that ended, by reason, and requests without any.",
+            "request_success", "Choices by finish reason, requests without choices by outcome.",
             "finished_reason", self.finished,
         )  # fmt: skip
         yield families.count(
-            "unknown_fields", "Fields of bodies that were ignored, not being known.",
+            "unknown_fields", "Unknown fields of bodies that were ignored.",
             self._unknown_fields.num_seen,
         )  # fmt: skip
         yield from families.http(self.connections_ended, self.http_requests)

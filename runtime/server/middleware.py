@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, the number of connections, answers to errors, counts."""
+"""Runs before every endpoint: keys, limit of connections, answers to errors, counts."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from .connection import SURPLUS
 from .errors import ClientGoneError, HttpError, error_response, routing_error
 from .request_ids import HEADER, given_id, new_id
 
-# Of the routes that have a parameter, by its name.
+# Routes with a parameter, by its name.
 _PATTERNS = {"model": "/v1/models/{model}", "name": "/v1/lora_adapters/{name}"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 Handler = Callable[[Request], Awaitable[Response]]
-# Told of each answer: method, route, status, and how many seconds it took.
+# Called for each answer: method, route, status, and its seconds.
 OnAnswered = Callable[[str, str, str, float], None]
 
 
 def plain_app(routes: Sequence[Route]) -> ASGIApp:
-    """Return the application of ``routes``, with corun's errors for all that is none of them."""
+    """Return the application of ``routes``, with corun's errors for all other requests."""
     starlette = Starlette(routes=routes, exception_handlers={HTTPException: _on_routing_error})
     starlette.router.redirect_slashes = False
     return starlette
@@ -38,9 +38,9 @@ async def _on_routing_error(request: Request, exc: Exception) -> Response:
 
 
 def guarded(handler: Handler) -> Handler:
-    """Answer the errors of ``handler``, bugs too.
+    """Answer the errors of ``handler``, including bugs.
 
-    Starlette's own way for bugs ends with the exception in uvicorn, which closes the connection
+    Starlette would pass the exception of a bug on to uvicorn, which closes the connection
     under the client's next request.
     """
 
@@ -58,8 +58,8 @@ def guarded(handler: Handler) -> Handler:
 class AuthMiddleware:
     """Checks the key and counts requests. Adds one plain call to each message of an answer.
 
-    The endpoints that generate are called without Starlette in between, whose layers would be gone
-    through again for every token of a stream.
+    Endpoints that generate are called without Starlette: its layers would be passed through again
+    for every token of a stream.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class AuthMiddleware:
         endpoint = self._generating.get(scope["path"])
         if endpoint is None or scope["method"] != "POST":
             return self._app
-        scope["endpoint"] = endpoint  # as a router does, for the count
+        scope["endpoint"] = endpoint  # as a router does, for the counters
         return endpoint
 
     def _count(self, scope: Scope, status: int | None, took_s: float) -> None:
@@ -119,14 +119,14 @@ class AuthMiddleware:
 
 
 def _pattern(scope: Scope) -> str:
-    """Return the route's path without what its parameters stood for."""
+    """Return the route's path with the names of its parameters."""
     for parameter in scope.get("path_params") or ():
         return _PATTERNS[parameter]
     return str(scope["path"])
 
 
 class _Recorder:
-    """Passes messages on, remembers the status, and names what has no name; no coroutine."""
+    """Passes messages on, stores the status, and adds a request id; not a coroutine."""
 
     __slots__ = ("_scope", "_send", "status")
 

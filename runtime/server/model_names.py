@@ -1,4 +1,4 @@
-"""Which model a request means: the base under its served names, an adapter, or base:adapter."""
+"""Resolves a request's model: a name of the base model, an adapter, or base:adapter."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from ..frontend.lora_directory import LoraDirectory
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What a request's ``model`` stands for."""
+    """The model that a request's ``model`` names."""
 
     shown_name: str  # echoed in the answer
     adapter_name: str | None  # None = the base model
 
 
 class ModelNames:
-    """HTTP's names: the base model's served names, and those of the front end's adapters."""
+    """The names over HTTP: the base model's served names, and the adapters'."""
 
     def __init__(self, base_names: Sequence[str]) -> None:
         assert base_names
@@ -29,7 +29,7 @@ class ModelNames:
         return self.base_names[0]
 
     def resolve(self, model: str | None, loras: LoraDirectory) -> ResolvedModel:
-        """Return what ``model`` stands for; a request without one means the base model.
+        """Return the model that ``model`` names; None = the base model.
 
         Raises ``UnknownModelError`` with near names, or ``AdapterUnavailableError`` with the
         reason for an adapter that failed to load or is being removed.

@@ -1,7 +1,7 @@
-"""A request while it is answered, and the record that it makes when it has ended.
+"""A request while it is answered, and its record when it has ended.
 
-It has ended when its answer has, and the engine has said its last word on each prompt that it was
-sent: one that a client left is still computed for a moment.
+It has ended when its answer has ended and the engine has ended each of its prompts: if the client
+leaves, a prompt is computed for a moment longer.
 """
 
 import time
@@ -22,15 +22,15 @@ from .request_records import (
     PromptRecord,
 )
 
-_CLIENT_GONE = "client_gone"  # the code of requests whose client has left
-_MAX_NAME_CHARS = 256  # of a model that is asked for, which need not be one
+_CLIENT_GONE = "client_gone"  # error code of a request that its client left
+_MAX_NAME_CHARS = 256  # of the model's name as the request gives it
 _MIN_SERVER_STATUS = 500
 
 OnRecord = Callable[[HttpRequestRecord], None]
 
 
 class PromptRun:
-    """One prompt of an HTTP request: its latest output, and when its outputs came."""
+    """One prompt of an HTTP request: its latest output, and the times of its outputs."""
 
     def __init__(
         self, metrics: ServerMetrics, adapter_name: str | None, on_end: Callable[[], None]
@@ -40,7 +40,7 @@ class PromptRun:
         self._adapter = metrics.adapters.of(adapter_name)
         self._on_end = on_end
         self._latest: RequestOutput | None = None
-        self._end: RequestOutput | None = None  # as the engine told it
+        self._end: RequestOutput | None = None  # the engine's final output
         self._end_s = 0.0
         self._is_open = False
         self.started_s = metrics.clock()
@@ -55,15 +55,15 @@ class PromptRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine was sent it, and has not said its last word."""
+        """Whether it was sent to the engine and has not ended there."""
         return self._is_open
 
     def opened(self) -> None:
-        """The engine is sent it."""
+        """It is sent to the engine."""
         self._is_open = True
 
     def ended(self, output: RequestOutput) -> None:
-        """The engine has said its last word."""
+        """It has ended in the engine, with ``output``."""
         self._is_open, self._end, self._end_s = False, output, self._metrics.clock()
         self._on_end()
 
@@ -92,7 +92,7 @@ class PromptRun:
             metrics.inter_token_s.observe(since_last_s / most_new, weight=most_new)
 
     def record(self, outcome: str) -> PromptRecord | None:
-        """Return its record, if the engine was ever sent it."""
+        """Return its record, or None if it was never sent to the engine."""
         end = self._end
         if end is None:
             return None
@@ -127,7 +127,7 @@ def _choice_record(choice: CompletionOutput, outcome: str) -> ChoiceRecord:
 
 
 class OpenRecord:
-    """Of a request that is being answered."""
+    """The record of a request that is being answered."""
 
     def __init__(
         self, request_id: str, route: str, metrics: ServerMetrics, on_record: OnRecord
@@ -146,13 +146,13 @@ class OpenRecord:
         self._record.stream = bool(body.stream)
 
     def begin(self, request: ParsedRequest) -> list[PromptRun]:
-        """Its prompts are about to be sent; return a run for each."""
+        """Return a run for each of its prompts, which will be sent next."""
         adapter = self._record.adapter = request.adapter_name
         self._runs = [PromptRun(self._metrics, adapter, self._publish) for _ in request.prompts]
         return self._runs
 
     def end(self, status: int | None, error: BaseException | None) -> None:
-        """Its answer has ended, with ``error`` if that was the reason."""
+        """Its answer has ended; ``error``: the reason, if it failed."""
         record = self._record
         record.status, record.outcome, record.error = status, _outcome_of(error), _code_of(error)
         record.total_s = self._metrics.clock() - self._started_s
@@ -160,7 +160,7 @@ class OpenRecord:
         self._publish()
 
     def _publish(self) -> None:
-        """Hand over the record, once nothing more comes."""
+        """Publish the record once the request has ended."""
         if not self._has_ended or any(run.is_open for run in self._runs):
             return
         prompts = [run.record(self._record.outcome) for run in self._runs]
@@ -177,9 +177,9 @@ def _outcome_of(error: BaseException | None) -> str:
             return REFUSED if error.status < _MIN_SERVER_STATUS else ERROR
         case ClientGoneError():
             return ABORT
-        case Exception():  # a defect
+        case Exception():  # a bug of corun
             return ERROR
-        case _:  # the server does not wait for it
+        case _:  # cancelled because the server ends
             return ABORT
 
 

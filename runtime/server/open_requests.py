@@ -1,4 +1,4 @@
-"""The requests that are being answered, and what ends one before its answer does."""
+"""The requests that are being answered, and the reasons to end one early."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class OpenRequest:
         self._task = task
 
     def end(self, cause: Exception) -> None:
-        """Interrupt the request; the first cause counts."""
+        """Cancel the request; the first cause counts."""
         if self.cause is None:
             self.cause = cause
             self._task.cancel()
@@ -38,7 +38,7 @@ class OpenRequests:
 
     @contextmanager
     def track(self) -> Iterator[OpenRequest]:
-        """Count the current task as open; raise the cause if the request is ended from outside."""
+        """Count the current task as open; raise the cause if ``end`` cancels it."""
         task = asyncio.current_task()
         assert task is not None
         request = OpenRequest(task)
@@ -59,7 +59,7 @@ class OpenRequests:
             request.end(cause)
 
     async def wait_none(self, timeout_s: float, *, poll_interval_s: float = 0.02) -> bool:
-        """Return True once no request is open, False when ``timeout_s`` has passed before."""
+        """Return True once no request is open, or False after ``timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while self._requests:

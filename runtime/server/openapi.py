@@ -1,4 +1,4 @@
-"""``/openapi.json``: what each route takes and gives, from the models and structs that serve it."""
+"""``/openapi.json``: bodies and answers of each route, from the models that serve it."""
 
 import re
 from collections.abc import Iterable
@@ -35,9 +35,9 @@ def openapi_json(routes: Iterable[Route], settings: AppSettings) -> bytes:
 def openapi_document(
     routes: Iterable[tuple[str, str]], version: str, *, unknown_fields: str
 ) -> dict[str, Any]:
-    """Return the document of a server with ``routes``: methods and paths.
+    """Return the document of a server with ``routes`` (methods and paths).
 
-    ``unknown_fields``: as the option.
+    ``unknown_fields``: the value of the option.
     """
     docs = {route: ROUTE_DOCS[route] for route in routes}
     types = {ErrorBody}
@@ -66,7 +66,7 @@ def openapi_document(
 
 
 def body_schemas(models: Iterable[type[RequestModel]], *, is_closed: bool) -> dict[str, Any]:
-    """Return the schemas of bodies; closed ones have no fields but those."""
+    """Return the schemas of bodies; ``is_closed``: other fields are forbidden."""
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFERENCE.format("{model}")
     )
@@ -119,7 +119,7 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
     if doc.unhealthy is not None:
         schema = schemas[doc.unhealthy]
         responses["503"] = {
-            "description": "It is not.", "content": {"application/json": {"schema": schema}},
+            "description": "Not now.", "content": {"application/json": {"schema": schema}},
         }  # fmt: skip
     codes = error_codes()
     for status in sorted(doc.errors):
@@ -141,5 +141,5 @@ def _event_schema(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
         "contentSchema": {"anyOf": contents},
     }
     if doc.answer is not None:
-        data = {"anyOf": [{"const": "[DONE]"}, data]}  # the last one is that, or an error
+        data = {"anyOf": [{"const": "[DONE]"}, data]}  # the last event is this or an error
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

@@ -1,4 +1,4 @@
-"""The page of routes, fields, errors and limits: tables of what the code itself goes by."""
+"""Tables of routes, fields, errors and limits for the README, made from the code."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ from .json_values import show
 from .openapi import body_schemas
 from .route_docs import ROUTE_DOCS
 
-# Options that bound what is asked.
+# Options that limit requests.
 _LIMIT_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
     "max_logit_bias",
@@ -55,14 +55,14 @@ def routes_markdown() -> str:
 
 
 def fields_markdown() -> str:
-    """Return a table of the fields of each body, and one of those that several have."""
+    """Return a table of the fields of each body, and one of the shared fields."""
     bodies: dict[type[RequestModel], list[str]] = {}
     for (method, path), doc in ROUTE_DOCS.items():
         if doc.body is not None:
             bodies.setdefault(doc.body, []).append(f"`{method} {path}`")
     schemas = body_schemas((*bodies, GenerationFields), is_closed=False)
     messages = schemas[ChatRequest.__name__]["properties"]["messages"]["items"]
-    parts = [("Both that generate", _field_table(schemas[GenerationFields.__name__]))]
+    parts = [("Both routes that generate", _field_table(schemas[GenerationFields.__name__]))]
     for model, routes in bodies.items():
         shared = GenerationFields.model_fields if issubclass(model, GenerationFields) else ()
         parts.append((", ".join(routes), _field_table(schemas[model.__name__], without=shared)))
@@ -72,25 +72,25 @@ def fields_markdown() -> str:
 
 
 def accepted_markdown() -> str:
-    """Return a table of the fields that are accepted without effect, and why they can be."""
+    """Return a table of the fields that are accepted without effect, with the reasons."""
     rows = [(f"`{name}`", why) for name, why in ACCEPTED_FIELDS.items()]
     rows += [(f"`stream_options.{name}`", why) for name, why in ACCEPTED_STREAM_OPTIONS.items()]
     rows += [(f"`{path}.{name}`", why) for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, why in table.accepted.items()]  # fmt: skip
-    return _table(("field", "without effect, because"), rows)
+    return _table(("field", "reason"), rows)
 
 
 def refused_markdown() -> str:
-    """Return a table of the fields that are refused, with what to write instead."""
+    """Return a table of the refused fields, with the reason or the replacement."""
     rows = [_refused_row(f"`{name}`", one) for name, one in REFUSED_FIELDS.items()]
     rows += [_refused_row(f"`{path}.{name}`", one)
              for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, one in table.refused.items()]  # fmt: skip
-    return _table(("field", "refused, because or instead", "but for"), rows)
+    return _table(("field", "reason or replacement", "accepted values"), rows)
 
 
 def errors_markdown() -> str:
-    """Return a table of the codes of errors."""
+    """Return a table of the error codes."""
     rows = [
         (f"`{code}`", str(status), meaning) for code, (status, meaning) in error_codes().items()
     ]
@@ -98,10 +98,10 @@ def errors_markdown() -> str:
 
 
 def limits_markdown() -> str:
-    """Return a table of what bounds a request, and the option that says so, if one does."""
+    """Return a table of the limits of a request, each with its option, if there is one."""
     rows = [
         ("choices of a prompt (`n`)", str(MAX_CHOICES), ""),
-        ("log-probabilities of other tokens", str(MAX_LOGPROBS), ""),
+        ("log-probabilities of alternatives", str(MAX_LOGPROBS), ""),
         ("`bad_words` of a request", str(MAX_BAD_WORDS), ""),
         ("unknown fields of a body, by name", str(MAX_UNKNOWN_NAMES), ""),
         ("adapters on a page", str(MAX_PAGE), ""),
@@ -111,7 +111,7 @@ def limits_markdown() -> str:
             what = spec.help.rstrip(".").partition("; default: ")
             default = "no limit" if spec.default is None else f"{spec.default}"
             rows.append((what[0], what[2] or default, f"`{spec.flag}`"))
-    return _table(("limit of", "is", "option"), rows)
+    return _table(("limit", "default", "option"), rows)
 
 
 TABLES = {
@@ -149,7 +149,7 @@ def _field_table(schema: Mapping[str, Any], *, without: Collection[str] = ()) ->
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """Name what a schema takes, null apart, which always means "not given"."""
+    """Name the type of a schema, without null, which always means "not given"."""
     if "anyOf" in schema:
         kinds = (_kind(one) for one in schema["anyOf"] if one.get("type") != "null")
         return " or ".join(dict.fromkeys(kinds))

@@ -1,7 +1,7 @@
 """``--request-log``: the record of each request as a line of JSON, in a file or on stdout.
 
-A thread of its own writes: a disk that hangs, or a reader of stdout that does, holds up no answer.
-What cannot be written costs lines and nothing else.
+A thread of its own writes, so that a slow disk or reader of stdout delays no answer. Lines that
+cannot be written are lost, and requests are served as before.
 """
 
 import logging
@@ -23,16 +23,16 @@ _logger = logging.getLogger(__name__)
 
 STDOUT = "-"
 _NUM_OLD_FILES = 4  # FILE.1, the newest of them, to FILE.4
-_MAX_WAITING_LINES = 10_000  # some MB
+_MAX_WAITING_LINES = 10_000  # a few MB
 _CLOSE_TIMEOUT_S = 2.0
 _STDOUT_FD = 1
 
 
 class RequestLog:
-    """Where records are written."""
+    """Writes records."""
 
     def __init__(self, path: str, *, max_bytes: int) -> None:
-        """``path``: of the file, or "-"; of more than ``max_bytes`` it is renamed to ``path``.1.
+        """``path``: the file, renamed to ``path``.1 before it exceeds ``max_bytes``; or "-".
 
         Raises ``ConfigError`` if it cannot be opened.
         """
@@ -40,20 +40,20 @@ class RequestLog:
         self._file = None if path == STDOUT else _RotatingFile(Path(path), max_bytes)
         self._encode = msgspec.json.Encoder().encode
         self._lines: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING_LINES)
-        self._num_lost = 0  # lines, since the last one that was written
-        self._is_torn = False  # what was written last ends within a line
+        self._num_lost = 0  # lines, since the last written one
+        self._is_torn = False  # the last write ended within a line
         self._thread = threading.Thread(target=self._run, name="corun-request-log", daemon=True)
         self._thread.start()
 
     def write(self, record: HttpRequestRecord) -> None:
-        """Have a record written."""
+        """Queue a record."""
         try:
             self._lines.put_nowait(self._encode(record) + b"\n")
         except queue.Full:
-            self._lose("they are written more slowly than requests end")
+            self._lose("writing is slower than requests end")
 
     def close(self) -> None:
-        """Write what waits, as far as that takes no time worth mentioning. Idempotent."""
+        """Write the queued lines, within a short time. Idempotent."""
         if self._thread.is_alive():
             try:
                 self._lines.put(None, timeout=_CLOSE_TIMEOUT_S)
@@ -83,16 +83,16 @@ class RequestLog:
                 self._is_torn = num_written < len(line)
         if self._num_lost:
             _logger.warning(
-                "--request-log %s: lines are written again; about %d are missing",
+                "--request-log %s: writing works again; about %d lines are missing",
                 self._name, self._num_lost,
             )  # fmt: skip
             self._num_lost = 0
 
     def _lose(self, reason: str) -> None:
-        """A line is lost. Said once, until one is written again."""
+        """Count a lost line. Logged once, until a line is written again."""
         if not self._num_lost:
             _logger.error(
-                "--request-log %s: lines are lost: %s; requests are served as before",
+                "--request-log %s: cannot write, lines are lost: %s; requests are served as before",
                 self._name, reason,
             )  # fmt: skip
         self._num_lost += 1
@@ -100,7 +100,7 @@ class RequestLog:
 
 @contextmanager
 def request_log_of(config: ServeConfig) -> Iterator[RequestLog | None]:
-    """Open the log that the options ask for, if they do. Raises ``ConfigError``."""
+    """Open the log if the options name one. Raises ``ConfigError``."""
     if config.request_log is None:
         yield None
         return
@@ -112,7 +112,7 @@ def request_log_of(config: ServeConfig) -> Iterator[RequestLog | None]:
 
 
 class _RotatingFile:
-    """A file that others may move or delete, and that makes room for the next one in time."""
+    """A file that is rotated by size, and that other processes may move or delete."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -125,7 +125,7 @@ class _RotatingFile:
             ) from error
 
     def fd_for(self, num_bytes: int) -> int:
-        """Return what to write so many bytes to. Raises ``OSError``."""
+        """Return the descriptor for the next ``num_bytes``. Raises ``OSError``."""
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             return self._fd

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of requests that have ended, under the names that vLLM's boards read."""
+"""The families of ended requests in ``/metrics``, with the names that vLLM's dashboards use."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from .families import Families
 from .histogram import INTER_TOKEN_BOUNDS_S, NUM_TOKENS_BOUNDS, REQUEST_BOUNDS_S, Histogram
 from .request_records import PromptRecord
 
-# What a request waits for before it is admitted, by values of ``scheduler.events.TimePart``.
+# The parts of a request's wait before its admission: values of ``scheduler.events.TimePart``.
 _QUEUE_PARTS = (
     *("order", "lane_quota", "kv_memory", "adapter_memory"),
     *("disk_read", "adapter_load", "kv_swap_in"),
@@ -30,7 +30,7 @@ class RequestMetrics:
         self._output_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
 
     def ended(self, prompt: PromptRecord) -> None:
-        """Take a prompt whose choices have all ended by themselves."""
+        """Count a prompt after all its choices have finished."""
         assert prompt.first_token_s is not None
         nums_tokens = [choice.output_tokens for choice in prompt.choices]
         most_tokens = max(nums_tokens)
@@ -50,7 +50,7 @@ class RequestMetrics:
             self._output_token_s.observe((total_s - first_token_s) / (most_tokens - 1))
 
     def families(self, families: Families) -> Iterator[Metric]:
-        """Yield them all."""
+        """Yield all families."""
         for name, histogram in (
             ("prompt_tokens", self._num_prompt_tokens),
             ("prefill_kv_computed_tokens", self._num_computed_tokens),

@@ -1,4 +1,4 @@
-"""The bodies of answers, as structs that encode straight to JSON."""
+"""The bodies of answers, as structs that encode to JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
@@ -9,11 +9,11 @@ from starlette.responses import Response
 from ..frontend.outputs import Logprob, RequestOutput, TokenCandidates
 from ..timing import EngineTiming
 
-_BYTES_PREFIX = "bytes:\\x"  # how a token is written that is a part of a character
+_BYTES_PREFIX = "bytes:\\x"  # prefix of a token that is a part of a character
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What is the same in an answer and in all chunks of it."""
+    """The fields that an answer shares with all its chunks."""
 
     id: str
     object: str
@@ -22,7 +22,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Of the prompts' tokens: those that were not computed again."""
+    """Prompt tokens that were not computed again."""
 
     cached_tokens: int
 
@@ -42,7 +42,7 @@ def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
     for output in outputs:
         num_prompt += len(output.prompt_token_ids)
         num_generated += sum(choice.num_tokens for choice in output.outputs)
-        # All choices of a prompt have the same; the first to run found what it had not made itself.
+        # All choices share the prompt; the first one shows what was cached before the request.
         num_cached += min(choice.num_cached_tokens for choice in output.outputs)
     return Usage(
         num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
@@ -50,14 +50,14 @@ def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
 
 
 class AdapterStartInfo(msgspec.Struct, frozen=True):
-    """How one choice was started whose adapter was not on the device."""
+    """How a choice was started without its adapter on the device."""
 
     strategy: str
     reason: str
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """Where the KV of a prompt's tokens came from first."""
+    """Sources of the KV of a prompt's tokens."""
 
     computed: int
     cached: int  # found on the device
@@ -67,12 +67,12 @@ class PromptTokens(msgspec.Struct, frozen=True):
 class ChoiceTiming(msgspec.Struct, frozen=True):
     """Where one choice's time in the engine went until its first token."""
 
-    time_to_first_token_s: float  # or to its end, if none came
-    parts_s: dict[str, float]  # they add up to it
+    time_to_first_token_s: float  # or to its end without one
+    parts_s: dict[str, float]  # their sum is the time above
     num_preemptions: int
     num_squashes: int
     predicted_output_tokens: int
-    # Not of one that failed.
+    # Absent if the choice failed.
     prompt_tokens: PromptTokens | msgspec.UnsetType = msgspec.UNSET
     output_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -82,7 +82,7 @@ class ChoiceTiming(msgspec.Struct, frozen=True):
         prompt_tokens: PromptTokens | msgspec.UnsetType = msgspec.UNSET,
         output_tokens: int | msgspec.UnsetType = msgspec.UNSET,
     ) -> "ChoiceTiming":  # fmt: skip
-        """As it is written."""
+        """Return the form of an answer."""
         return cls(
             timing.first_token_s,
             dict(timing.parts),
@@ -95,25 +95,27 @@ class ChoiceTiming(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """When things happened, in seconds from the request's arrival; only if asked for."""
+    """Times in seconds since the request's arrival; only with return_timing."""
 
     time_to_first_token_s: float
     total_s: float
-    outside_engine_s: float  # of the first token: tokenising, the way to the engine and back, HTTP
-    engine: list[ChoiceTiming | None]  # by choice; null = the engine has not said
-    adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was there
+    outside_engine_s: (
+        float  # of the first token: tokenizing, transport to the engine and back, HTTP
+    )
+    engine: list[ChoiceTiming | None]  # by choice; null = not known
+    adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was on the device
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Columns with one entry per token; offsets count characters of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]  # None: nothing precedes the token
+    token_logprobs: list[float | None]  # None: the first token of a prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-TokenIds = Sequence[int] | msgspec.UnsetType  # only if asked for (return_token_ids)
+TokenIds = Sequence[int] | msgspec.UnsetType  # only with return_token_ids
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -124,7 +126,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-# An entry per token, by token id, null for the first one; only if asked for.
+# An entry per token, by token id, null for the first one; only with prompt_logprobs.
 PromptLogprobs = Sequence[dict[str, PromptLogprob] | None] | msgspec.UnsetType
 
 
@@ -150,7 +152,7 @@ class ChatTopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """The drawn token and the best candidates."""
+    """The sampled token and the best candidates."""
 
     token: str
     logprob: float
@@ -165,7 +167,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """What the model said."""
+    """A message of the model."""
 
     content: str
     role: str = "assistant"
@@ -183,7 +185,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chat stream adds."""
+    """The new part of a message in a stream."""
 
     role: str | None = None
     content: str | None = None
@@ -217,8 +219,8 @@ class Chunk(Envelope, Generic[ChoiceT], frozen=True):
     """One event of a stream; the last one that is JSON may have no choice."""
 
     choices: Sequence[ChoiceT]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET  # if asked for
-    timing: Timing | msgspec.UnsetType = msgspec.UNSET  # in the last one, if asked for
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET  # with include_usage
+    timing: Timing | msgspec.UnsetType = msgspec.UNSET  # in the last one, with return_timing
     prompt_token_ids: TokenIds = msgspec.UNSET  # in the first one of a chat
 
 
@@ -228,7 +230,7 @@ def json_response(value: object, *, status: int = 200) -> Response:
 
 
 def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
-    """Return what is known of the prompt's tokens, if it was asked for."""
+    """Return the scores of the prompt's tokens, if the request wants them."""
     if output.prompt_logprobs is None:
         return msgspec.UNSET
     return [
@@ -245,9 +247,9 @@ def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
 def completion_logprobs(
     tokens: Sequence[TokenCandidates], *, text_offset: int
 ) -> CompletionLogprobs:
-    """Return columns for ``tokens``; ``text_offset`` is where the first one begins.
+    """Return columns for ``tokens``; ``text_offset``: the offset of the first one.
 
-    Each dictionary of ``top_logprobs`` holds the drawn token too, whatever its rank.
+    Each dictionary of ``top_logprobs`` also holds the sampled token, at any rank.
     """
     columns = CompletionLogprobs([], [], [], [])
     for candidates in tokens:
@@ -263,7 +265,7 @@ def completion_logprobs(
 
 
 def num_text_chars(tokens: Sequence[TokenCandidates]) -> int:
-    """Return how many characters the drawn tokens add to the offsets."""
+    """Return the number of characters that the sampled tokens add to the offsets."""
     drawn = [next(iter(candidates.values())) for candidates in tokens]
     return sum(len(token.decoded_token) for token in drawn if _is_text(token))
 

@@ -1,4 +1,4 @@
-"""What is said of each route, in ``/openapi.json`` and on the page of them: one entry for each."""
+"""The documentation of each route, for ``/openapi.json`` and the README of the server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ _Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteDoc:
-    """One route: what goes in and what comes out."""
+    """One route: its body, its answer and its errors."""
 
     summary: str
     body: type[RequestModel] | None = None
     query: Mapping[str, _Schema] = field(default_factory=dict)
-    answer: Any = None  # of JSON, by its type; None = a stream alone, or text
-    event: Any = None  # of a stream, by its type; without an answer it has no end
+    answer: Any = None  # type of the JSON answer; None = only a stream, or text
+    event: Any = None  # type of a stream's events; without an answer the stream has no end
     errors: tuple[int, ...] = ()  # statuses of answers that are an ErrorBody
-    unhealthy: Any = None  # of status 503, if that is no ErrorBody
+    unhealthy: Any = None  # type of the answer 503, if it is no ErrorBody
 
 
 _KEY = (401, 500)
@@ -55,37 +55,37 @@ AdapterChange: Any = msgspec.defstruct(
 )  # fmt: skip
 
 _LOAD = RouteDoc(
-    summary="Load an adapter, give its name a new version, or pin one; answers when it is ready.",
+    summary="Load, reload or pin an adapter; answers when it is ready.",
     body=LoadRequest, answer=AdapterChange, errors=_CHANGES,
 )  # fmt: skip
 _UNLOAD = RouteDoc(
-    summary="Unload an adapter; requests that run under it finish.",
+    summary="Unload an adapter; its running requests finish.",
     body=UnloadRequest, answer=AdapterChange, errors=_CHANGES,
 )  # fmt: skip
 
 ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
     ("POST", "/v1/chat/completions"): RouteDoc(
-        summary="A conversation in, the next message out.",
+        summary="Generate the next message of a conversation.",
         body=ChatRequest, answer=Answer[ChatChoice], event=Chunk[ChatChunkChoice],
         errors=_GENERATES,
     ),
     ("POST", "/v1/completions"): RouteDoc(
-        summary="Prompts in, what follows them out.",
+        summary="Continue prompts.",
         body=CompletionRequest, answer=Answer[CompletionChoice], event=Chunk[CompletionChoice],
         errors=_GENERATES,
     ),
     ("GET", "/v1/models"): RouteDoc(
-        summary="What can be asked for: the base model's names, and adapters.",
+        summary="Names that a request can give as model: the base model's and the adapters'.",
         answer=ModelList, errors=_KEY,
     ),
     ("GET", "/v1/models/{model}"): RouteDoc(
-        summary="One of them.", answer=ModelCard, errors=(*_KEY, 400, 404, 503)
+        summary="One model.", answer=ModelCard, errors=(*_KEY, 400, 404, 503)
     ),
     ("GET", "/v1/lora_adapters"): RouteDoc(
-        summary="All adapters by name, in pages: where they are, and why if they have failed.",
+        summary="Adapters by name, in pages: level, state, and the reason of a failure.",
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": MAX_PAGE},
-            "after": {"type": "string", "description": "Begin behind this name."},
+            "after": {"type": "string", "description": "Start after this name."},
             "level": {
                 "enum": [*LEVELS, *LEVEL_ALIASES],
                 "description": "Only adapters at this level. gpu means device, cpu means host.",
@@ -94,37 +94,37 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
         answer=AdapterPage, errors=(*_KEY, 400, 503),
     ),
     ("GET", "/v1/lora_adapters/{name}"): RouteDoc(
-        summary="One of them.", answer=AdapterNow, errors=(*_KEY, 404, 503)
+        summary="One adapter.", answer=AdapterNow, errors=(*_KEY, 404, 503)
     ),
     ("POST", "/v1/load_lora_adapter"): _LOAD,
     ("POST", "/load_lora_adapter"): _LOAD,
     ("POST", "/v1/unload_lora_adapter"): _UNLOAD,
     ("POST", "/unload_lora_adapter"): _UNLOAD,
     ("POST", "/tokenize"): RouteDoc(
-        summary="The tokens of a text, or of a conversation as the chat template writes it.",
+        summary="The tokens of a text, or of a conversation after the chat template.",
         body=TokenizeRequest, answer=Tokens, errors=_BODY,
     ),
     ("POST", "/detokenize"): RouteDoc(
-        summary="The text of tokens, special ones included.",
+        summary="The text of tokens, including special tokens.",
         body=DetokenizeRequest, answer=DetokenizedText, errors=_BODY,
     ),
     ("GET", "/health"): RouteDoc(
-        summary="200 while the engine lives.", answer=Health, errors=_KEY, unhealthy=Health
+        summary="200 while the engine is alive.", answer=Health, errors=_KEY, unhealthy=Health
     ),
     ("GET", "/ready"): RouteDoc(
-        summary="200 while new requests are taken.", answer=Readiness, errors=(*_KEY, 503)
+        summary="200 while new requests are accepted.", answer=Readiness, errors=(*_KEY, 503)
     ),
     ("GET", "/metrics"): RouteDoc(summary="Prometheus metrics.", errors=_KEY),
     ("GET", ENGINE_STATE_PATH): RouteDoc(
-        summary="Load, adapters and a heartbeat of the engine, as they change: for routers.",
+        summary="A stream of the engine's load, adapters and heartbeat, for routers.",
         event=EngineState, errors=_KEY,
     ),
     ("GET", PROFILE_PATH): RouteDoc(
-        summary="What the engine is, and how long things take there.",
+        summary="The engine's model, its limits, and a latency model of its machine.",
         answer=EngineProfile, errors=_KEY,
     ),
     ("GET", "/version"): RouteDoc(summary="The version of corun.", answer=Version, errors=_KEY),
     ("GET", "/openapi.json"): RouteDoc(
-        summary="What this page says, for programs.", answer=dict[str, Any], errors=_KEY
+        summary="This API as an OpenAPI document.", answer=dict[str, Any], errors=_KEY
     ),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """``corun serve``: from configuration to a running server and its exit code.
 
-Time counts until the engine process has been started, by the command or here: what only serving
-needs is imported after, while the engine starts.
+The engine process is started first, by the command or here. Modules that only serving needs are
+imported afterwards, while the engine starts.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ async def serve(
     make_client: Callable[[EngineConfig], EngineClient] | None = None,
     spawned: SpawnedEngine | None = None,
 ) -> int:
-    """Serve until a signal (exit code 0) or the engine's death (1).
+    """Serve until a signal (exit code 0) or until the engine dies (1).
 
     Handles SIGTERM and SIGINT meanwhile: the first one drains, the second one ends at once.
-    ``make_client`` replaces the engine process, ``spawned`` is one that the caller has started and
-    ends. Raises ``ConfigError`` for a port that is in use and for files that cannot be read, and
-    whatever keeps the engine from starting.
+    ``make_client`` replaces the engine process; ``spawned`` is one that the caller has started and
+    ends. Raises ``ConfigError`` for a port that is in use and for unreadable files, and the error
+    that keeps the engine from starting.
     """
     chat_template = _read_template(serve_config.chat_template)
     access = Access.of(serve_config)
@@ -92,7 +92,7 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
         await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         await importing
-        if owns_process:  # what was imported would be looked at again and again
+        if owns_process:  # else each collection would look at what was imported
             keep_imported()
             give_back_unused()
     if starting.done():

@@ -1,4 +1,4 @@
-"""What the HTTP application is told. Imported before anything of HTTP."""
+"""Configuration of the HTTP application. Imported before any module of HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,24 +9,24 @@ from ..config.serve import ServeConfig
 from ..limits import HttpLimits, TemplateLimits
 from .access import Access
 
-# How long an answer about the engine waits for it. A step may take longer; what was told before it
-# is good enough then.
+# Longest wait of an answer for the engine's statistics. A step may take longer; the answer then has
+# the last statistics.
 STATS_TIMEOUT_S = 0.25
-MAX_STATS_AGE_S = 0.1  # an engine that has said nothing for so long is asked for the next time
+MAX_STATS_AGE_S = 0.1  # older statistics are refreshed for the next request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppSettings:
     """Configuration of the HTTP application; the engine's facts come from the engine."""
 
-    served_names: Sequence[str] = ()  # of the base model; empty = the name that it has itself
+    served_names: Sequence[str] = ()  # of the base model; empty = its own name
     access: Access = field(default_factory=Access)
     metrics_prefix: str = "corun"  # gives corun:num_requests_running
     unknown_fields: str = "warn"
     limits: HttpLimits = field(default_factory=HttpLimits)
-    sse_keep_alive_s: float = 15.0  # of silence in a stream, after which it gets a comment
+    sse_keep_alive_s: float = 15.0  # of silence in a stream before it gets a comment
     allow_lora_updates: bool = False
-    allowed_lora_dirs: Sequence[str] = ()  # where what is loaded may lie; empty = anywhere
+    allowed_lora_dirs: Sequence[str] = ()  # directories that adapters are loaded from; empty = any
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
@@ -36,7 +36,7 @@ class AppSettings:
     def of(
         cls, engine_config: EngineConfig, serve_config: ServeConfig, access: Access
     ) -> "AppSettings":
-        """Take them from the options."""
+        """Return the settings that the options describe."""
         return cls(
             served_names=serve_config.served_model_name,
             access=access,
@@ -54,7 +54,7 @@ class AppSettings:
 
 
 def limits_of(config: ServeConfig) -> HttpLimits:
-    """Return what clients may hold and send, as the options say."""
+    """Return the limits on clients that the options describe."""
     return HttpLimits(
         max_body_bytes=config.max_body_mib << 20,
         max_json_depth=config.max_json_depth,

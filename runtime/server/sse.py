@@ -1,4 +1,4 @@
-"""How answers are written: one JSON body, or a stream of server-sent events.
+"""Writes answers: one JSON body, or a stream of server-sent events.
 
 Most chunks of a stream differ only in a few characters of text: the rest of their JSON is written
 once per choice, as bytes.
@@ -22,12 +22,12 @@ DONE_EVENT = b"data: [DONE]\n\n"
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects chunks would defeat streaming
+    (b"x-accel-buffering", b"no"),  # a proxy that buffers chunks would defeat streaming
 )
 
 
 class ResponseWriter:
-    """Writes the answer to one HTTP request straight over ASGI: a stream, a body, or an error."""
+    """Writes the answer to one HTTP request over ASGI: a stream, a body, or an error."""
 
     __slots__ = ("_last_s", "_receive", "_scope", "_send", "request_id", "status", "wants_timing")
 
@@ -35,18 +35,18 @@ class ResponseWriter:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self.status: int | None = None  # that was sent
+        self.status: int | None = None  # once it was sent
         self._last_s = time.monotonic()
-        self.request_id = given_id(scope)  # what the answer's headers say; None: nothing yet
-        self.wants_timing = False  # of a request that fails, too
+        self.request_id = given_id(scope)  # in the answer's headers; None: not known yet
+        self.wants_timing = False  # also in errors
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has been written."""
+        """Seconds since the last write."""
         return time.monotonic() - self._last_s
 
     async def write_events(self, events: bytes) -> None:
-        """Send complete events, as soon as the client has room; first the status line."""
+        """Send complete events as soon as the client has room; first the status line."""
         if self.status is None:
             self.status = 200
             headers = [*_STREAM_HEADERS, self._name()]
@@ -74,7 +74,7 @@ class ResponseWriter:
         return HEADER, self.request_id.encode()
 
     async def write_error(self, exc: Exception) -> None:
-        """Answer with an error: as a response, or as an event that ends a stream that began."""
+        """Answer with an error: as a response, or as the last event of a stream that began."""
         reply = error_reply(exc)
         if self.wants_timing and isinstance(exc, CorunError):
             reply = replace(reply, timing=exc.timing)
@@ -88,7 +88,7 @@ class ResponseWriter:
 
 
 class ChunkEncoder(ABC):
-    """Encodes what is new in every output. One per stream."""
+    """Encodes the new part of every output. One per stream."""
 
     __slots__ = (
         "_encode_json",
@@ -108,19 +108,21 @@ class ChunkEncoder(ABC):
         self._num_choices = request.sampling.n  # per prompt
         self._with_logprobs = request.sampling.logprobs is not None
         self._with_token_ids = bool(request.body.return_token_ids)
-        # Whether a token without text of its own is an event, too.
+        # Whether a token without text is also an event.
         self._shows_tokens = self._with_logprobs or self._with_token_ids
         with_usage = request.body.wants_stream_usage
         self._shows_usage = request.body.wants_continuous_usage
-        self._latest: dict[int, RequestOutput] = {}  # by prompt, for the usage so far
+        self._latest: dict[int, RequestOutput] = {}  # by prompt, for token counts
         self._head = b"data: " + msgspec.json.encode(request.envelope)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._encode_json = msgspec.json.Encoder().encode
-        self._text_frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: around its text
+        self._text_frames: dict[
+            int, tuple[bytes, bytes]
+        ] = {}  # by choice: the JSON around its text
         self._ended: set[int] = set()
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the events for what is new in ``output``, possibly none."""
+        """Return the events for the new part of ``output``, possibly none."""
         events = b""
         self._count(prompt_index, output)
         for choice in output.outputs:
@@ -142,7 +144,7 @@ class ChunkEncoder(ABC):
         return events
 
     def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
-        """Return the event that reports what was asked for and holds no choice, if anything."""
+        """Return the event with usage and timing, if the request wants them."""
         if usage is None and timing is None:
             return b""
         event = self._head + b"]"
@@ -153,14 +155,14 @@ class ChunkEncoder(ABC):
         return event + b"}\n\n"
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
-        """Have the next events show the usage so far, if it was asked for."""
+        """Update the usage in the next events, if the request wants it."""
         if self._shows_usage:
             self._latest[prompt_index] = output
             usage = self._encode_json(usage_of(self._latest.values()))
             self._tail = b',"usage":' + usage + b"}\n\n"
 
     def _event(self, part: msgspec.Struct, beside: bytes = b"") -> bytes:
-        """Return the event of one choice; ``beside``: members of the chunk beside its choices."""
+        """Return the event of one choice; ``beside``: other members of the chunk."""
         return self._head + self._encode_json(part) + b"]" + beside + self._tail
 
     @abstractmethod
@@ -169,8 +171,8 @@ class ChunkEncoder(ABC):
 
     @abstractmethod
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Return the JSON of choice ``index`` before and after a text that is all it says."""
+        """Return the JSON of choice ``index`` before and after its text, if nothing else is new."""
 
     @abstractmethod
     def _part(self, index: int, choice: CompletionOutput) -> msgspec.Struct:
-        """Return all that is new in ``choice``, with log-probabilities and its end."""
+        """Return all new parts of ``choice``, with log-probabilities and its end."""

@@ -1,4 +1,4 @@
-"""What all endpoints of one server share: the engine behind it, and the requests that are open."""
+"""The state that all endpoints of one server share: its engine and the open requests."""
 
 from dataclasses import dataclass, field
 
@@ -27,25 +27,25 @@ class ServerState:
     created_s: int  # Unix time, for /v1/models
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     gateways: GatewayLedger = field(default_factory=GatewayLedger)
-    draining: bool = False  # no new requests; those that run may finish
+    draining: bool = False  # no new requests; running ones may finish
     is_ending: bool = False  # streams without an end of their own end now
     request_log: RequestLog | None = None
 
     async def resolve(self, model: str | None) -> ResolvedModel:
-        """Return what ``model`` stands for; names that are not known are looked for."""
+        """Return the model that ``model`` names; resolvers look for unknown names."""
         meant = self.names.adapter_meant(model, self.engine.loras)
         if meant is not None:
             await self.engine.find_lora(meant)
         return self.names.resolve(model, self.engine.loras)
 
     def on_record(self, record: HttpRequestRecord) -> None:
-        """A request that generates has ended, however it has."""
+        """Count and log a request that generates, at its end."""
         self.metrics.ended(record)
         if self.request_log is not None:
             self.request_log.write(record)
 
     def check_accepting(self) -> None:
-        """Raise unless new requests are served."""
+        """Raise unless new requests are accepted."""
         error = self.engine.error
         if error is not None:
             raise EngineDeadError(f"the engine is dead: {error}")

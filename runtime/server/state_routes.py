@@ -1,4 +1,4 @@
-"""Routes for those who send requests from afar: the engine's state, and what things cost there."""
+"""Routes for routers on other machines: the engine's state and its profile."""
 
 import asyncio
 import uuid
@@ -23,19 +23,19 @@ _MAX_INTERVAL_S = 0.25  # so that two heartbeats are within 0.5 s on a machine t
 
 
 class EngineStateStream:
-    """What is new for one listener, each time."""
+    """The changes of state for one reader."""
 
     def __init__(self, state: ServerState, watch: EngineWatch, incarnation: str) -> None:
         self._state = state
         self._watch = watch
         self._incarnation = incarnation
-        self._adapters: dict[str, PlacedAdapter] = {}  # as they were sent
+        self._adapters: dict[str, PlacedAdapter] = {}  # as sent last
         self._load: EngineLoadState | None = None
-        self._num_changes = -1  # of what is accepted
+        self._num_changes = -1  # of the ledger, at the last state
         watch.changed(adapter.name for adapter in state.engine.list_loras())
 
     def next(self) -> EngineState:
-        """Return what is otherwise than sent. O(what is)."""
+        """Return the changes since the last call. O(changes)."""
         engine = self._state.engine
         load, sent_load = engine.get_stats().load, self._load
         self._load = load
@@ -63,7 +63,7 @@ class EngineStateStream:
         return changed, removed
 
     def _newly_accepted(self) -> dict[str, Accepted] | None:
-        """What the load has in it that goes out with it."""
+        """Requests of gateways that the load in this state includes, if there are new ones."""
         ledger = self._state.gateways
         accepted = ledger.accept_known(self._state.engine.num_requests_received)
         num_changes, self._num_changes = self._num_changes, ledger.num_changes
@@ -78,14 +78,14 @@ class StateRoutes:
         self._incarnation = uuid.uuid4().hex  # a server has one engine process, and ends with it
 
     async def engine_state(self, request: Request) -> Response:
-        """What routers go by, as long as the server lives."""
+        """A stream of the engine's state until the server ends."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        if request.method == "HEAD":  # which has an end
+        if request.method == "HEAD":  # an answer without a stream
             return Response(headers=headers, media_type=_EVENTS)
         return StreamingResponse(self._events(), headers=headers, media_type=_EVENTS)
 
     async def profile(self, request: Request) -> Response:
-        """What the engine is, and how long things take there."""
+        """The engine's model, its limits, and a latency model of its machine."""
         engine, settings = self._state.engine, self._state.settings
         info, report = engine.get_model_info(), await engine.refresh_machine(STATS_TIMEOUT_S)
         profile = EngineProfile(
@@ -116,7 +116,7 @@ class StateRoutes:
 
 
 def _placed(adapter: AdapterInfo | None) -> PlacedAdapter | None:
-    """None unless requests may name it."""
+    """Return the adapter's place; None unless requests can use it."""
     if adapter is None or adapter.state != READY:
         return None
     residency = adapter.residency

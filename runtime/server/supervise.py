@@ -1,6 +1,6 @@
-"""Runs the HTTP server over an engine that is ready, until a signal or the engine's death.
+"""Runs the HTTP server over an engine that is ready, until a signal or until the engine dies.
 
-Owns the order of ending: refuse new requests, let the running ones finish, cut what is left, close.
+Owns the order of shutdown: refuse new requests, let the running ones finish, end the rest, close.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from .listening import StopSignals, listen, url_of
 from .state import ServerState
 
 _EXIT_ENGINE_DEAD = 1
-_DEATH_GRACE_S = 1.0  # for the engine's own errors to reach their clients
-_CUT_GRACE_S = 1.0  # for the errors of requests that were cut
+_DEATH_GRACE_S = 1.0  # for the errors to reach their clients
+_CUT_GRACE_S = 1.0  # for the errors of requests that did not finish
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def supervise(
 ) -> int:
     """Serve until the end and return the exit code. The engine is left to the caller.
 
-    Raises ``ConfigError`` if the port was taken since it was bound.
+    Raises ``ConfigError`` if another process has taken the port since it was bound.
     """
     listen(sock)
     server = make_http_server(
@@ -47,7 +47,7 @@ async def supervise(
         if not died.done():
             await _drain(state, stop, died, drain_timeout_s)
         exit_code = os.EX_OK
-        error = state.engine.error  # requests may have ended by it before ``died`` has
+        error = state.engine.error  # its error may end requests before ``died`` is done
         if error is not None:
             exit_code = _EXIT_ENGINE_DEAD
             await _report_death(state, error)
@@ -71,21 +71,27 @@ async def _drain(
     died: "asyncio.Future[BaseException]",
     timeout_s: float,
 ) -> None:
-    """Refuse new requests and wait for the running ones; cut them at the deadline."""
+    """Refuse new requests and wait for the running ones; end them at the deadline."""
     state.draining = True
     requests = state.open_requests
-    _logger.info("stopping: %d requests have %g s to finish", len(requests), timeout_s)
+    _logger.info(
+        "shutting down: %d running requests have %g s to finish (--drain-timeout-s)",
+        len(requests),
+        timeout_s,
+    )
     idle = asyncio.ensure_future(requests.wait_none(timeout_s))
     hurry = asyncio.ensure_future(stop.second.wait())
     ends: list[asyncio.Future[Any]] = [idle, hurry, died]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await cancel_all(idle, hurry)
     if len(requests) and not died.done():
-        _logger.warning("%d requests did not finish and are ended", len(requests))
+        _logger.warning(
+            "ended %d requests that did not finish within --drain-timeout-s", len(requests)
+        )
         requests.end_all(
             HttpError(
                 503,
-                f"the server shut down before this request had finished (it had {timeout_s:g} s, "
+                f"the server shut down before this request finished (it had {timeout_s:g} s, "
                 "--drain-timeout-s)",
                 code=SHUTTING_DOWN,
             )
@@ -94,8 +100,8 @@ async def _drain(
 
 
 async def _report_death(state: ServerState, error: BaseException) -> None:
-    """Give every open request the engine's end as its error."""
-    _logger.error("the engine is dead, the server ends: %s", error)
+    """End every open request with the engine's error."""
+    _logger.error("the engine has died; the server ends: %s", error)
     if not await state.open_requests.wait_none(_DEATH_GRACE_S):
         state.open_requests.end_all(EngineDeadError(str(error)))
         await state.open_requests.wait_none(_CUT_GRACE_S / 2)

@@ -113,6 +113,6 @@ def test_the_command_reads_all_pages(
     assert main(["adapters", "--url", server.url]) == 1
     assert "answers 401: " in capsys.readouterr().err
     assert main(["adapters", "--url", server.url, "--api-key", "secret", "--level", "x"]) == 1
-    assert "there is no level 'x'" in capsys.readouterr().err
+    assert "unknown level 'x'" in capsys.readouterr().err
     monkeypatch.setenv("CORUN_API_KEY", "'secret' other")
     assert main(["adapters", "--url", server.url]) == 0
