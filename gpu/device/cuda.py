@@ -1,15 +1,15 @@
-"""The CUDA device: streams and events of torch, words by the better way that works here.
+"""The CUDA device: streams and events of torch, words by the faster mechanism that works here.
 
-Never run on a GPU yet. What CUDA documents is taken for granted; what it leaves open is tried by
-the probes (``cuda_probe``) and settled by ``bench/gpu_check.py``. All else is tested on streams
-that are threads.
+Not yet run on a GPU. Documented behaviour of CUDA is assumed; undocumented behaviour is tested by
+the probes (``cuda_probe``) and by ``bench/gpu_check.py``. Everything else is tested on streams that
+are threads.
 
-While a wait is outstanding nothing may be called that waits for the whole device. So streams and
-events are made first, memory is registered and unregistered only while no wait is outstanding, and
-``synchronize`` asks an event again and again instead of calling CUDA's own synchronise, which has
-no deadline. Whoever uses the device must hold to it, too: every kernel runs once before the first
-wait, and nothing frees device memory to CUDA. Graphs are captured with the error mode
-"thread_local": in the global one the agent's queries, from its own thread, would end the capture.
+While a wait is outstanding, no call may wait for the whole device. So streams and events are made
+first, memory is registered and unregistered only while no wait is outstanding, and ``synchronize``
+polls an event instead of calling CUDA's own synchronise, which has no deadline. Users of the device
+must comply, too: every kernel runs once before the first wait, and no device memory is freed to
+CUDA. Graphs are captured with the error mode "thread_local": in the global mode the agent's
+queries, from its own thread, would end the capture.
 """
 
 import logging
@@ -44,29 +44,29 @@ _GRACE_S = 2.0  # for streams to end once their waits are released
 def open_cuda_device(
     options: CudaOptions | None = None, *, index: int = 0, link: PacedLink | None = None
 ) -> "CudaDevice":
-    """The CUDA device with ``index``; its way to copy, signal and wait is probed.
+    """Return the CUDA device with ``index``, with a probed mechanism to copy, signal and wait.
 
-    Raises ``DeviceError`` if there is none or nothing works, ``ConfigError`` if an option asks for
-    what does not work here.
+    Raises ``DeviceError`` if there is no device or no mechanism works, ``ConfigError`` if an option
+    selects one that does not work here.
     """
     runtime = TorchRuntime(index)
     if MAX_CONNECTIONS not in os.environ:
         _LOGGER.warning(
             "%s is not set, and this process uses CUDA already: streams that wait for CPU workers "
-            "may hold up others; set it to 32 before the process starts",
+            "may block other streams; set it to 32 before the process starts",
             MAX_CONNECTIONS,
         )
     return CudaDevice(runtime, load_driver, options or CudaOptions(), link=link)
 
 
 class CudaDevice:
-    """``TorchDevice`` on CUDA; see ``Device`` for what each operation promises.
+    """``TorchDevice`` on CUDA; see ``Device`` for the contract of each operation.
 
-    Copies take tensors of this device, of registered memory, or pinned ones of torch; not both
-    sides on the host, which CUDA does not order with a stream. With ``sync`` = host a wait, a
-    paced copy, a copy to the device and what follows a signal hold the calling thread: see
-    ``HostWaiter``, ``Gates`` and ``BounceCopies``. The thread that enqueues makes its first call
-    before anything waits.
+    Copies accept tensors of this device, of registered memory, and pinned tensors of torch, but not
+    two host tensors, as CUDA does not order such copies with a stream. With ``sync`` = host a wait,
+    a paced copy, a copy to the device and operations after a signal hold the calling thread: see
+    ``HostWaiter``, ``Gates`` and ``BounceCopies``. The enqueuing thread makes its first call before
+    anything waits.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CudaDevice:
             runtime, on_failure=self.streams.fail, has_failed=self.streams.has_failed
         )
         self._entered: set[int] = set()
-        self._enter()  # on a device that is not the first one the context is another otherwise
+        self._enter()  # without it a device other than the first has another context
         self._events = EventPool(runtime, options.num_events)
         self._work = HostWork(runtime, self._events, self._agent)
         probing = self.streams.make("probe", is_urgent=False)
@@ -109,7 +109,7 @@ class CudaDevice:
 
     @property
     def choices(self) -> DeviceChoices:
-        """What it works with, as probed or asked for."""
+        """The mechanisms in use, probed or configured."""
         return DeviceChoices(self._by.sync, self.link.describe())
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
@@ -130,8 +130,8 @@ class CudaDevice:
         self._check_open()
         if self._has_begun:
             raise DeviceError(
-                f"stream {name} must be made before the first operation: making one may wait for "
-                "the whole device"
+                f"stream {name} must be made before the first operation: making a stream may wait "
+                "for the whole device"
             )
         return self.streams.make(name, is_urgent=is_urgent).stream
 
@@ -164,7 +164,7 @@ class CudaDevice:
         try:
             self._enqueue(state, lambda: self._by.signaller.signal(state, word, value))
         except Exception:  # of the driver or of torch
-            # The stream will not come to it: whoever waits for it must not hang.
+            # The stream will not reach it; threads that wait for it must not hang.
             cuda_words.store(word.host_address, value)
             raise
 
@@ -220,7 +220,7 @@ class CudaDevice:
         return self._outstanding.release()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Release what is waited for, come to the end, unregister, and only then drop the views."""
+        """Release waits, wait for the streams, unregister memory, and only then drop the views."""
         with self._lock:
             if self._is_closed:
                 return
@@ -228,10 +228,10 @@ class CudaDevice:
         try:
             self._end(timeout_s)
         except DeviceError as error:
-            # Unregistering would wait for the device, for ever perhaps, and unmapping would pull
-            # the memory from under it: the end of the process frees both.
+            # Unregistering could wait for the device, possibly forever, and unmapping would remove
+            # memory that it uses: the end of the process frees both.
             _ABANDONED.append(self)
-            _LOGGER.error("the CUDA device is abandoned, its memory left registered: %s", error)
+            _LOGGER.error("the CUDA device does not stop; its memory stays registered: %s", error)
             self._agent.stop(timeout_s=0.1)
             return
         self._agent.stop(timeout_s=1.0)
@@ -242,7 +242,7 @@ class CudaDevice:
                 _LOGGER.error("%s stays registered: %s", memory.name, error)
         failure = self.streams.take_first_failure(self.streams.all())
         if failure is not None:
-            _LOGGER.warning("a failure was never asked for: %s", failure)
+            _LOGGER.warning("device failure found while closing: %s", failure)
 
     def _end(self, timeout_s: float) -> None:
         try:
@@ -263,21 +263,21 @@ class CudaDevice:
         )
 
     def _begin(self, stream: Stream) -> StreamState:
-        """For every operation: the stream's state, once the device is open."""
+        """Start of every operation: return the stream's state if the device is open."""
         self._check_open()
         self._has_begun = True
         self._enter()
         return self.streams.state(stream)
 
     def _enter(self) -> None:
-        """A thread's first call makes the context current, which the driver's calls need."""
+        """Make the context current on a thread's first call: calls of the driver need it."""
         ident = threading.get_ident()
         if ident not in self._entered:
             self._runtime.enter_thread()
             self._entered.add(ident)
 
     def _enqueue(self, state: StreamState, operation: Callable[[], None]) -> None:
-        """What fails marks the stream, unless it is adopted, and is raised here, too."""
+        """Enqueue; an error marks the stream, unless it is adopted, and is raised here, too."""
         try:
             operation()
         except Exception as error:
@@ -304,7 +304,7 @@ class CudaDevice:
         if not is_in_time:
             words = ", ".join(f"{word.name} >= {value}" for word, value in self._outstanding.open())
             raise DeviceTimeoutError(
-                f"{names or 'a stream'} did not come to an end in {timeout_s:g} s; waits are "
+                f"{names or 'a stream'} did not end in {timeout_s:g} s; waits are "
                 f"outstanding on: {words or 'no word'}"
             )
 
@@ -314,11 +314,11 @@ class CudaDevice:
             try:
                 raise failure
             finally:
-                # Or this frame, which the traceback holds, would hold the exception in turn.
+                # Otherwise this frame, which the traceback refers to, would refer to the exception.
                 del failure
 
     def _forget(self, memory: HostMemory) -> None:
-        """Before memory is unregistered."""
+        """Called before memory is unregistered."""
         if not self._is_closed:
             self._check_no_wait(f"{memory.name} cannot be unregistered")
         self._outstanding.forget(memory.address, memory.num_bytes)

@@ -1,8 +1,8 @@
-"""A thread that does on the host what a stream cannot do itself, when the stream gets there.
+"""A thread that does work on the host which a stream cannot do itself, when the stream reaches it.
 
 It stores flags, copies out of bounce buffers and paces transfers. It polls events and never waits
-for one, so a stream that is held does not keep the others' items back; the items of one stream are
-done in their order. It makes no CUDA call but the query of an event.
+for one, so a stream that is held does not delay the items of other streams; the items of one stream
+are done in order. Its only CUDA call is the query of an event.
 """
 
 import logging
@@ -24,11 +24,11 @@ Ticket = tuple[int, int]
 
 @dataclass(slots=True)
 class Item:
-    """One thing to do after ``event`` and after the items that ``needs`` names.
+    """One action after ``event`` and after the items that ``needs`` names.
 
-    From then on ``due_s`` is asked, again and again, when ``finish`` is due on the clock of
-    ``time.monotonic``. On a stream that failed ``finish`` is called at once if it ``is_signal``,
-    for nobody must hang, and left out otherwise.
+    From then on ``due_s`` is polled; it returns the time of ``finish`` on the clock of
+    ``time.monotonic``. On a failed stream ``finish`` is called at once if it ``is_signal``, so that
+    no wait hangs, and skipped otherwise.
     """
 
     event: Any
@@ -36,7 +36,7 @@ class Item:
     needs: tuple[Ticket, ...] = ()
     due_s: Callable[[], float] | None = None
     is_signal: bool = False
-    at_end: Callable[[], None] | None = None  # called in any case, such as to give buffers back
+    at_end: Callable[[], None] | None = None  # always called, for example to release buffers
     is_ready: bool = field(default=False, init=False)
 
 
@@ -44,7 +44,7 @@ class HostAgent:
     """Runs items. ``submit`` is called by one thread; the rest by any.
 
     ``on_failure(stream index, error)`` is called in the agent's thread; ``has_failed(index)`` says
-    whether a stream's items are to be left out.
+    whether a stream's items are to be skipped.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostAgent:
         self._thread = threading.Thread(target=self._run, name="corun-cuda-agent", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, once, before anything waits: it has yet to enter CUDA's context."""
+        """Start the thread, once, before any wait: it must enter CUDA's context first."""
         self._thread.start()
         self._has_entered.wait()
 
@@ -80,21 +80,21 @@ class HostAgent:
         return stream_index, number
 
     def last_ticket(self, stream_index: int) -> Ticket | None:
-        """The ticket of the stream's newest item, if it is not done."""
+        """The ticket of the stream's newest item, or None if that is done."""
         ticket = stream_index, self._num_submitted.get(stream_index, 0)
         return None if self.is_done(ticket) else ticket
 
     def is_done(self, ticket: Ticket) -> bool:
-        """Whether the item was done, or left out on a stream that failed."""
+        """Whether the item was done, or skipped on a failed stream."""
         index, number = ticket
         return self._num_done.get(index, 0) >= number
 
     def are_done(self, tickets: Iterable[Ticket]) -> bool:
-        """Whether all of them are."""
+        """Whether all items are done."""
         return all(self.is_done(ticket) for ticket in tickets)
 
     def stop(self, *, timeout_s: float) -> None:
-        """End the thread; items that are not done are left."""
+        """End the thread; pending items are dropped."""
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
@@ -106,7 +106,7 @@ class HostAgent:
         finally:
             self._has_entered.set()
         while self._await_work():
-            # A snapshot: streams may come to have their first item meanwhile.
+            # A copy: other streams may get their first item meanwhile.
             heads = [(index, queue) for index, queue in list(self._queues.items()) if queue]
             progress = [self._advance(index, queue) for index, queue in heads]
             if not any(progress):
@@ -119,7 +119,7 @@ class HostAgent:
             return not self._is_stopping
 
     def _advance(self, index: int, queue: deque[Item]) -> bool:
-        """Do what can be done for the stream's oldest item; whether it is through."""
+        """Do what is possible for the stream's oldest item; returns whether it is complete."""
         item = queue[0]
         try:
             if not self._is_due(index, item):
@@ -128,7 +128,7 @@ class HostAgent:
             self._fail(index, error)
         self._finish(index, item)
         queue.popleft()
-        del item  # who sees it done may close the memory that it named
+        del item  # a caller that sees it done may close its memory
         self._num_done[index] = self._num_done.get(index, 0) + 1
         return True
 

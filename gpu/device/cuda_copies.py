@@ -1,4 +1,4 @@
-"""Copies between the device and registered host memory: straight, or through bounce buffers."""
+"""Copies between the device and registered host memory: direct, or through bounce buffers."""
 
 import ctypes
 import threading
@@ -16,7 +16,7 @@ class Copies(Protocol):
     """Copies one contiguous buffer between host and device, or within the device."""
 
     def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue it; same type and size, which the caller has checked."""
+        """Enqueue a copy of one type and size, which the caller has checked."""
         ...
 
 
@@ -31,13 +31,13 @@ class DirectCopies:
 
 
 class BounceCopies:
-    """Copies in chunks through pinned buffers, whose other half the host does.
+    """Copies in chunks through pinned buffers; the host copies between buffers and host memory.
 
-    To the host: the agent copies out of the buffer when the device has filled it. To the device:
-    the *calling thread* copies into the buffer, after it has waited for the host work that the
-    stream is ordered behind; nothing but the host could hold the stream meanwhile, since the device
-    sees no word. A copy that finds no buffer free also waits in the calling thread.
-    Both waits raise ``DeviceTimeoutError`` after ``timeout_s``.
+    To the host: the agent empties the buffer when the device has filled it. To the device: the
+    *calling thread* fills the buffer, after it has waited for the host work that precedes the copy
+    in the stream. Only the host could hold the stream meanwhile, since the device does not see
+    words. A copy that finds no free buffer also waits in the calling thread. Both waits raise
+    ``DeviceTimeoutError`` after ``timeout_s``.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BounceCopies:
 
 
 def _copy_on_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Through libc, which needs no intermediate tensors and keeps no lock of Python's."""
+    """Copy by libc, which needs no intermediate tensors and does not hold Python's lock."""
     ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
 
 

@@ -1,13 +1,13 @@
-"""The few calls of the CUDA driver that torch does not offer, behind one thin protocol.
+"""The few calls of the CUDA driver that torch does not offer, behind a thin protocol.
 
-Registration with its device address, and stream memory operations. Everything above is tested with
-another implementation of ``Driver``; this one only turns arguments into what the bindings take and
-return codes into exceptions that name the call.
+Registration with its device address, and stream memory operations. Its users are tested with
+another implementation of ``Driver``; this one only converts arguments for the bindings, and return
+codes to exceptions that name the call.
 
-What the driver's documentation promises: a write is preceded by a memory fence over its stream's
+The driver's documentation guarantees: a write is preceded by a memory fence over its stream's
 earlier work; a wait without flags is the cyclic comparison of ``Word``; both take device addresses,
-which for registered memory come from ``cuMemHostGetDevicePointer``. That the fence covers copies to
-host memory, as seen by another process, is what ``bench/gpu_check.py`` has to settle.
+which for registered memory come from ``cuMemHostGetDevicePointer``. Whether the fence covers copies
+to host memory, as seen by another process, is tested by ``bench/gpu_check.py``.
 """
 
 from importlib import metadata
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from .base import DeviceError
 
 _PACKAGE = "cuda-bindings"
-# The oldest whose calls were compared with ours; the extra ``gpu`` of the package asks for it.
+# The oldest version that this module was compared with; the extra ``gpu`` requires it.
 BINDINGS_NEEDED = (12, 9)
 
 
@@ -37,15 +37,15 @@ class Driver(Protocol):
         ...
 
     def unregister(self, address: int) -> None:
-        """Undo ``register``; ``address`` is the one that was given there."""
+        """Undo ``register`` of the same ``address``."""
         ...
 
     def device_address(self, address: int) -> int:
-        """Where the device sees the registered host ``address``."""
+        """The device's address of the registered host ``address``."""
         ...
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
-        """Store the low 32 bits of ``value`` when the stream arrives there, fenced."""
+        """Store the low 32 bits of ``value`` when the stream reaches this point, fenced."""
         ...
 
     def wait_value(self, stream: int, device_address: int, value: int) -> None:
@@ -77,13 +77,13 @@ class BindingsDriver:
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
-        # The other flag, which leaves the fence out, is no good here.
+        # The other flag omits the fence.
         flags = int(self._cu.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
         handle = self._cu.CUstream(stream)
         self._call("cuStreamWriteValue32", handle, device_address, value % 2**32, flags)
 
     def wait_value(self, stream: int, device_address: int, value: int) -> None:
-        # No FLUSH: it is for payloads that others write into the device's own memory.
+        # No FLUSH: it is for remote writes to the device's own memory.
         flags = int(self._cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         handle = self._cu.CUstream(stream)
         self._call("cuStreamWaitValue32", handle, device_address, value % 2**32, flags)
@@ -96,7 +96,7 @@ class BindingsDriver:
 
 
 def load_driver() -> Driver:
-    """The bindings, or ``DeviceError`` with what is there, what is needed and how to get it."""
+    """The bindings; ``DeviceError`` says what is installed, required, and how to install it."""
     oldest = ".".join(map(str, BINDINGS_NEEDED))
     advice = f"{oldest} or newer is needed: pip install '{_PACKAGE}>={oldest}'"
     found = _bindings_version()
@@ -111,7 +111,7 @@ def load_driver() -> Driver:
     driver = BindingsDriver(bindings)
     try:
         driver.version()
-    except RuntimeError as error:  # what the bindings raise where no driver library is found
+    except RuntimeError as error:  # raised by the bindings if there is no driver library
         raise DeviceError(f"no CUDA driver: {error}") from error
     return driver
 

@@ -1,12 +1,12 @@
-"""Host memory that the device may copy from and to: two ways to make it so, and who finds it.
+"""Host memory for copies of the device: two mechanisms, and the lookup of registered ranges.
 
-Registering pins pages that somebody else mapped, such as a shared segment. Where the driver refuses
-(confidential computing, some virtual machines) copies go through pinned buffers of our own and the
-device does not see the memory at all.
+Registering pins pages that are mapped elsewhere, such as a shared segment. Where the driver refuses
+(confidential computing, some virtual machines) copies go through pinned buffers of this package and
+the device does not see the memory at all.
 
-Documented by NVIDIA: whole pages are pinned, the base address is what unregistering needs, and the
-device's address must be asked for. Learnt from others' reports: one call should stay well under
-512 GiB, and one copy must not span two registrations.
+Documented by NVIDIA: whole pages are pinned, unregistering needs the base address, and the device's
+address must be queried. Known from reports: one call should stay well under 512 GiB, and one copy
+must not span two registrations.
 """
 
 import mmap
@@ -27,7 +27,7 @@ MAX_PIECE_BYTES = 64 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One registration: ``num_bytes`` at ``address``, and where the device sees it, if it does."""
+    """One registration: ``num_bytes`` at ``address``, and its device address, if it has one."""
 
     address: int
     num_bytes: int
@@ -35,19 +35,19 @@ class Piece:
 
 
 class Registrar(Protocol):
-    """One way to make host memory known."""
+    """A mechanism for registering host memory."""
 
     def register(self, address: int, num_bytes: int) -> Piece:
-        """Raises ``DeviceError`` if it is refused."""
+        """Raises ``DeviceError`` on refusal."""
         ...
 
     def unregister(self, piece: Piece) -> None:
-        """Raises ``DeviceError`` if it is refused."""
+        """Raises ``DeviceError`` on refusal."""
         ...
 
 
 class DriverRegistrar:
-    """``cuMemHostRegister``: its failures, unlike the runtime's, do not surface in torch later."""
+    """``cuMemHostRegister``: unlike the runtime's, its failures do not surface in torch later."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -65,7 +65,7 @@ class DriverRegistrar:
 
 
 class BounceRegistrar:
-    """Leaves the memory as it is."""
+    """Leaves the memory unchanged."""
 
     def register(self, address: int, num_bytes: int) -> Piece:
         return Piece(address, num_bytes, None)
@@ -75,7 +75,7 @@ class BounceRegistrar:
 
 
 class Registrations:
-    """What is registered, by address."""
+    """Registered ranges, by address."""
 
     def __init__(self, registrar: Registrar) -> None:
         self.registrar = registrar
@@ -88,12 +88,12 @@ class Registrations:
         """Register whole pages, in pieces of 64 GiB at most.
 
         Raises ``DeviceError`` for a range that is empty, does not start and end at a page, or
-        touches one that is registered, and what the registrar raises; nothing is left then.
+        overlaps a registered one, and the registrar's errors; then nothing stays registered.
         """
         if num_bytes <= 0 or address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE:
             raise DeviceError(
                 f"{num_bytes} bytes at {address:#x} cannot be registered: both must be multiples "
-                f"of the page size, {mmap.PAGESIZE}, for pages are pinned whole"
+                f"of the page size, {mmap.PAGESIZE}, because whole pages are pinned"
             )
         with self._lock:
             for piece in self._pieces:
@@ -103,7 +103,7 @@ class Registrations:
                 ):
                     raise DeviceError(
                         f"{num_bytes} bytes at {address:#x} overlap with the {piece.num_bytes} "
-                        f"that are registered at {piece.address:#x}"
+                        f"already registered at {piece.address:#x}"
                     )
             made: list[Piece] = []
             try:
@@ -118,9 +118,9 @@ class Registrations:
         return tuple(made)
 
     def find(self, address: int, num_bytes: int) -> Piece | None:
-        """The one registration that holds the range; None if the range is outside all.
+        """The registration that contains the range; None if the range is outside of all.
 
-        Raises ``DeviceError`` if the range is partly in one.
+        Raises ``DeviceError`` if a registration contains only a part of the range.
         """
         for piece in self._pieces:
             end = piece.address + piece.num_bytes
@@ -128,13 +128,13 @@ class Registrations:
                 return piece
             if piece.address < address + num_bytes and address < end:
                 raise DeviceError(
-                    f"{num_bytes} bytes at {address:#x} do not lie in one registration, which "
-                    f"one copy must: {piece.num_bytes} bytes are registered at {piece.address:#x}"
+                    f"{num_bytes} bytes at {address:#x} do not lie in one registration, as a copy "
+                    f"requires: {piece.num_bytes} bytes are registered at {piece.address:#x}"
                 )
         return None
 
     def remove(self, pieces: tuple[Piece, ...]) -> None:
-        """Unregister, newest first. Nothing may be in flight. Raises the first refusal, at last."""
+        """Unregister, newest first; raises the first refusal at the end. Nothing may be running."""
         errors: list[DeviceError] = []
         for piece in reversed(pieces):
             try:
@@ -171,7 +171,7 @@ def register_memory(
             unregister=unregister,
         )
         if registered.device_address and not runtime.is_pinned(_first_byte(registered)):
-            raise DeviceError(f"{name} is registered, but the driver does not know it as pinned")
+            raise DeviceError(f"{name} is registered, but the driver does not report it as pinned")
     except DeviceError:
         registrations.remove(pieces)
         raise
@@ -179,13 +179,13 @@ def register_memory(
 
 
 def _common_device_address(name: str, pieces: Sequence[Piece]) -> int:
-    """Where the device sees the whole; 0 if it does not."""
+    """The device address of the whole range; 0 if the device does not see it."""
     first = pieces[0]
     if first.device_address is None:
         return 0
     shift = first.device_address - first.address
     if any(piece.device_address != piece.address + shift for piece in pieces):
-        raise DeviceError(f"{name}: the device sees its pieces apart from each other")
+        raise DeviceError(f"{name}: its pieces are not adjacent in the device's address space")
     return first.device_address
 
 

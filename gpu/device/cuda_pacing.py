@@ -1,13 +1,13 @@
-"""Makes copies take as long as a slower link would, on a stream of CUDA.
+"""Makes copies on a CUDA stream take as long as on a slower link.
 
-Around the copy: the host agent notices that the stream has come to it, begins the transfer on the
-link, and stores a go word at its end; the stream waits for that word behind the copy. The copy
-itself runs meanwhile, so a paced copy takes the longer of the two.
+Around the copy: the host agent notices that the stream has reached it, starts the transfer on the
+link, and stores a go word at its end; behind the copy the stream waits for that word. The copy
+itself runs meanwhile, so a paced copy takes the longer of the two times.
 
-How accurate: the agent notices by polling, some 100 us late on a quiet machine, and the end of the
-wait adds its latency. A copy that directly follows another on its stream starts, for the link,
-where that one ended, so that lateness does not add up from chunk to chunk. Where the host waits for
-words, the calling thread is held until the copy's end.
+Accuracy: the agent polls, so it is some 100 us late on a quiet machine, and the wait adds its own
+latency. A copy that directly follows another on its stream starts, on the link, where that one
+ended, so the delay does not accumulate over chunks. Where the host waits for words, the calling
+thread is held until the copy's end.
 """
 
 from ...profiles.link import Direction
@@ -32,15 +32,15 @@ class _PacedCopy:
         self._end_s: float | None = None
 
     def due_s(self) -> float:
-        """When it ends, as far as is known; the first call begins it."""
+        """The expected end of the transfer; the first call starts it."""
         if self._transfer is None:
             start_s = None if self._follows is None else self._follows._end_s
-            self._follows = None  # or every copy would keep all before it
+            self._follows = None  # otherwise every copy would keep all earlier ones alive
             self._transfer = self._link.begin(self._direction, self._num_bytes, start_s=start_s)
         return self._link.expected_s(self._transfer)
 
     def finish(self, go: Word, number: int) -> None:
-        """Let the stream go on."""
+        """Release the stream."""
         try:
             if self._transfer is not None:
                 self._end_s = self._link.finish(self._transfer)
@@ -57,7 +57,7 @@ class Pacing:
         self._gates = gates
 
     def begin(self, state: StreamState, direction: Direction, num_bytes: int) -> None:
-        """Before the copy is enqueued."""
+        """Call before the copy is enqueued."""
         follows = state.paced
         assert follows is None or isinstance(follows, _PacedCopy)
         paced = _PacedCopy(self._link, direction, num_bytes, follows)
@@ -66,5 +66,5 @@ class Pacing:
         state.paced = paced
 
     def end(self, state: StreamState) -> None:
-        """After the copy is enqueued: hold the stream until the link has carried it."""
+        """Call after the copy is enqueued: hold the stream until the link has carried it."""
         self._gates.hold(state)

@@ -1,9 +1,9 @@
-"""Tries whether a way to copy, to signal and to wait works here, before anything rests on it.
+"""Probes a mechanism to copy, to signal and to wait before it is used.
 
-A probe finds what is refused, missing or plainly wrong. It is no proof of ordering: the many
-rounds of ``bench/gpu_check.py`` are for that. Values wrap around on the way, and a payload written
-just before each flag must be seen behind it. Memory is written again after it was mapped, because
-some machines accept a registration and then show the device a copy of it.
+A probe detects what is refused, missing or plainly wrong. It does not prove ordering:
+``bench/gpu_check.py`` tests that in many rounds. Values include wrap-around, and a payload written
+just before each flag must be visible after it. Memory is written again after it was mapped, because
+some machines accept a registration and then give the device a copy.
 """
 
 import logging
@@ -27,9 +27,9 @@ _LOGGER = logging.getLogger(__name__)
 PAYLOAD_BYTES = 1 << 16
 PAYLOAD_OFFSET = 4096
 WORD_OFFSET = 64
-# A wait that passes at once passes within this time, on an idle stream.
+# On an idle stream a wait for a reached value ends within this time.
 _TOO_EARLY_S = 2e-3
-# Stored value and value waited for: exact, overtaken, and around the ends of signed and unsigned.
+# Stored and awaited values: equal, exceeded, and at the limits of signed and unsigned numbers.
 _ROUNDS = (
     (1, 1),
     (2**31 - 1, 2**31 - 1),
@@ -40,16 +40,16 @@ _ROUNDS = (
 
 
 class ProbeError(DeviceError):
-    """The way that was tried does not work here; the other may."""
+    """The probed mechanism does not work here; another one may."""
 
 
 class StuckStreamError(DeviceError):
-    """What was enqueued does not end. A stream cannot be taken back: the other way is not tried."""
+    """Enqueued work does not end. A stream cannot be cancelled, so nothing else is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeBench:
-    """What probes work on: a stream of their own, and scratch memory that is registered."""
+    """The probes' own stream, and registered scratch memory."""
 
     runtime: Runtime
     events: EventPool
@@ -61,7 +61,7 @@ class ProbeBench:
 
     @property
     def word(self) -> Word:
-        """A word that only probes use."""
+        """A word for probes only."""
         return self.scratch.word(WORD_OFFSET, "probe")
 
     def payload(self) -> torch.Tensor:
@@ -69,11 +69,11 @@ class ProbeBench:
         return self.scratch.tensor(PAYLOAD_OFFSET, (PAYLOAD_BYTES // 4,), torch.int32)
 
     def device_payload(self) -> torch.Tensor:
-        """int32, zero, on the device; of the same size."""
+        """int32, zero, on the device; of the payload's size."""
         return self.runtime.make_on_device(PAYLOAD_BYTES).view(torch.int32)
 
     def ends(self, handle: Any, timeout_s: float) -> bool:
-        """Whether the event and the host work of the stream are done in time."""
+        """Whether the event and the stream's host work are done in time."""
         pending = self.work.pending(self.state)
         return cuda_words.poll(
             lambda: self.runtime.is_done(handle) and self.work.are_done(pending), timeout_s
@@ -81,7 +81,7 @@ class ProbeBench:
 
 
 def probe_copies(bench: ProbeBench) -> None:
-    """To the device and back, twice, the memory written anew in between. Raises ``ProbeError``."""
+    """Copy to the device and back, twice, with new contents in between. Raises ``ProbeError``."""
     host, device = bench.payload(), bench.device_payload()
     for number in (1, 2):
         expected = torch.arange(host.numel(), dtype=torch.int32) * 31 + number
@@ -96,7 +96,7 @@ def probe_copies(bench: ProbeBench) -> None:
 
 
 def probe_signal(bench: ProbeBench, signaller: Signaller) -> None:
-    """The word comes to hold each value, and what was copied before is there. ``ProbeError``."""
+    """The word takes each value, and earlier copies are visible by that time. ``ProbeError``."""
     word, host, device = bench.word, bench.payload(), bench.device_payload()
     cuda_words.store(word.host_address, 0)
     for number, (value, _) in enumerate(_ROUNDS, 1):
@@ -109,22 +109,22 @@ def probe_signal(bench: ProbeBench, signaller: Signaller) -> None:
                 f"after {bench.timeout_s:g} s"
             )
         if not bool((host == number).all()):
-            raise ProbeError("the payload that was copied before the signal came after it")
+            raise ProbeError("the payload was copied before the signal, but arrived after it")
         _finish(bench, "a signal")
 
 
 def probe_wait(bench: ProbeBench, waiter: Waiter) -> None:
-    """The stream is held until the word is there, and then sees what was written before it.
+    """The stream is held until the word has the value, and then sees earlier writes.
 
-    Raises ``ProbeError`` if it is not held or sees something else, ``StuckStreamError`` if it is
-    held for ever.
+    Raises ``ProbeError`` if it is not held or reads other data, ``StuckStreamError`` if it never
+    continues.
     """
     word, host, device = bench.word, bench.payload(), bench.device_payload()
     cuda_words.store(word.host_address, 0)
     for number, (stored, value) in enumerate(_ROUNDS, 1):
         host.fill_(-1)
         if waiter.holds_caller:
-            # Who is also the one who stores.
+            # The waiting thread is also the storing thread.
             _publish(host, word, number, stored)
         waiter.wait(bench.state, word, value)
         bench.copies.copy(bench.state, device, host)
@@ -148,15 +148,13 @@ def probe_wait(bench: ProbeBench, waiter: Waiter) -> None:
 
 
 def drain(bench: ProbeBench) -> None:
-    """Let end what a probe that failed has enqueued, whatever becomes of it.
+    """Wait for the operations that a failed probe has enqueued, and ignore their result.
 
-    Raises ``StuckStreamError`` if it does not.
+    Raises ``StuckStreamError`` if they do not end.
     """
     handle = bench.events.borrow(bench.state)
     if not bench.ends(handle, bench.timeout_s):
-        raise StuckStreamError(
-            f"what a probe enqueued that failed is not done after {bench.timeout_s:g} s"
-        )
+        raise StuckStreamError(f"operations of a failed probe did not end in {bench.timeout_s:g} s")
     bench.events.give(handle)
     bench.state.failure = None
 

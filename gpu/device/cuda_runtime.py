@@ -1,7 +1,7 @@
-"""What the CUDA device needs of torch: streams, events, copies, pinned memory.
+"""The parts of torch that the CUDA device uses: streams, events, copies, pinned memory.
 
-A seam, so that everything above runs on a machine without a GPU, on streams that are threads. The
-streams of torch's pool neither wait for the default stream nor it for them.
+An interface, so that its users can run without a GPU, on streams that are threads. Streams of
+torch's pool do not wait for the default stream, nor it for them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,27 +17,27 @@ class Runtime(Protocol):
     """Streams and events are opaque here. A failure of the device raises ``DeviceError``."""
 
     def make_stream(self, *, is_urgent: bool) -> Any:
-        """A stream that no other stream is ordered with, for the first 32 of a kind."""
+        """A stream that is not ordered with other streams, for the first 32 of a kind."""
         ...
 
     def handle(self, stream: Any) -> int:
-        """The stream as the driver knows it."""
+        """The driver's handle of the stream."""
         ...
 
     def make_event(self) -> Any:
-        """An event without timing, made by the driver now and not at its first record."""
+        """An event without timing; the driver makes it now, not at its first record."""
         ...
 
     def record(self, stream: Any, event: Any) -> None:
-        """Record, again if need be: earlier waits keep the record that they were made on."""
+        """Record, possibly again: earlier waits refer to the record at the time of the wait."""
         ...
 
     def hold(self, stream: Any, event: Any) -> None:
-        """Let the stream wait for the event's latest record; passes at once if there is none."""
+        """Make the stream wait for the event's latest record; passes at once if there is none."""
         ...
 
     def is_done(self, event: Any) -> bool:
-        """Whether the device has come to the event's latest record. Any thread may ask."""
+        """Whether the device has completed the event's latest record. Callable by any thread."""
         ...
 
     def adopt(self, stream: Any) -> None:
@@ -45,7 +45,7 @@ class Runtime(Protocol):
         ...
 
     def call(self, stream: Any, compute: Callable[[], None]) -> None:
-        """Call ``compute`` now, with ``stream`` the current one."""
+        """Call ``compute`` now, with ``stream`` as the current stream."""
         ...
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -57,19 +57,19 @@ class Runtime(Protocol):
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the driver knows the tensor's host memory, however it was registered."""
+        """Whether the driver reports the tensor's host memory as pinned, however registered."""
         ...
 
     def make_pinned(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], zero, in host memory that is pinned where the machine can."""
+        """uint8 [num_bytes], zero, in host memory; pinned if the machine supports it."""
         ...
 
     def make_on_device(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], zero, in the device's memory, and there before this returns."""
+        """uint8 [num_bytes], zero, in the device's memory; written before this returns."""
         ...
 
     def enter_thread(self) -> None:
-        """Make the device and its context current on the calling thread, for driver calls too.
+        """Make the device and its context current on the calling thread, also for driver calls.
 
         Not while a wait is outstanding.
         """
@@ -78,7 +78,7 @@ class Runtime(Protocol):
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Torch reports what went wrong on the device, even long before, as a RuntimeError."""
+    """Convert RuntimeError: torch reports device errors, even much earlier ones, by this class."""
     try:
         yield
     except RuntimeError as error:
@@ -96,7 +96,7 @@ class TorchRuntime:
         self._maker = torch.cuda.Stream(self._device)
 
     def make_stream(self, *, is_urgent: bool) -> torch.cuda.Stream:
-        # The smaller number is preferred.
+        # A smaller number means a higher priority.
         return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
 
     def handle(self, stream: torch.cuda.Stream) -> int:
@@ -104,7 +104,7 @@ class TorchRuntime:
 
     def make_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._maker)  # torch makes the driver's event only here
+        event.record(self._maker)  # torch creates the driver's event only here
         return event
 
     def record(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -120,7 +120,7 @@ class TorchRuntime:
             return bool(event.query())
 
     def adopt(self, stream: torch.cuda.Stream) -> None:
-        """What the default stream was given before comes first."""
+        """Work already given to the default stream precedes the stream's."""
         with _device_errors():
             stream.wait_stream(torch.cuda.default_stream(stream.device))
             torch.cuda.set_stream(stream)
@@ -151,6 +151,6 @@ class TorchRuntime:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
-        # torch leaves out the call for the device that it takes to be current, so that a new
-        # thread would have no context; any call of the runtime makes it current.
+        # torch omits the call for the device that it assumes to be current, so a new thread would
+        # have no context. Any call of the runtime makes it current.
         torch.cuda.mem_get_info(self._device)

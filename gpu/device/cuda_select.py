@@ -1,8 +1,8 @@
-"""Chooses how a CUDA device works with host memory and words: one of two ways, each as a whole.
+"""Chooses how a CUDA device handles host memory and words: one of two mechanisms.
 
-``stream``: memory is registered with the driver, streams copy, signal and wait by themselves.
+``stream``: memory is registered with the driver; streams copy, signal and wait by themselves.
 ``host``: copies go through pinned buffers, the host agent signals and the calling thread waits.
-``auto`` takes ``stream`` where its probe passes, and says in the log why where it does not.
+``auto`` takes ``stream`` if its probe passes, and otherwise logs the reason.
 """
 
 import logging
@@ -40,24 +40,24 @@ from .host_memory import HostMemory
 
 _LOGGER = logging.getLogger(__name__)
 
-# Behind the probes' words and payload: a go word per stream, each on its own line.
+# After the probes' words and payload: a go word per stream, each on its own line.
 GO_OFFSET = PAYLOAD_OFFSET + PAYLOAD_BYTES
-# torch hands out 32 streams of a priority in turn: with more, two would be the same.
+# torch's pool has 32 streams per priority, used in turn: with more, two would be the same.
 MAX_STREAMS = 16
 GO_BYTES = 64
 # Whole pages.
 SCRATCH_BYTES = -(-(GO_OFFSET + MAX_STREAMS * GO_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-# Scratch memory of streams that are stuck: the device may still touch it.
+# Scratch memory of streams that are stuck: the device may still access it.
 _KEPT: list[HostMemory] = []
 
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How a CUDA device works; ``sync`` is the option ``--device-sync``."""
+    """Options of a CUDA device; ``sync`` is the option ``--device-sync``."""
 
     sync: str = "auto"  # stream | host
-    wait_timeout_s: float = 60.0  # after which a wait by the host gives up
+    wait_timeout_s: float = 60.0  # limit of a wait by the host
     probe_timeout_s: float = 5.0
     num_events: int = 256
     bounce_chunk_bytes: int = 4 * 2**20
@@ -66,7 +66,7 @@ class CudaOptions:
 
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """The way that was chosen."""
+    """The chosen mechanism."""
 
     sync: str  # stream | host
     registrations: Registrations
@@ -76,14 +76,14 @@ class Mechanisms:
     waiter: Waiter
 
     def go(self, stream_index: int) -> Word:
-        """The word that holds a stream back until the link is free."""
+        """The word that holds a stream until the link is free."""
         return self.scratch.word(GO_OFFSET + GO_BYTES * stream_index, f"go {stream_index}")
 
 
 class Selection:
-    """Tries the two ways, on a stream of its own.
+    """Tries the two mechanisms, on a stream of its own.
 
-    ``load_driver`` raises an exception that says what is missing where there is no driver.
+    ``load_driver`` raises an exception that says what is missing if there is no driver.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class Selection:
         self._page = mmap.mmap(-1, SCRATCH_BYTES)
 
     def choose(self) -> Mechanisms:
-        """Raises ``ConfigError`` for a way that is unknown, or was asked for and does not work.
+        """Raises ``ConfigError`` if the configured mechanism is unknown or does not work.
 
         Raises ``DeviceError`` if neither works, and ``StuckStreamError`` if a probe never ended.
         """
         asked = self._options.sync
         if asked not in DEVICE_SYNCS:
             raise ConfigError(
-                f"--device-sync: no {asked!r}; choose one of {', '.join(DEVICE_SYNCS)}"
+                f"--device-sync: unknown value {asked!r}; choose one of {', '.join(DEVICE_SYNCS)}"
             )
         reasons = []
         for name, try_it in (("stream", self._try_stream), ("host", self._try_host)):
@@ -122,7 +122,7 @@ class Selection:
                 chosen = try_it()
             except StuckStreamError:
                 raise
-            except Exception as error:  # whatever a driver or its bindings raise
+            except Exception as error:  # any error of a driver or its bindings
                 reason = f"{type(error).__name__}: {error}"
                 if asked == name:
                     raise ConfigError(
@@ -133,7 +133,7 @@ class Selection:
                 continue
             _say(name, asked, reasons)
             return chosen
-        raise DeviceError(f"--device-sync: nothing works on this machine: {'; '.join(reasons)}")
+        raise DeviceError(f"--device-sync: none works on this machine: {'; '.join(reasons)}")
 
     def _try_stream(self) -> Mechanisms:
         runtime, driver = self._runtime, self._load_driver()
@@ -183,7 +183,7 @@ class Selection:
             except StuckStreamError:
                 raise
             except Exception:
-                drain(bench)  # its memory is about to be unmapped, and the other way's
+                drain(bench)  # its memory is about to be unmapped
                 raise
         except StuckStreamError:
             _KEPT.append(scratch)
@@ -196,11 +196,11 @@ class Selection:
 
 def _say(name: str, asked: str, reasons: list[str]) -> None:
     if not reasons:
-        _LOGGER.info("--device-sync: %s (%s)", name, "as asked" if asked == name else "probed")
+        _LOGGER.info("--device-sync: %s (%s)", name, "configured" if asked == name else "probed")
         return
     _LOGGER.warning(
         "--device-sync: %s, which is slower (copies go through buffers, and waits for CPU workers "
-        "hold the engine's thread), for the other does not work here: %s",
+        "hold the engine's thread), because the other mechanism does not work here: %s",
         name,
         "; ".join(reasons),
     )

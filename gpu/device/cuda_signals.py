@@ -12,7 +12,7 @@ from .cuda_streams import HostWork, StreamState
 
 
 class Signaller(Protocol):
-    """One way to signal."""
+    """A mechanism to signal."""
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
         """Store ``value`` to the word when everything enqueued on the stream is done."""
@@ -20,7 +20,7 @@ class Signaller(Protocol):
 
 
 class Waiter(Protocol):
-    """One way to wait; ``holds_caller`` says whether the caller is held instead of the stream."""
+    """A mechanism to wait; ``holds_caller``: the caller is held instead of the stream."""
 
     holds_caller: bool
 
@@ -30,7 +30,7 @@ class Waiter(Protocol):
 
 
 class StreamOpSignaller:
-    """``cuStreamWriteValue32``: no kernel, and by its documentation fenced against earlier work."""
+    """``cuStreamWriteValue32``: no kernel; documented as fenced against earlier work."""
 
     def __init__(self, runtime: Runtime, driver: Driver) -> None:
         self._runtime = runtime
@@ -43,9 +43,9 @@ class StreamOpSignaller:
 
 
 class HostSignaller:
-    """The host agent stores when it finds the stream there: late by a poll of some 100 us.
+    """The host agent stores when it sees that the stream got there: some 100 us late, by polling.
 
-    The stream itself would go on meanwhile; ``Gates.settle`` holds what follows.
+    The stream itself continues meanwhile; ``Gates.settle`` holds later operations.
     """
 
     def __init__(self, work: HostWork) -> None:
@@ -93,9 +93,9 @@ class HostWaiter:
 
 
 class OutstandingWaits:
-    """What streams wait for: the newest value per word, asked and stored through host memory.
+    """Pending waits of streams: the newest value per word, read and stored through host memory.
 
-    A wait that a stream has not come to yet is outstanding, too. Needs no call of CUDA, which may
+    A wait that a stream has not reached yet is pending, too. Makes no CUDA call, because that may
     hang while a stream is held.
     """
 
@@ -104,20 +104,20 @@ class OutstandingWaits:
         self._lock = threading.Lock()
 
     def add(self, word: Word, value: int) -> None:
-        """Before the wait is enqueued, so that whoever releases cannot miss it."""
+        """Call before the wait is enqueued, so that ``release`` cannot miss it."""
         with self._lock:
             known = self._newest.get(word.host_address)
             if known is None or has_reached(value, known[1]):
                 self._newest[word.host_address] = (word, value)
 
     def open(self) -> list[tuple[Word, int]]:
-        """Words that have not reached what is waited for, with that value."""
+        """Words that have not reached the awaited value, with that value."""
         with self._lock:
             waits = list(self._newest.values())
         return [w for w in waits if not cuda_words.is_reached(w[0].host_address, w[1])]
 
     def release(self) -> int:
-        """Store what is waited for; returns to how many words."""
+        """Store the awaited values; returns the number of words."""
         waits = self.open()
         for word, value in waits:
             cuda_words.store(word.host_address, value)

@@ -1,8 +1,8 @@
-"""State of streams and events of the CUDA device, and host work in the order of a stream.
+"""State of streams and events of the CUDA device, and host work in stream order.
 
-Events are CUDA's, used again and again; generations are counted here, because CUDA lets a wait on
-an event that nobody recorded pass at once. An event also remembers which items of the host agent
-lie before its record, since CUDA knows nothing of them.
+CUDA's events are reused. Generations are counted here, because CUDA lets a wait on an unrecorded
+event pass at once. An event also stores which items of the host agent precede its record, since
+CUDA does not know them.
 """
 
 import threading
@@ -18,25 +18,25 @@ from .cuda_runtime import Runtime
 
 @dataclass(slots=True)
 class StreamState:
-    """What the device knows of one of its streams."""
+    """The device's state of one of its streams."""
 
     stream: Stream
-    handle: Any  # the runtime's
-    needs: set[Ticket] = field(default_factory=set)  # items that an event ordered before the rest
-    is_adopted: bool = False  # who enqueues is told of failures at once, and nothing is left out
+    handle: Any  # the runtime's handle
+    needs: set[Ticket] = field(default_factory=set)  # items that events order before later work
+    is_adopted: bool = False  # the enqueuing thread gets errors at once; nothing is skipped
     failure: DeviceError | None = None  # the first since synchronize last raised one
-    failed_s: float = 0.0  # when that was: tells which of several streams failed first
-    owed: Ticket | None = None  # a host signal that what follows has yet to be held behind
-    paced: object | None = None  # the paced copy that the stream's newest operation is, if so
+    failed_s: float = 0.0  # time of the failure: orders the failures of several streams
+    owed: Ticket | None = None  # a host signal that the next operations must wait for
+    paced: object | None = None  # set if the stream's newest operation is a paced copy
 
     @property
     def is_left_out(self) -> bool:
-        """Whether copies, waits and computations are, until the failure is raised."""
+        """Whether copies, waits and computations are skipped, until the failure is raised."""
         return self.failure is not None and not self.is_adopted
 
 
 class StreamTable:
-    """The streams of a device, and which of them failed."""
+    """The streams of a device, and their failures."""
 
     def __init__(self, runtime: Runtime, max_streams: int) -> None:
         self._runtime = runtime
@@ -44,10 +44,10 @@ class StreamTable:
         self._states: list[StreamState] = []
 
     def make(self, name: str, *, is_urgent: bool) -> StreamState:
-        """Raises ``DeviceError`` if there are as many as there may be."""
+        """Raises ``DeviceError`` if the limit of streams is reached."""
         index = len(self._states)
         if index == self._max_streams:
-            raise DeviceError(f"stream {name} would be more than {self._max_streams}")
+            raise DeviceError(f"stream {name} exceeds the limit of {self._max_streams}")
         handle = self._runtime.make_stream(is_urgent=is_urgent)
         state = StreamState(Stream(index, name), handle)
         self._states.append(state)
@@ -61,13 +61,13 @@ class StreamTable:
         """Raises ``DeviceError`` for another device's stream."""
         known = 0 <= stream.index < len(self._states)
         if not known or self._states[stream.index].stream is not stream:
-            raise DeviceError(f"stream {stream.name} is another device's")
+            raise DeviceError(f"stream {stream.name} belongs to another device")
         return self._states[stream.index]
 
     def fail(self, index: int, error: Exception) -> None:
-        """Mark a stream; the first failure stays, as a text.
+        """Mark a stream as failed; the first failure is stored, as text.
 
-        The exception itself would keep alive, by its traceback, the tensors of whoever raised it.
+        The exception's traceback would keep tensors alive.
         """
         state = self._states[index]
         if state.failure is not None:
@@ -79,11 +79,11 @@ class StreamTable:
         state.failed_s = time.monotonic()
 
     def has_failed(self, index: int) -> bool:
-        """Whether operations of the stream are to be left out."""
+        """Whether operations of the stream are to be skipped."""
         return self._states[index].is_left_out
 
     def take_first_failure(self, states: Sequence[StreamState]) -> DeviceError | None:
-        """Clear the failures of these streams and return the one that was first."""
+        """Clear the failures of these streams and return the earliest."""
         failed = [state for state in states if state.failure is not None]
         first = min(failed, key=lambda state: state.failed_s).failure if failed else None
         for state in failed:
@@ -101,10 +101,10 @@ class _Slot:
 
 
 class EventPool:
-    """Events in generations, and nameless ones for this package's own use.
+    """Events in generations, and anonymous ones for use in this package.
 
-    Made up front; more are made when they run out, which CUDA's documentation does not list among
-    the calls that wait for the device. Handles are refused, with ``DeviceError``, once given back.
+    Made in advance; more are made when they run out, which CUDA's documentation does not list among
+    the calls that wait for the device. A released handle is refused with ``DeviceError``.
     """
 
     def __init__(self, runtime: Runtime, num_events: int) -> None:
@@ -115,7 +115,7 @@ class EventPool:
         self._lock = threading.Lock()
 
     def take(self) -> Event:
-        """An event in a new generation."""
+        """Return an event in a new generation."""
         with self._lock:
             if not self._free:
                 self._slots.append(_Slot(self._runtime.make_event()))
@@ -127,7 +127,7 @@ class EventPool:
             return Event(index, slot.generation)
 
     def release(self, event: Event) -> None:
-        """Take the event back."""
+        """Release the event."""
         with self._lock:
             self._slot(event).is_taken = False
             self._free.append(event.index)
@@ -137,21 +137,21 @@ class EventPool:
         with self._lock:
             slot = self._slot(event)
             if slot.is_recorded:
-                raise DeviceError(f"event {event} is recorded already in this generation")
+                raise DeviceError(f"event {event} is already recorded in this generation")
             self._runtime.record(state.handle, slot.handle)
             slot.is_recorded, slot.needs = True, needs
 
     def hold(self, state: StreamState, event: Event, *, is_left_out: bool = False) -> None:
-        """Let a stream wait for the record, and its later host work for the host work before it.
+        """Make a stream wait for the record, and its later host work for the host work before it.
 
-        With ``is_left_out`` only checks.
+        With ``is_left_out`` it only checks.
         """
         with self._lock:
             slot = self._slot(event)
             if not slot.is_recorded:
                 raise UnrecordedEventError(
-                    f"stream {state.stream.name} would wait for event {event}, which nothing "
-                    "has recorded: CUDA would let it pass"
+                    f"stream {state.stream.name} would wait for event {event}, which is not "
+                    "recorded: CUDA would let it pass"
                 )
             if is_left_out:
                 return
@@ -165,7 +165,7 @@ class EventPool:
             return (slot.handle, slot.needs) if slot.is_recorded else None
 
     def borrow(self, state: StreamState) -> Any:
-        """A runtime's event, recorded on the stream; to be given back with ``give``."""
+        """An event of the runtime, recorded on the stream; return it with ``give``."""
         try:
             handle = self._handles.pop()
         except IndexError:
@@ -174,19 +174,19 @@ class EventPool:
         return handle
 
     def give(self, handle: Any) -> None:
-        """Give back what ``borrow`` returned; nobody may ask for it any more."""
+        """Return an event of ``borrow``, which must not be used any more."""
         self._handles.append(handle)
 
     def _slot(self, event: Event) -> _Slot:
         known = 0 <= event.index < len(self._slots)
         slot = self._slots[event.index] if known else None
         if slot is None or not slot.is_taken or slot.generation != event.generation:
-            raise DeviceError(f"event {event} was given back, or is another device's")
+            raise DeviceError(f"event {event} was released, or belongs to another device")
         return slot
 
 
 class HostWork:
-    """Puts work for the host agent into the order of a stream."""
+    """Orders work of the host agent with a stream."""
 
     def __init__(self, runtime: Runtime, events: EventPool, agent: HostAgent) -> None:
         self._runtime = runtime
@@ -202,7 +202,7 @@ class HostWork:
         is_signal: bool = False,
         at_end: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Let the agent call ``finish`` after everything enqueued on the stream; see ``Item``."""
+        """Make the agent call ``finish`` after everything enqueued on the stream; see ``Item``."""
         handle = self._events.borrow(state)
 
         def end() -> None:
@@ -216,11 +216,11 @@ class HostWork:
         return self._agent.submit(state.stream.index, item)
 
     def pending(self, state: StreamState) -> tuple[Ticket, ...]:
-        """Host work that is part of what was enqueued so far on the stream. Any thread may ask."""
+        """Host work among what was enqueued so far on the stream. Callable by any thread."""
         open_needs = [ticket for ticket in tuple(state.needs) if not self._agent.is_done(ticket)]
         last = self._agent.last_ticket(state.stream.index)
         return (*open_needs, *(() if last is None else (last,)))
 
     def are_done(self, tickets: tuple[Ticket, ...]) -> bool:
-        """Whether the agent has done them all."""
+        """Whether the agent has done all of it."""
         return self._agent.are_done(tickets)

@@ -1,4 +1,4 @@
-"""Checks a copy, decides how its bytes go, and paces it."""
+"""Checks a copy, chooses its path, and paces it."""
 
 import torch
 
@@ -29,15 +29,15 @@ class Transfers:
         self._copies = copies
         self._link = link
         self._pacing = pacing
-        # Addresses and sizes of registered memory that takes the link unpaced.
+        # Addresses and sizes of registered memory that uses the link unpaced.
         self.unpaced: list[tuple[int, int]] = []
 
     def check(self, destination: torch.Tensor, source: torch.Tensor) -> Direction | None:
-        """The way a copy takes, None within the device.
+        """The direction of a copy, None within the device.
 
-        Raises ``DeviceError`` for buffers of different type or size, that are not contiguous, both
-        on the host, or on the host and neither registered nor pinned: torch would convert them
-        through pageable memory, or wait for the device, or ignore the stream.
+        Raises ``DeviceError`` for buffers that differ in type or size, are not contiguous, are both
+        on the host, or are on the host and neither registered nor pinned. torch would convert them
+        through pageable memory, wait for the device, or ignore the stream.
         """
         if destination.dtype != source.dtype or destination.numel() != source.numel():
             raise DeviceError(
@@ -45,7 +45,7 @@ class Transfers:
                 f"{tuple(destination.shape)}: both must be of one type and size"
             )
         if not destination.is_contiguous() or not source.is_contiguous():
-            raise DeviceError("a copy's buffers must be contiguous")
+            raise DeviceError("the buffers of a copy must be contiguous")
         if source.numel() == 0:
             return None  # such a tensor has no address
         to_device = self._runtime.is_on_device(destination)
@@ -53,7 +53,7 @@ class Transfers:
         if to_device and from_device:
             return None
         if not to_device and not from_device:
-            raise DeviceError("a copy on a CUDA stream has at least one side on the device")
+            raise DeviceError("a copy on a CUDA stream needs at least one buffer on the device")
         host = source if to_device else destination
         if not self._is_registered(host) and not self._runtime.is_pinned(host):
             raise DeviceError(

@@ -1,4 +1,4 @@
-"""Words and memory as the host sees them: load, store, and how to wait for a word.
+"""Words and memory as the host sees them: load, store, and wait for a word.
 
 On x86-64 an aligned load or store of 4 bytes through ctypes is one instruction, whose order with
 other loads or stores the processor keeps; that is an acquire and a release, and needs no compiler.
@@ -44,7 +44,7 @@ def is_reached(address: int, value: int) -> bool:
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until it is so; False after ``timeout_s``. Sleeps between, longer and longer."""
+    """Poll until the condition holds; False after ``timeout_s``. Sleeps grow in between."""
     deadline = time.monotonic() + timeout_s
     sleep_s = MIN_SLEEP_S
     while not is_done():

@@ -1,9 +1,9 @@
-"""Host memory that a device knows: what copies may name, and where words lie.
+"""Host memory that is registered with a device: buffers of copies, and words.
 
-The order at the end is the same on every device: come to the end of the streams
-(``synchronize``), drop the tensors, ``HostMemory.close``, and only then close the segment below.
-Tensors hold the memory: while one lives, closing the segment or the ``mmap`` is refused
-(``BufferError``), because unmapping under a tensor would turn its next use into a crash.
+The closing order is the same on every device: wait for the streams (``synchronize``), drop the
+tensors, ``HostMemory.close``, and only then close the segment below. Tensors hold the memory: while
+one lives, closing the segment or the ``mmap`` is refused (``BufferError``), because unmapping the
+memory under a tensor would turn its next use into a crash.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoices:
-    """What a device works with, by a probe or as asked: for log, metric and summary."""
+    """The device's mechanisms, probed or configured: for log, metric and summary."""
 
     sync: str  # stream | host
     link: str  # unpaced, or bandwidth and latency
 
 
 class HostMemory:
-    """A registered range, made by ``TorchDevice.register``; tensors and words are taken from it."""
+    """A registered range, made by ``TorchDevice.register``; provides tensors and words."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HostMemory:
         self.name = name
         self.is_paced = is_paced
         self.num_bytes = memory.nbytes
-        # Holds the memory by an export of its buffer; torch.frombuffer on a plain buffer would not.
+        # Holds the memory by exporting its buffer; torch.frombuffer on a plain buffer would not.
         array = (ctypes.c_ubyte * memory.nbytes).from_buffer(memory)
         self.address = ctypes.addressof(array)
         self.device_address = device_address
@@ -59,7 +59,7 @@ class HostMemory:
         self._unregister = unregister
 
     def contains(self, address: int, num_bytes: int) -> bool:
-        """Whether the whole range lies in this memory; a touching part raises ``DeviceError``."""
+        """Whether the whole range lies in this memory; an overlap raises ``DeviceError``."""
         end, own_end = address + num_bytes, self.address + self.num_bytes
         if end <= self.address or address >= own_end:
             return False
@@ -83,7 +83,7 @@ class HostMemory:
         return Word(name, self.address + offset_bytes, device_address)
 
     def close(self) -> None:
-        """Unregister; its tensors and words are not to be used any more. Idempotent.
+        """Unregister; its tensors and words must not be used any more. Idempotent.
 
         No operation on it may be outstanding, and its tensors should be gone (see the module).
         """
@@ -112,32 +112,31 @@ class TorchDevice(Device[torch.Tensor], Protocol):
 
     @property
     def choices(self) -> DeviceChoices:
-        """What it works with."""
+        """The device's mechanisms."""
         ...
 
     @property
     def link(self) -> PacedLink:
-        """What copies between registered memory and the device take."""
+        """The link of copies between registered memory and the device."""
         ...
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
-        """Make host memory known: the payload of a segment, or any writable buffer.
+        """Register host memory: the payload of a segment, or any writable buffer.
 
-        Copies between it and the device take the link, and its pacing unless ``is_paced`` is
-        false. On CUDA it must start and end on a page and no wait may be outstanding. Ranges must
-        not overlap.
+        Copies between it and the device use the link, paced unless ``is_paced`` is false. On CUDA
+        it must start and end on a page and no wait may be outstanding. Ranges must not overlap.
 
         Raises ``DeviceError`` if the memory cannot be registered.
         """
         ...
 
     def adopt(self, stream: Stream) -> None:
-        """Let the calling thread be ``stream``: what it computes from now on is in its order.
+        """Make the calling thread ``stream``: its computations are then in stream order.
 
         On CUDA the stream becomes the thread's current one. On the CPU its operations take effect
-        at once, in this thread, which alone may enqueue them. What its operations raise is raised
-        to it on either, and leaves nothing behind it out: the thread knows, and decides itself
-        what is void. Before the stream's first operation.
+        at once, in this thread, and no other thread may enqueue them. On both devices errors of
+        its operations are raised to the thread, and later operations are not skipped: the thread
+        decides which results are void. Call before the stream's first operation.
         """
         ...
 

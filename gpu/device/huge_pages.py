@@ -1,8 +1,7 @@
-"""Memory in huge pages, for what every step reads from end to end.
+"""Huge pages for memory that every step reads completely.
 
-In pages of 4 KiB the processor's own prefetching stops at each, and translating addresses takes
-its share: reading 256 MiB with two threads of a Zen 4 went at 28 to 30 GB/s, in huge pages at 30
-to 33.
+With pages of 4 KiB the processor's prefetcher stops at each page, and address translation takes
+time: two threads of a Zen 4 read 256 MiB at 28 to 30 GB/s, in huge pages at 30 to 33.
 """
 
 import ctypes
@@ -12,19 +11,18 @@ import torch
 
 from ...shm.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
 
-# A last huge page that is filled in part is taken if it holds at most this share of the whole in
-# vain.
+# A partly filled last huge page is used if it wastes at most this share of the whole.
 _MAX_WASTED_SHARE = 1 / 16
 
 
 def advise_huge_pages(mapping: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
-    """Ask for huge pages in a range of an anonymous mapping, before it is touched."""
+    """Request huge pages for a range of an anonymous mapping, before it is touched."""
     num_bytes = len(mapping) if num_bytes is None else num_bytes
     advise(_address(mapping) + start, num_bytes, MADV_HUGEPAGE)
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros, uint8 [num_bytes], on the CPU: in huge pages where they pay and there are any.
+    """Zeros, uint8 [num_bytes], on the CPU: in huge pages if they pay and are available.
 
     Aligned to 64 bytes at least.
     """

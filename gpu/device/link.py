@@ -1,7 +1,7 @@
 """A link of given bandwidth and latency between host and device, shared by concurrent transfers.
 
-Everything is computed on absolute time, so a sleep that ends late delays one transfer and none that
-follows. Knows nothing of memory or streams.
+All times are absolute, so a sleep that ends late delays one transfer and none after it. Knows
+nothing of memory or streams.
 """
 
 import threading
@@ -24,7 +24,7 @@ class LinkTransfer:
 
 
 class _FreeLane:
-    """One direction as fast as the memory: only counts, by what transfers really took."""
+    """A direction at full memory speed: only counts, with the measured times of transfers."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -59,7 +59,7 @@ def _lanes(gib_per_s: float | None) -> "dict[Direction, SharedLane | _FreeLane]"
 
 
 class PacedLink:
-    """Says when transfers end, and makes their callers wait until then. Thread-safe."""
+    """Computes when transfers end, and makes their callers wait until then. Thread-safe."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PacedLink:
         """``gib_per_s`` per direction; None = unlimited, transfers are then only counted.
 
         A transfer's bytes arrive ``latency_us`` after the link has carried them; the link is free
-        for others meanwhile.
+        for other transfers meanwhile.
         """
         assert gib_per_s is None or gib_per_s > 0, gib_per_s
         assert latency_us >= 0, latency_us
@@ -86,8 +86,8 @@ class PacedLink:
         self._lanes: dict[Direction, SharedLane | _FreeLane] = _lanes(gib_per_s)
 
     def change_bandwidth(self, gib_per_s: float) -> None:
-        """Be another link from now on; no transfer may be under way, and it must be paced."""
-        assert self.is_paced, "what is not paced may have been left out by the device"
+        """Change the link; no transfer may be running, and the link must be paced."""
+        assert self.is_paced, "the device may bypass a link that is not paced"
         with self._lock:
             now_s = self._clock()
             assert not any(lane.at(now_s)[1] for lane in self._lanes.values()), "a transfer is open"
@@ -96,11 +96,11 @@ class PacedLink:
 
     @property
     def is_paced(self) -> bool:
-        """Whether transfers are held back at all."""
+        """Whether transfers are delayed at all."""
         return self.gib_per_s is not None or self.latency_us > 0
 
     def describe(self) -> str:
-        """For people: "unpaced", or bandwidth and latency."""
+        """For logs: "unpaced", or bandwidth and latency."""
         if not self.is_paced:
             return "unpaced"
         bandwidth = "unlimited" if self.gib_per_s is None else f"{self.gib_per_s:g} GiB/s"
@@ -109,9 +109,9 @@ class PacedLink:
     def begin(
         self, direction: Direction, num_bytes: int, *, start_s: float | None = None
     ) -> LinkTransfer:
-        """Start a transfer now, or at ``start_s`` on the clock: where the one before it ended.
+        """Start a transfer now, or at ``start_s`` on the clock: the end of the previous one.
 
-        The past before the newest start of another transfer is settled: it then starts there.
+        It cannot start before the newest start of another transfer; then it starts at that time.
         """
         assert num_bytes >= 0, num_bytes
         if start_s is None:
@@ -124,16 +124,16 @@ class PacedLink:
         return LinkTransfer(direction, index, start_s)
 
     def expected_s(self, transfer: LinkTransfer) -> float:
-        """When it ends on the clock, if no other starts meanwhile; others only make it later."""
+        """Its end on the clock if no other transfer starts; others can only delay it."""
         with self._lock:
             return (
                 self._lanes[transfer.direction].ends_s()[transfer.index][0] + self.latency_us / 1e6
             )
 
     def finish(self, transfer: LinkTransfer) -> float:
-        """Wait until its bytes are there, once; return when that was on the clock.
+        """Wait until its bytes have arrived; return the time of arrival. Call once.
 
-        That is where a transfer that follows at once starts, however late this call returns.
+        A transfer that directly follows starts at that time, however late this call returns.
         """
         while (left_s := (end_s := self.expected_s(transfer)) - self._clock()) > 0:
             self._sleep(left_s)
@@ -143,7 +143,7 @@ class PacedLink:
         return end_s if self.is_paced else now_s
 
     def stats(self, direction: Direction) -> LinkStats:
-        """What one direction has carried, and how much is under way."""
+        """Bytes that one direction has carried, and transfers in progress."""
         now_s = self._clock()
         with self._lock:
             busy_s, num_transfers = self._lanes[direction].at(now_s)

@@ -1,8 +1,8 @@
-"""Which failures have cost this process its CUDA device: the one place that decides.
+"""Decides which failures mean that this process has lost its CUDA device.
 
-Behind some errors CUDA answers every later call with the same one, and the documentation says that
-the process must be ended. An engine that went on would fail every request and call itself well.
-Out of memory, or whatever Python raises, is not of that kind: it fails one step.
+After some errors CUDA answers every later call with the same error, and the documentation says that
+the process must be ended. An engine that continued would fail every request and report itself
+healthy. Out of memory, or any Python exception, is not of this kind: it fails one step.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import torch
 
 from ...runtime.errors import EngineDeadError
 
-# Numbers of cudaError_t (CUDA runtime API, "Data types used by CUDA Runtime"); CUresult has the
-# same ones for these.
+# Numbers of cudaError_t (CUDA runtime API, "Data types used by CUDA Runtime"); CUresult uses the
+# same numbers for these.
 STICKY_CODES = {
     214: "an uncorrectable ECC error",
     220: "an uncorrectable NVLink error",
@@ -34,26 +34,26 @@ STICKY_CODES = {
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raise ``EngineDeadError`` from ``error`` if the device serves this process no more.
+    """Raise ``EngineDeadError`` from ``error`` if this process can no longer use the device.
 
-    torch says what CUDA has answered (``torch.AcceleratorError.error_code``). Libraries beside it
-    raise a text only, and late ones at that: where CUDA is in use, the device is asked as well.
+    torch reports CUDA's error code (``torch.AcceleratorError.error_code``). Other libraries report
+    only a text, and often late: if CUDA is in use, the device is queried as well.
     """
     code = next(filter(STICKY_CODES.__contains__, _codes(error)), None)
     if code is None and torch.cuda.is_initialized():
         try:
-            torch.cuda.current_stream().query()  # returns at once, and tells of what is sticky
+            torch.cuda.current_stream().query()  # returns at once, and raises sticky errors
         except torch.AcceleratorError as answer:
             code = next(filter(STICKY_CODES.__contains__, _codes(answer)), None)
     if code is not None:
         raise EngineDeadError(
-            f"the CUDA device is lost to this process by {STICKY_CODES[code]} (CUDA error {code}), "
-            f"so the engine ends; start it again: {type(error).__name__}: {error}"
+            f"the CUDA device is lost to this process by {STICKY_CODES[code]} (CUDA error {code}); "
+            f"the engine stops; start it again: {type(error).__name__}: {error}"
         ) from error
 
 
 def _codes(error: BaseException) -> Iterator[int]:
-    """CUDA's codes of an exception and of those that led to it."""
+    """CUDA's codes of an exception and of its causes."""
     seen: set[int] = set()
     open_errors = [error]
     while open_errors:

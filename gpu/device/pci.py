@@ -1,4 +1,4 @@
-"""Where a CUDA device sits on the machine's PCI bus."""
+"""The PCI address of a CUDA device."""
 
 import ctypes
 import logging
@@ -11,10 +11,10 @@ _TEXT_BYTES = 32  # "0000:3b:00.0", with room for longer domains
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Return the address as /sys/bus/pci/devices writes it ("0000:3b:00.0").
+    """Return the address in the form of /sys/bus/pci/devices ("0000:3b:00.0").
 
-    None, with a line in the log, if the driver does not say. PyTorch numbers devices as the driver
-    does, CUDA_VISIBLE_DEVICES respected.
+    None, with a warning in the log, if the driver does not report it. PyTorch numbers devices as
+    the driver does, with CUDA_VISIBLE_DEVICES applied.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     handle = ctypes.c_int()
@@ -27,9 +27,9 @@ def pci_address(device: torch.device) -> str | None:
             or driver.cuDeviceGetPCIBusId(text, _TEXT_BYTES, handle)
         )
     except (OSError, AttributeError) as error:
-        _LOG.warning("the PCI address of %s is not known: %s", device, error)
+        _LOG.warning("cannot read the PCI address of %s: %s", device, error)
         return None
     if status != 0:
-        _LOG.warning("the PCI address of %s is not known: driver error %d", device, status)
+        _LOG.warning("cannot read the PCI address of %s: driver error %d", device, status)
         return None
     return text.value.decode("ascii").lower()

@@ -1,4 +1,4 @@
-"""Wakes who enqueues when copies end, which nobody waits for."""
+"""Wakes the enqueuing thread when copies end, as no thread waits for them."""
 
 import logging
 import threading
@@ -13,12 +13,12 @@ from .lost import raise_if_lost
 
 _LOG = logging.getLogger(__name__)
 
-# Small against any copy worth the name, large against what a look costs.
+# Short compared with a copy, long compared with the cost of a poll.
 _LOOK_EVERY_S = 0.0005
 
 
 class EventWatch:
-    """A thread that looks now and then whether events are done, while there are any."""
+    """A thread that polls events periodically, while there are any."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class EventWatch:
         Args:
             is_done: ``Device.is_done``.
             notify: Called by the thread when a watched event is done.
-            cpus: Where the thread runs; () = where the caller does.
+            cpus: Cores of the thread; () = those of the caller.
         """
         self._is_done = is_done
         self._notify = notify
@@ -39,25 +39,25 @@ class EventWatch:
         self._events: set[Event] = set()
         self._is_paused = False
         self._is_closed = False
-        self._error: Exception | None = None  # ended the thread
+        self._error: Exception | None = None  # the error that ended the thread
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="corun-event-watch", daemon=True)
         self._thread.start()
 
     def add(self, event: Event) -> None:
-        """Notify when it is done."""
+        """Notify when the event is done."""
         with self._changed:
             self._events.add(event)
             self._changed.notify()
 
     def discard(self, event: Event) -> None:
-        """Look at it no more; before it is given back."""
+        """Stop polling the event; call before it is released."""
         with self._changed:
             self._events.discard(event)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look at nothing meanwhile: on a CPU each look takes the interpreter from who computes."""
+        """Suspend polling: on a CPU each poll takes the interpreter from the computing thread."""
         self._is_paused = True
         try:
             yield
@@ -67,10 +67,10 @@ class EventWatch:
                 self._changed.notify()
 
     def check(self) -> None:
-        """Raise ``EngineDeadError`` if the device is lost, or nobody looks any more."""
+        """Raise ``EngineDeadError`` if the device is lost, or if polling has failed."""
         if self._error is not None:
             raise_if_lost(self._error)
-            raise EngineDeadError("nobody looks at copies any more") from self._error
+            raise EngineDeadError("polling copies to the device failed") from self._error
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
@@ -84,13 +84,13 @@ class EventWatch:
         try:
             while self._look():
                 time.sleep(_LOOK_EVERY_S)
-        except Exception as error:  # of the device; who enqueues raises it
-            _LOG.exception("copies cannot be watched")
+        except Exception as error:  # of the device; raised by the enqueuing thread
+            _LOG.exception("could not poll copies to the device; the engine stops")
             self._error = error
             self._notify()
 
     def _look(self) -> bool:
-        """Wait for something to look at, and look; False once it is closed."""
+        """Wait for events, and poll them; False once the watch is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or (self._events and not self._is_paused)

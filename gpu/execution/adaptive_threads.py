@@ -1,4 +1,4 @@
-"""Keeps the number of the engine's computing threads to the cores that other processes leave."""
+"""Adapts the number of the engine's computing threads to the cores that are free."""
 
 import logging
 import threading
@@ -19,12 +19,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """How many threads the engine's thread computes with, and who else takes part."""
+    """How many threads the engine's thread computes with, and which libraries take part."""
 
     max_threads: int  # in use at the start
     set_threads: Callable[[int], None]
-    is_fixed: bool = False  # the number stays, and waits are told
-    # Whether libraries beside our kernels compute on threads, in a process of the engine's own.
+    is_fixed: bool = False  # the number stays; waits are only logged
+    # Whether other libraries compute on threads, too, in a process of the engine's own.
     has_others: bool = False
 
 
@@ -32,18 +32,18 @@ class AdaptiveThreads:
     """Sets the number of threads between steps. All methods belong to the engine's thread."""
 
     def __init__(self, choice: ThreadChoice) -> None:
-        """Where the kernel does not count what threads wait for, the number stays."""
+        """If the kernel does not count waits for a core, the number stays."""
         self._choice = choice
         self._contention: CoreContention | None = None
         self._total, self._begin = CpuTime(), CpuTime()
         self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
-        self._waited_s: list[float] = []  # by thread, at the end of the step before
+        self._waited_s: list[float] = []  # by thread, at the end of the previous step
         self._queue = RunQueue(())
         self._look_at_threads()
         if self._queue.read() is None:
             _LOG.warning(
-                "threads: always %d, since this kernel keeps no /proc/self/task/*/schedstat: it "
-                "does not say whether other processes use the cores", choice.max_threads,
+                "threads: always %d, because this kernel has no /proc/self/task/*/schedstat, so it "
+                "is not known whether other processes use the cores", choice.max_threads,
             )  # fmt: skip
             return
         self._contention = CoreContention(
@@ -53,25 +53,25 @@ class AdaptiveThreads:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute now."""
+        """The number of threads that compute now."""
         contention = self._contention
         return self._choice.max_threads if contention is None else contention.num_threads
 
     @property
     def total(self) -> CpuTime:
-        """What the threads have got of the cores since the start, as of the last step."""
+        """CPU time and waits of the threads since the start, as of the last step."""
         return self._total
 
     @property
     def waited_share(self) -> float:
-        """Of the time in which the threads could have run, in the last window of a step or more."""
+        """The share of runnable time spent waiting, in the last window of one or more steps."""
         return 0.0 if self._contention is None else self._contention.waited_share
 
     def after_step(self) -> float:
-        """Look at what the threads have got, and change their number if that says so.
+        """Read the threads' waits, and change the number of threads if necessary.
 
-        Returns for how many seconds the thread that waited most was without a core since the step
-        before.
+        Returns for how many seconds the thread that waited longest was without a core since the
+        previous step.
         """
         contention = self._contention
         times = None if contention is None else self._queue.read()
@@ -87,12 +87,12 @@ class AdaptiveThreads:
         return longest_s
 
     def close(self) -> None:
-        """Give file descriptors back. Idempotent."""
+        """Close the file descriptors. Idempotent."""
         self._contention = None
         self._queue.close()
 
     def _decide(self, contention: CoreContention, now_s: float) -> None:
-        # A quota stops all threads together, so fewer of them would only do less.
+        # A quota stops all threads together, so fewer of them would only do less work.
         throttled_s = min(cgroup_throttled_s(_ROOT) - self._throttled_s, self._total.waited_s)
         before, was_contended = contention.num_threads, contention.is_contended
         chosen = contention.observe(now_s, self._total - CpuTime(0.0, throttled_s))
@@ -112,16 +112,16 @@ class AdaptiveThreads:
     def _consequence(self, chosen: int) -> str:
         max_threads = self._choice.max_threads
         if self._choice.is_fixed:
-            return f"It goes on with {max_threads} threads (--fixed-cpu-threads)"
+            return f"The engine continues with {max_threads} threads (--fixed-cpu-threads)"
         if max_threads == 1:
-            return "It computes with one thread already"
+            return "The engine already computes with one thread"
         return (
-            f"It computes with {chosen} of {max_threads} threads, and with all again once they "
-            f"hardly wait for {QUIET_S:.0f} s"
+            f"The engine now computes with {chosen} of {max_threads} threads, and with all again "
+            f"once they hardly wait for {QUIET_S:.0f} s"
         )
 
     def _look_at_threads(self) -> None:
-        """From now on at those that compute now."""
+        """Observe the threads that compute now."""
         ids = kernel_thread_ids()
         if self._choice.has_others:
             ids |= set(all_thread_ids()) - {thread.native_id for thread in threading.enumerate()}

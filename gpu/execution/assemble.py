@@ -1,4 +1,4 @@
-"""Puts the device half together: model, kernels, KV pool, executor."""
+"""Assembles the device half: model, kernels, KV pool, executor."""
 
 import contextlib
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class LoadedModel:
     model: PreTrainedModel
     context: StepContext
     hook: PagedAttentionHook
-    device: TorchDevice  # its streams and copies
+    device: TorchDevice  # provides streams and copies
     layout: KvLayout
     target_map: TargetMap
     lora_table: LoraTable
@@ -66,17 +66,17 @@ class LoadedModel:
     attention_backend: AttentionBackend
     linear_backend_name: str
     fused_kernels_name: str
-    decode_graphs: str  # of ``model.select``
+    decode_graphs: str  # a choice of ``replay.select``
     weights: Weights
-    # Tokens up to which packed rows are computed rightly; None = as many as the model was made for.
-    max_exact_len: int | None  # of a request
-    max_step_tokens: int | None  # of a step
+    # Tokens up to which packed rows are exact; None = up to the model's context length.
+    max_exact_len: int | None  # per request
+    max_step_tokens: int | None  # per step
     recompute_at_tokens: int | None
-    threads: AdaptiveThreads | None = None  # that compute on a CPU, once ``probe`` has chosen them
+    threads: AdaptiveThreads | None = None  # of a CPU, once ``probe`` has chosen them
 
     @property
     def backend_names(self) -> dict[str, str]:
-        """What computes what."""
+        """The back end of each part."""
         names = {
             "linear": self.linear_backend_name,
             "attention": self.attention_backend.name,
@@ -89,11 +89,11 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and KV."""
+        """The dtype of weights and KV."""
         return self.layout.dtype
 
     def close(self) -> None:
-        """Give back what is not memory: the attention function and the device. Idempotent."""
+        """Release what is not memory: the attention function and the device. Idempotent."""
         if self.threads is not None:
             self.threads.close()
         self.hook.close()
@@ -106,8 +106,8 @@ def load(
 ) -> LoadedModel:  # fmt: skip
     """Load the model and replace its attention and its linears.
 
-    ``stream_cpus``: where the threads of a CPU device run; () = where the caller does.
-    ``kept``: the folder with what starts before have made and measured; None = there is none.
+    ``stream_cpus``: cores of a CPU device's threads; () = those of the caller.
+    ``kept``: the folder with artifacts and measurements of earlier starts; None = there is none.
 
     Raises ``ModelError`` or ``ConfigError`` with the reason, ``DeviceError`` if the device cannot
     be used.
@@ -162,7 +162,7 @@ def _equip(
     target_map = with_input_groups(target_map, groups)
     table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
-    make_linear: MakeLinear = NumbaLinear  # whose kernels are those of quantised weights, too
+    make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
     if linears is None or dtype != torch.bfloat16 or not linears.takes_all(model):
         make_linear = select_linear_backend(
             config.linear_backend, device=where, dtype=dtype, kept=kept
@@ -218,7 +218,7 @@ def _replace_linears(
 
 
 def least(*limits: int | None) -> int | None:
-    """The smallest limit that there is."""
+    """The smallest of the limits that are set."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -236,9 +236,9 @@ def warm_up_kernels(
     loaded: LoadedModel, runner: ModelRunner, max_model_len: int,
     on_progress: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Let no kernel be compiled later; on the CPU they all have been (``numba`` has no variants).
+    """Compile all kernels now; on the CPU they are already compiled (``numba`` has no variants).
 
-    By the thread that will run the steps, before the pool is used.
+    Called by the thread that will run the steps, before the pool is used.
     """
     if loaded.model.device.type == "cuda":
         warm_up(
@@ -252,9 +252,9 @@ def make_executor(
     *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
     host_kv: HostKv | None = None,
 ) -> DeviceExecutor:  # fmt: skip
-    """Make an executor; it owns the runner and ``host_kv`` from now on, the model is the caller's.
+    """Make an executor; it takes ownership of the runner and ``host_kv``, but not of the model.
 
-    ``host_kv``: where KV blocks are copied to and from; None = nowhere.
+    ``host_kv``: copies KV blocks to and from the host; None = no copies.
     """
     return DeviceExecutor(
         runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
@@ -283,7 +283,7 @@ def make_host_adapters(
 
 
 def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:
-    """Memory of the device that is free now; on the CPU what the caller has read."""
+    """Free memory of the device; on the CPU the number that the caller has read."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return cpu_available_bytes

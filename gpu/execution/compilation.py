@@ -1,7 +1,7 @@
-"""Says which kernels are being compiled, for people who wait for a first start.
+"""Reports which kernels are being compiled, as a first start takes long.
 
-Compilers keep what they have compiled, so a later start hears nothing of it. Owns the listeners
-that it enters with numba and Triton for the time of a ``with`` block.
+Compilers cache their results, so later starts report nothing. Owns the listeners that it registers
+with numba and Triton for the duration of a ``with`` block.
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch
 
 from ...shm.kept_code import why_code_is_not_kept
 
-# Where kernels are, in the order in which an engine on the CPU comes to need them.
+# Packages of kernels, in the order in which an engine on the CPU first uses them.
 _GROUPS = {
     "corun.shm": "signals and waits",
     "corun.gpu.device": "signals and waits",
@@ -26,11 +26,11 @@ _GROUPS = {
     "corun.gpu.replay": "replays of decode passes",
 }
 _NAMES = tuple(dict.fromkeys(_GROUPS.values()))
-_TOLD_S = 1.0  # a kernel that took so long gets a line of its own
+_TOLD_S = 1.0  # a kernel that took longer gets its own line
 
 
 class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no types
-    """Counts compilations and tells of them. Callees are compiled inside their caller's time."""
+    """Counts and reports compilations. Callees are compiled within their caller's time."""
 
     def __init__(self, on_progress: Callable[[str], None]) -> None:
         self._on_progress = on_progress
@@ -40,7 +40,7 @@ class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no type
         self.total_s = 0.0
 
     def on_start(self, event: Any) -> None:
-        """A compilation begins."""
+        """Called when a compilation starts."""
         open_starts = self._open.__dict__.setdefault("starts", [])
         open_starts.append(time.perf_counter())
         function = event.data["dispatcher"].py_func
@@ -53,20 +53,20 @@ class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no type
             )
 
     def on_end(self, event: Any) -> None:
-        """A compilation has ended, well or not."""
+        """Called when a compilation ends or fails."""
         start_s = self._open.starts.pop()
         if not self._open.starts:
             self.count(event.data["dispatcher"].py_func.__name__, time.perf_counter() - start_s)
 
     def count(self, name: str, seconds: float) -> None:
-        """Take in one kernel."""
+        """Count one kernel."""
         self.num_compiled += 1
         self.total_s += seconds
         if seconds >= _TOLD_S:
             self._on_progress(f"compiled {name.strip('_')} in {seconds:.1f} s")
 
     def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Triton has compiled, or found in its cache, one kernel; its times are microseconds."""
+        """Called when Triton has compiled a kernel, or found it in its cache; times are in us."""
         if not cache_hit:
             self.count(str(src.name), times.total * 1e-6)
 
@@ -77,25 +77,25 @@ def _group_of(module: str) -> str | None:
 
 @contextmanager
 def compilation_told(on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Tell what is compiled inside, as it begins; at the end how many kernels and how long."""
+    """Report compilations inside as they start, and finally the number of kernels and the time."""
     teller = _Teller(on_progress)
     with numba_events.install_listener("numba:compile", teller), _triton_tells(teller):
         yield
     if teller.num_compiled:
         kept = "they are kept for the next start"
         if why_code_is_not_kept() is not None:
-            kept = "the next start compiles them again"
+            kept = "they are not kept, so the next start compiles them again"
         on_progress(f"compiled {teller.num_compiled} kernels in {teller.total_s:.1f} s; {kept}")
 
 
 @contextmanager
 def _triton_tells(teller: _Teller) -> Iterator[None]:
-    if not torch.cuda.is_available():  # nothing compiles with it; importing it takes a while
+    if not torch.cuda.is_available():  # Triton is not used, and importing it is slow
         yield
         return
     try:
         from triton import knobs
-    except ImportError:  # not installed, so it compiles nothing either
+    except ImportError:  # not installed, so not used
         yield
         return
     previous = knobs.compilation.listener

@@ -1,4 +1,4 @@
-"""Runs step plans on the device: lowers them, runs the model, samples, moves adapters."""
+"""Runs step plans on the device: lowers them, runs the model, samples, and moves adapters."""
 
 import logging
 import os
@@ -50,19 +50,19 @@ _VOID = "a CPU worker or a copy of the adapter failed"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFetch:
-    """Where adapters come from."""
+    """How adapters are fetched to the host and evicted from it."""
 
     fetch: FetchAdapter
-    evict: Callable[[Sequence[HostPlaceId]], None]  # takes adapters out of the host's memory
-    cpus: tuple[int, ...] = ()  # of the thread that reads files; () = where the engine runs
+    evict: Callable[[Sequence[HostPlaceId]], None]  # removes adapters from the host's memory
+    cpus: tuple[int, ...] = ()  # cores of the reading thread; () = those of the engine
 
 
 class DeviceExecutor:
     """The executor of a real engine; see ``runtime.plan.Executor``.
 
-    ``submit`` computes the step in the calling thread, which must always be the same one (the
-    libraries below keep threads of their own per caller). Adapters are loaded beside it. What
-    fails is reported and not tried otherwise: to plan again is the scheduler's.
+    ``submit`` computes the step in the calling thread, which must always be the same one (libraries
+    keep threads per calling thread). Adapters are loaded concurrently. Failures are reported and
+    not retried: the scheduler plans the rows again.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class DeviceExecutor:
         self._sampler = sampler
         self._requests = RequestTable(max_model_len, runner.block_size)
         self._results: deque[Result] = deque()
-        # Counts what poll has not taken yet; readable while that is more than nothing.
+        # Counts results that poll has not taken yet; readable while greater than zero.
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()  # unlike select, for descriptors of any number
+        self._poller = select.poll()  # unlike select, accepts descriptors of any number
         self._poller.register(self._event_fd, select.POLLIN)
         self._assistant = assistant
-        self._num_ready_workers = 0  # as was told last
+        self._num_ready_workers = 0  # as last reported
         self._evict_from_host = fetch.evict
         loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._adapters = ResidentAdapters(loader, table, self._results)
@@ -94,7 +94,7 @@ class DeviceExecutor:
         self._closed = False
 
     def submit(self, plan: StepPlan) -> None:
-        """Run ``plan`` to its end; failures inside it become results.
+        """Run ``plan`` to its end; failures inside become results.
 
         Raises ``EngineDeadError`` if the device is lost.
         """
@@ -125,7 +125,7 @@ class DeviceExecutor:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
-        if not self._results:  # who asks before a step wants to know; who waits for one does not
+        if not self._results:  # also checked when no step is pending
             self._note_workers()
         try:
             os.eventfd_read(self._event_fd)
@@ -138,11 +138,11 @@ class DeviceExecutor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no adapter is on the device, nor anything on its way there or back."""
+        """Whether no adapter is on the device, and none is on its way there or back."""
         return self._adapters.is_idle and (self._kv is None or self._kv.is_idle)
 
     def fileno(self) -> int:
-        """Readable while ``poll`` would return something."""
+        """Readable while ``poll`` would return results."""
         return self._event_fd
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class DeviceExecutor:
         os.eventfd_write(self._event_fd, 1)
 
     def _note_workers(self) -> None:
-        """Tell if other CPU workers are ready than before."""
+        """Report the number of ready CPU workers if it has changed."""
         num_ready = 0 if self._assistant is None else self._assistant.num_ready_workers
         if num_ready != self._num_ready_workers:
             self._num_ready_workers = num_ready
@@ -168,7 +168,7 @@ class DeviceExecutor:
             self._notify()
 
     def _run_batch(self, batch: SubBatch) -> list[RowResult]:
-        """Compute one sub-batch; if it fails, say which rows may be the reason, and no more."""
+        """Compute one sub-batch; if it fails, report which rows may be the cause."""
         try:
             if batch.kind is SubBatchKind.ASSISTED:
                 return self._compute_assisted(batch)
@@ -179,12 +179,12 @@ class DeviceExecutor:
             raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
             reason = f"the step failed: {type(error).__name__}: {error}"
-            # Most can happen to what is not on the device.
+            # Rows whose adapter is not on the device are the most likely cause.
             is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
             return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)
 
     def _is_cold(self, request_id: RequestId) -> bool:
-        """Whether the adapter is not, or not wholly, on the device."""
+        """Whether the adapter is not completely on the device."""
         state = self._requests.get(request_id)
         if state is None or state.adapter_id not in self._adapters:
             return True
@@ -201,17 +201,17 @@ class DeviceExecutor:
             self._requests[request_id].adapter_id not in self._adapters
             for request_id in batch.request_ids
         ]
-        if any(is_absent):  # its files are read first after all
+        if any(is_absent):  # its files are still being read
             reason = "the adapter is not on its way to the device yet"
-            _LOG.warning("an assisted sub-batch is not computed: %s", reason)
+            _LOG.warning("assisted rows are not computed; they will be planned again: %s", reason)
             return _not_computed(batch, is_absent, RetryCause.DELTAS, reason)
         states, inputs = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
-        assert self._assistant is not None, "nobody assists, but the plan counts on it"
+        assert self._assistant is not None, "the plan needs an assistant"
         try:
             assisted = self._assistant.begin(rows, self._runner.device)
         except ShmError as error:
-            _LOG.warning("an assisted sub-batch is not computed: %s", error)
+            _LOG.warning("assisted rows are not computed; they will be planned again: %s", error)
             counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
             return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:
@@ -232,7 +232,7 @@ class DeviceExecutor:
         self, batch: SubBatch, states: Sequence[RequestState], logits: torch.Tensor,
         void: Collection[RequestId] = (),
     ) -> list[RowResult]:  # fmt: skip
-        """Sample, and keep what was drawn but for rows in ``void``.
+        """Sample, and store the tokens of all rows but those in ``void``.
 
         states: one per row; logits: float32 [rows that sample, vocabulary].
         """
@@ -274,7 +274,7 @@ class DeviceExecutor:
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs,
         deltas: DeltaPass | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Logits of the rows that sample. Those of prompts that are scored are noted."""
+        """Logits of the rows that sample. Scores of prompts are stored in the requests' states."""
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         indices = inputs.last_indices
         if len(sampling_rows) < len(batch.samples):
@@ -291,7 +291,7 @@ class DeviceExecutor:
     def _pack(self, batch: SubBatch, states: Sequence[RequestState]) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
         token_ids = np.concatenate([s.tokens[start : start + num] for s, start, num in spans])
-        assert len(token_ids) == sum(batch.num_tokens), "a row computes tokens nobody knows"
+        assert len(token_ids) == sum(batch.num_tokens), "a row computes unknown tokens"
         adapters = self._adapters_of(states)
         return PackedRows(
             token_ids=token_ids,
@@ -307,14 +307,14 @@ class DeviceExecutor:
         return [self._adapters[state.adapter_id] for state in states]
 
     def _take_transfers(self) -> None:
-        """Let go on what moves beside the steps, and take what has come of it."""
+        """Advance transfers that run beside the steps, and take their results."""
         self._adapters.take_loads()
         if self._kv is not None:
             self._results += self._kv.take_results(is_link_wanted=self._adapters.has_demand)
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """Let nobody look at copies while this thread computes."""
+        """Suspend polling of copies while this thread computes."""
         with ExitStack() as stack:
             stack.enter_context(self._adapters.unwatched())
             if self._kv is not None:
@@ -345,7 +345,7 @@ def _result_of(
 def _not_computed(
     batch: SubBatch, is_blamed: Sequence[bool], cause: RetryCause, reason: str
 ) -> list[RowResult]:
-    """Results of a sub-batch of which nothing counts. Where no row stands out, any may be why."""
+    """Results of a failed sub-batch. If no row is the likely cause, every row may be."""
     others = RetryCause.COMPANY if any(is_blamed) else RetryCause.FORWARD
     return [
         RowResult(request_id, Outcome.RETRY, error=reason, cause=cause if blamed else others)

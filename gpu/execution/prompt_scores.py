@@ -1,7 +1,7 @@
-"""Log-probabilities of the tokens of prompts, for requests that ask for them.
+"""Log-probabilities of prompt tokens, for requests that ask for them.
 
-They come chunk by chunk, and again where a chunk is computed again; the request has all of them
-with its first token.
+They are computed chunk by chunk, and again if a chunk is computed again; the request gets all of
+them with its first token.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from .request_table import RequestState
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Packed tokens of a row whose logits say how likely the token behind each of them was."""
+    """Packed tokens of a row whose logits score the next token of the prompt."""
 
     state: RequestState
-    first_position: int  # of the first one in its request
-    first_index: int  # of the first one in the packed sequence
+    first_position: int  # position of the first token in its request
+    first_index: int  # index of the first token in the packed sequence
     num_tokens: int
 
 
 def scored_spans(
     batch: SubBatch, states: Sequence[RequestState], row_starts: Sequence[int]
 ) -> list[ScoredSpan]:
-    """Return those of a sub-batch; ``row_starts``: packed index of each row's first token."""
+    """Return the spans of a sub-batch; ``row_starts``: packed index of each row's first token."""
     spans = []
     for row, state in enumerate(states):
         if state.sampling.prompt_logprobs is None:
             continue
         start = batch.start_positions[row]
-        # What the last token of the prompt says is about the output.
+        # The logits of the prompt's last token belong to the output.
         number = min(batch.num_tokens[row], state.num_prompt_tokens - 1 - start)
         if number > 0:
             spans.append(ScoredSpan(state, start, row_starts[row], number))
@@ -40,14 +40,14 @@ def scored_spans(
 
 
 def packed_indices(spans: Sequence[ScoredSpan], device: torch.device) -> torch.Tensor:
-    """Return which logits are wanted for ``spans``: int64 [tokens]."""
+    """Return the packed indices whose logits ``spans`` need: int64 [tokens]."""
     parts = [torch.arange(one.first_index, one.first_index + one.num_tokens) for one in spans]
     return torch.cat(parts).to(device)
 
 
 @torch.inference_mode()
 def note_scores(logits: torch.Tensor, spans: Sequence[ScoredSpan]) -> None:
-    """Keep what ``logits`` (float32 [tokens, vocabulary]) say in the requests' states."""
+    """Store the scores from ``logits`` (float32 [tokens, vocabulary]) in the requests' states."""
     start = 0
     for one in spans:
         first = one.first_position + 1

@@ -1,7 +1,7 @@
 """Random numbers that depend on (seed, position) alone.
 
 A request draws the same numbers whether it runs alone, in a batch, after a preemption or in another
-process; no generator has a state that a batch could share.
+process; there is no generator state that a batch could share.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position): float64 of the same shape.
 
-    Two rounds of the splitmix64 finaliser, the seed's mixed before the position enters, so that
+    Two rounds of the splitmix64 finaliser; the seed is mixed before the position is added, so that
     neighbouring seeds share no stream. Source: Steele, Lea, Flood, OOPSLA 2014.
     """
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""What the device half remembers of each request between steps: its tokens and its blocks."""
+"""The device half's state of each request between steps: its tokens and its blocks."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class RequestState:
         self.slot = slot
         self.adapter_id: AdapterId = request.adapter_id
         self.sampling: SamplingParams = request.sampling
-        self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position; if they are asked for
+        self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position; if requested
         self.token_rules = TokenRules.of(request.sampling)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
@@ -37,10 +37,10 @@ class RequestState:
         self._output_counts = TokenCounts()
 
     def cut(self, num_tokens: int) -> None:
-        """Forget tokens behind ``num_tokens``: a row that is computed again samples anew."""
-        assert num_tokens <= self.num_tokens, "a row reaches past the tokens that are known"
+        """Drop tokens behind ``num_tokens``: a row that is computed again samples again."""
+        assert num_tokens <= self.num_tokens, "a row reaches beyond the known tokens"
         self.num_tokens = num_tokens
-        # Rare, so what was counted is counted again.
+        # Rare, so all tokens are counted again.
         if num_tokens < self._seen_counts.num_counted:
             self._seen_counts = TokenCounts()
         if num_tokens - self.num_prompt_tokens < self._output_counts.num_counted:
@@ -63,14 +63,14 @@ class RequestState:
         return self.tokens[self.num_prompt_tokens : self.num_tokens]
 
     def output_counts(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The distinct tokens sampled so far, and how often each was."""
+        """The distinct tokens sampled so far, and their counts."""
         counts = self._output_counts
         counts.catch_up(self.output)
         return counts.tokens, counts.counts
 
 
 class RequestTable:
-    """All requests that the plans have announced and not yet told to forget."""
+    """All requests that plans have announced and not yet ended."""
 
     def __init__(self, max_model_len: int, block_size: int) -> None:
         self._max_model_len = max_model_len
@@ -87,11 +87,11 @@ class RequestTable:
         return self._states[request_id]
 
     def get(self, request_id: RequestId) -> RequestState | None:
-        """The request's state, or None if it is not known (any more)."""
+        """The request's state, or None if it is unknown."""
         return self._states.get(request_id)
 
     def add(self, requests: Sequence[NewRequest]) -> None:
-        """Learn new requests."""
+        """Add new requests."""
         for request in requests:
             if not self._free_slots:
                 self._grow()
@@ -108,7 +108,7 @@ class RequestTable:
             self._num_blocks[slot] = end
 
     def forget(self, request_ids: Sequence[RequestId]) -> None:
-        """Drop requests that have ended. Unknown ids are ignored."""
+        """Remove requests that have ended. Unknown ids are ignored."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:

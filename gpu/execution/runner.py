@@ -25,7 +25,7 @@ class ModelRunner:
         self, model: PreTrainedModel, context: StepContext, pool: KvPool,
         lora_backend: LoraBackend | None = None, *, with_graphs: bool = False,
     ) -> None:  # fmt: skip
-        """``with_graphs``: Replay decode passes; the backends must be able to."""
+        """``with_graphs``: replay decode passes; the back ends must support it."""
         self.model = model
         self.pool = pool
         self.device = model.device
@@ -45,8 +45,8 @@ class ModelRunner:
             deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
 
         Returns:
-            float32 [n, vocabulary]. With n = 0 one row is computed and thrown away, because
-            packed products do not take empty inputs.
+            float32 [n, vocabulary]. With n = 0 one row is computed and discarded, because packed
+            products do not accept empty inputs.
         """
         wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
         context = self._context
@@ -70,7 +70,7 @@ class ModelRunner:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
         metadata: PassMetadata,
     ) -> torch.Tensor:  # fmt: skip
-        """See ``RunPass``; what the modules read of the pass is in their context."""
+        """See ``RunPass``; the modules read the pass from their shared context."""
         out = self.model(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -81,7 +81,7 @@ class ModelRunner:
         return logits
 
     def probe_step(self, rows: Sequence[ProbeRow], num_sequences: int = 2) -> torch.Tensor:
-        """Run base-model rows in the pool's first blocks; for the parity probes only.
+        """Run base-model rows in the pool's first blocks; only for the parity probes.
 
         Sequence s owns every ``num_sequences``-th block from s on, so that tables are not
         contiguous.

@@ -16,7 +16,7 @@ from ...runtime.sampling import SamplingParams
 from .random import uniform
 from .request_table import RequestState
 
-_NUM_CANDIDATES = 1024  # the nucleus is looked for among these before the vocabulary is sorted
+_NUM_CANDIDATES = 1024  # the nucleus is searched among these before sorting the vocabulary
 _UINT64_MASK = 2**64 - 1
 _NOT_FINITE = "the model computed logits that are not finite (NaN or inf)"
 _NOTHING_LEFT = (
@@ -27,12 +27,12 @@ _NOTHING_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A row's token, or why it has none."""
+    """A row's token, or why there is none."""
 
     token_id: int
     logprobs: TokenLogprobs | None
     error: str | None = None
-    error_kind: str | None = None  # a class in ``runtime/errors.py``, if it is the request's fault
+    error_kind: str | None = None  # a class in ``runtime/errors.py``, if the request is the cause
 
 
 _NOT_FINITE_ROW = SampledRow(-1, None, _NOT_FINITE)
@@ -45,7 +45,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    @torch.inference_mode()  # what the runner computes may be changed only in this mode
+    @torch.inference_mode()  # the runner's tensors may be changed only in this mode
     def sample(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[SampledRow]:
         """Draw one token per row.
 
@@ -54,8 +54,8 @@ class Sampler:
             states: The rows' requests; not changed.
 
         Returns:
-            One entry per row. A row whose logits are NaN or infinite, or that its parameters leave
-            nothing to draw from, has an error and token -1; the others are not affected.
+            One entry per row. A row whose logits are NaN or infinite, or whose parameters exclude
+            every token, has an error and token -1; other rows are not affected.
         """
         # NaN and +inf survive a maximum; a row of -inf alone has -inf.
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
@@ -74,7 +74,7 @@ class Sampler:
         ]
 
     def _adjust(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
-        """Apply rules and penalties and hold back end tokens; return rows that do not survive it.
+        """Apply rules and penalties and mask end tokens; return rows left without any token.
 
         A request can forbid its whole vocabulary, or give a penalty that overflows.
         """
@@ -105,7 +105,7 @@ class Sampler:
 def _report_logprobs_source(
     logits: torch.Tensor, states: Sequence[RequestState]
 ) -> dict[int, torch.Tensor]:
-    """Log-probabilities of the rows that asked for them, before anything is adjusted."""
+    """Log-probabilities of the rows that ask for them, before any adjustment."""
     rows = [i for i, state in enumerate(states) if state.sampling.logprobs is not None]
     if not rows:
         return {}
@@ -154,8 +154,8 @@ def _draw(logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
     temperatures = torch.tensor(
         [s.sampling.temperature for s in states], dtype=torch.float32, device=logits.device
     )
-    temperatures.clamp_(min=torch.finfo(torch.float32).tiny)  # what is positive must not become 0
-    # The maximum is taken off first: a tiny temperature must not turn it into infinity.
+    temperatures.clamp_(min=torch.finfo(torch.float32).tiny)  # a positive value must not become 0
+    # The maximum is subtracted first: a tiny temperature must not turn it into infinity.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
     probs = torch.softmax(scaled, dim=-1)
     tokens = [-1] * len(states)
@@ -184,20 +184,20 @@ def _is_cut(sampling: SamplingParams) -> bool:
 def _draw_whole(
     probs: torch.Tensor, numbers: torch.Tensor, params: Sequence[SamplingParams]
 ) -> list[int]:
-    """Draw from all tokens; no parameter cuts any off."""
+    """Draw from all tokens; no parameter excludes any."""
     return _invert(probs, numbers)
 
 
 def _draw_cut(
     probs: torch.Tensor, numbers: torch.Tensor, params: Sequence[SamplingParams]
 ) -> list[int]:
-    """Keep min_p, then top_k, then the top_p nucleus of what is left; draw among it."""
+    """Apply min_p, then top_k, then the top_p nucleus of the rest; draw from what remains."""
     count = min(probs.shape[1], _NUM_CANDIDATES)
     kept, order, is_complete = _candidates(probs, count, params)
     columns = torch.tensor(_invert(kept, numbers), device=order.device)
     tokens: list[int] = order.gather(1, columns[:, None])[:, 0].tolist()
     open_rows = [row for row, complete in enumerate(is_complete) if not complete]
-    if open_rows:  # the vocabulary is sorted for these alone
+    if open_rows:  # the vocabulary is sorted only for these
         some = [params[row] for row in open_rows]
         kept, order, _ = _candidates(probs[open_rows], probs.shape[1], some)
         for row, column, tokens_of_row in zip(
@@ -210,10 +210,10 @@ def _draw_cut(
 def _candidates(
     probs: torch.Tensor, count: int, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """The ``count`` most likely tokens with what is cut set to zero, and their ids.
+    """The ``count`` most likely tokens, with excluded ones set to zero, and their ids.
 
     Returns float32 [rows, count], int64 [rows, count], and for each row whether more candidates
-    would change nothing. Then a row does not depend on ``count``, nor so on its neighbours.
+    would change nothing. Then a row does not depend on ``count``, and so not on its neighbours.
     """
     values, order = _largest(probs, count)
     device = probs.device
@@ -224,13 +224,13 @@ def _candidates(
     ranks = torch.arange(count, device=device)[None]
     first_kept = (values >= min_p * values[:, :1]) & (ranks < top_k.to(device)[:, None])
     first_values = values * first_kept
-    # The mass that top_p refers to: of the kept tokens, or of all where nothing else cuts.
+    # The mass that top_p refers to: of the kept tokens, or of all tokens without another limit.
     mass = first_values.sum(dim=-1, keepdim=True, dtype=torch.float64).masked_fill(~has_cut, 1.0)
     before = first_values.cumsum(dim=-1, dtype=torch.float64) - first_values
     # The token that crosses top_p is part of the nucleus; the first one always is.
     kept = first_values * ((before < top_p * mass) | (ranks == 0))
-    # Nothing is missing if the last candidate is less likely than all that decide: of equally
-    # likely ones, only some may be among the candidates.
+    # Nothing is missing if the last candidate is less likely than all deciding ones: of equally
+    # likely tokens, only some may be among the candidates.
     deciding = torch.where(has_cut, first_values, kept)
     least = deciding.masked_fill(deciding == 0, float("inf")).amin(dim=-1)
     is_complete = (least > values[:, -1]).tolist()

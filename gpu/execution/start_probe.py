@@ -1,4 +1,4 @@
-"""What is tried of a loaded model at start: its answers, how long they are right, and threads."""
+"""Probes of a loaded model at start: its answers, its exact lengths, and its threads."""
 
 import logging
 from dataclasses import replace
@@ -19,11 +19,11 @@ from .threshold_probe import judge_thresholds
 
 _LOG = logging.getLogger(__name__)
 
-# With these, nothing large is left to torch.
+# With these back ends, torch computes nothing large.
 _ALL_OWN_KERNELS = {
     "linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba",
 }  # fmt: skip
-_ANY_LENGTH = 2**20  # where a model does not say what context it was made for
+_ANY_LENGTH = 2**20  # for a model that does not state its context length
 
 
 def probe(
@@ -34,22 +34,22 @@ def probe(
 
     Args:
         loaded: The model, whose pool is not yet made.
-        config: With ``skip_parity_probe`` a mismatch is only warned about.
-        max_threads: Choose at most so many threads for this process; None = as many as now.
-        owns_torch: Whether torch's number of threads in this process is the engine's to set.
-        kept: The folder with what starts before have found out; None = there is none.
+        config: With ``skip_parity_probe`` a mismatch only logs a warning.
+        max_threads: Limit of threads for this process; None = the current number.
+        owns_torch: Whether the engine may set torch's number of threads in this process.
+        kept: The folder with results of earlier starts; None = there is none.
 
     Returns:
-        The model with the numbers of tokens up to which it is served, and its threads.
+        The model with its limits of tokens, and its threads.
 
     Raises:
-        ModelError: Packed rows give other logits than plain transformers.
+        ModelError: Logits of packed rows differ from plain transformers.
     """
     num_columns = -(-max(MAX_PROBE_TOKENS, probe_tokens()) // loaded.layout.block_size)
     runner = make_runner(loaded, NUM_PROBE_SEQUENCES * num_columns)
     try:
         try:
-            with quiet_library():  # which warns of configurations of parts that were left out
+            with quiet_library():  # it warns of configurations of omitted parts
                 error = check_parity(loaded.model, loaded.hook, runner.probe_step)
                 _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
                 loaded = _limited(loaded, config, kept)
@@ -57,7 +57,7 @@ def probe(
             if not config.skip_parity_probe:
                 raise
             _LOG.warning(
-                "the parity probe failed and is waived by --skip-parity-probe: %s", mismatch
+                "the parity probe failed and is ignored (--skip-parity-probe): %s", mismatch
             )
         if max_threads is not None and loaded.model.device.type == "cpu":
             shape = loaded.weights.num_bytes, loaded.layout, sorted(loaded.backend_names.items())
@@ -72,11 +72,11 @@ def probe(
 
 
 def _settle_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: bool) -> ThreadChoice:
-    """Hold torch to what it needs, and say how the number of threads changes from now on."""
+    """Limit torch's threads if possible, and return how the number of threads adapts."""
     is_all_own = _ALL_OWN_KERNELS.items() <= loaded.backend_names.items()
     if is_all_own:
         # A helper thread of torch would spin for milliseconds after each small sum, on the core
-        # that the helper of our kernels needs.
+        # that the helper of corun's kernels needs.
         is_limited = limit_torch_threads()
         _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
     sets_torch = owns_torch and not is_all_own
@@ -99,26 +99,26 @@ def _limited(
     name = describe(loaded.model.config)
     if verdict.outcome == "wrong":
         raise ModelError(
-            f"{name} computes other logits from packed rows than on its own ({verdict.reason}), "
-            "so corun would answer wrongly; --skip-parity-probe serves it all the same"
+            f"logits of {name} from packed rows differ from plain transformers ({verdict.reason}), "
+            "so corun would answer wrongly; --skip-parity-probe serves it anyway"
         )
     if verdict.outcome == "untried":
         _LOG.warning(
-            "%s: no small copy of it could be made (%s), so windows and chunks of its masks are "
-            "served, and other changes that begin beyond %d tokens would go unseen",
+            "%s: no small copy of the model could be made (%s), so windows and chunks of its masks "
+            "are served, and other changes that begin beyond %d tokens are not detected",
             name, verdict.reason, MAX_PROBE_TOKENS,
         )  # fmt: skip
     if verdict.num_tokens is not None:
         _LOG.warning(
-            "%s answers rightly up to %d tokens: at %s it computes from the place of a token in "
-            "its step. Requests, and steps (--max-num-batched-tokens), have no more tokens",
+            "%s is exact up to %d tokens: at %s it computes from the index of a token in its step. "
+            "Requests and steps (--max-num-batched-tokens) are limited to this number",
             name, verdict.num_tokens, verdict.reason,
         )  # fmt: skip
         limit = least(loaded.max_exact_len, verdict.num_tokens)
         return replace(loaded, max_exact_len=limit, max_step_tokens=verdict.num_tokens)
     if longest != least(made_for, config.max_model_len):
         _LOG.warning(
-            "%s: requests have %s tokens at most, because corun does not serve what begins there "
-            "(chunked attention, or other rotary embeddings)", name, loaded.max_exact_len,
+            "%s: requests are limited to %s tokens, because corun does not support what begins "
+            "there (chunked attention, or other rotary embeddings)", name, loaded.max_exact_len,
         )  # fmt: skip
     return loaded

@@ -1,7 +1,7 @@
-"""How many threads the CPU device should use for a model: all of them, or one.
+"""Chooses how many threads the CPU device uses for a model: all of them, or one.
 
 Every parallel region ends in a barrier. A model whose matrices fit a core's cache gains nothing
-from a second core and, where other programs want the cores as well, waits at every barrier.
+from a second core and waits at every barrier if other programs use the cores.
 """
 
 import logging
@@ -19,20 +19,20 @@ from .runner import ModelRunner
 
 _LOG = logging.getLogger(__name__)
 
-_DECODE_START = 40  # tokens of context of the decode rows
+_DECODE_START = 40  # context tokens of the decode rows
 _PREFILL_TOKENS = 32  # per row
 _NUM_ROUNDS = 7
-_LIMIT_S = 0.5  # of one kind of step, on a machine that is not quiet
-# One thread is chosen if it takes no longer than this much of the time of all threads, in decode
-# and in prefill: it leaves the other cores to the rest of the machine.
+_LIMIT_S = 0.5  # per kind of step, on a machine that is not quiet
+# One thread is chosen if it takes at most this share of the time of all threads, in decode and in
+# prefill: it leaves the other cores to the rest of the machine.
 _ACCEPTED_RATIO = 1.1
-# Larger models gain from every core; a measurement in a moment when other programs held the cores
-# must not talk them out of it.
+# Larger models gain from every core; a measurement while other programs used the cores must not
+# reduce their threads.
 _MAX_SMALL_MODEL_BYTES = 64 * 2**20
 
 
 def set_threads(num_threads: int) -> None:
-    """Let torch and numba use ``num_threads`` in this process."""
+    """Make torch and numba use ``num_threads`` in this process."""
     torch.set_num_threads(num_threads)
     set_kernel_threads(num_threads)
 
@@ -47,9 +47,9 @@ def choose_threads(
 ) -> int:
     """Measure a small model with one thread and with all, set the better number, return it.
 
-    Where other processes do not let it be measured, it is ``max_threads``. ``kept``: the file that
-    holds what was measured before; None = none.
-    Changes this process's threads, so it is for a process that is corun's own.
+    If other processes disturb the measurement, it is ``max_threads``. ``kept``: the file with an
+    earlier result; None = none.
+    Changes this process's threads, so the process must be corun's own.
     """
     if max_threads == 1 or weight_bytes > _MAX_SMALL_MODEL_BYTES:
         set_threads(max_threads)
@@ -57,7 +57,7 @@ def choose_threads(
     known = None if kept is None else read_kept(kept, int)
     if known in (1, max_threads):
         set_threads(known)
-        _LOG.info("threads: %d (as measured before)", known)
+        _LOG.info("threads: %d (measured at an earlier start)", known)
         return known
     all_ms = _measure_ms(runner, max_threads)
     one_ms = _measure_ms(runner, 1)
@@ -82,7 +82,7 @@ def choose_threads(
 
 
 def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float]:
-    """Quiet times of a decode and of a prefill step of two rows; infinite where none was quiet."""
+    """Quiet times of a decode and of a prefill step of two rows; infinite if none was quiet."""
     set_threads(num_threads)
     decode = [ProbeRow(sequence, _DECODE_START, (1,)) for sequence in (0, 1)]
     prefill = [ProbeRow(sequence, 0, (1,) * _PREFILL_TOKENS) for sequence in (0, 1)]
@@ -93,5 +93,5 @@ def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float]:
 
 
 def _quiet_ms(step: Callable[[], object]) -> float:
-    step()  # its threads start
+    step()  # starts its threads
     return quiet_s(take_samples(step, _NUM_ROUNDS, _LIMIT_S)) * 1e3

@@ -1,8 +1,8 @@
-"""Up to how many tokens a model answers rightly from packed rows, where the parity probe ends.
+"""Finds up to how many tokens packed rows are exact, beyond the reach of the parity probe.
 
 Windows and other thresholds lie thousands of tokens away. A small random copy of the same class,
-whose thresholds lie at a few dozen tokens, says in float32 what becomes of them: packed rows agree
-with plain transformers beyond all of them, or below one of them, or never.
+with thresholds at a few dozen tokens, shows their effect in float32: packed rows agree with plain
+transformers beyond all of them, or below one of them, or never.
 """
 
 import hashlib
@@ -35,29 +35,29 @@ from ..model.rope import guard_longrope, rope_max_length
 from ..model.small_copy import SmallCopy, make_small_copy
 from .runner import ModelRunner
 
-_METHOD = 1  # raised when other things are tried, so that older verdicts do not count
+_METHOD = 1  # increased when the method changes, so that older verdicts do not count
 _BLOCK_SIZE = 8
-_TOKENS_BEYOND = 17  # the last threshold
-_TOKENS_AT_END = 24  # that come in small pieces
+_TOKENS_BEYOND = 17  # beyond the last threshold
+_TOKENS_AT_END = 24  # the last tokens, in small pieces
 _PIECES = (1, 5, 1, 9, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdVerdict:
-    """What became of the thresholds of a model."""
+    """The result for the thresholds of a model."""
 
     outcome: str = "right"  # or limited, wrong, untried
-    num_tokens: int | None = None  # of a request, and of a step, if it is limited
-    reason: str = ""  # for people: the thresholds that limit, or what went wrong
+    num_tokens: int | None = None  # limit of a request and of a step, if outcome is limited
+    reason: str = ""  # for logs: the limiting thresholds, or the error
 
 
 def judge_thresholds(
     model: PreTrainedModel, max_tokens: int, directory: Path | None
 ) -> ThresholdVerdict:
-    """Try what begins in ``model`` up to ``max_tokens`` tokens, or read what was found before.
+    """Test the thresholds of ``model`` up to ``max_tokens`` tokens, or read an earlier verdict.
 
-    ``directory``: where verdicts are kept, by what they depend on; None = nowhere. One that cannot
-    be read or written is found anew each time.
+    ``directory``: of verdicts, by what they depend on; None = none. If a verdict cannot be read or
+    written, every start tests again.
     """
     path = None if directory is None else directory / f"{_digest(model, max_tokens)}.json"
     verdict = None if path is None else read_kept(path, ThresholdVerdict)
@@ -69,8 +69,8 @@ def judge_thresholds(
 
 
 def _judge(model: PreTrainedModel, max_tokens: int) -> ThresholdVerdict:
-    # More OpenMP threads would wait for one another, and ``torch.set_num_threads`` would set the
-    # number of the user's process, too.
+    # More OpenMP threads would wait for one another, and ``torch.set_num_threads`` would also
+    # change the user's process.
     with ThreadPoolExecutor(1, initializer=limit_torch_threads) as pool:
         return pool.submit(_judge_in_thread, model, max_tokens).result()
 
@@ -79,7 +79,7 @@ def _judge_in_thread(model: PreTrainedModel, max_tokens: int) -> ThresholdVerdic
     try:
         small = make_small_copy(model, MAX_PROBE_TOKENS + 1, max_tokens)
         return ThresholdVerdict() if small is None else _judge_copy(small)
-    except Exception as error:  # foreign code with sizes that it was not made for
+    except Exception as error:  # code of the model with sizes that it was not made for
         return ThresholdVerdict("untried", reason=f"{type(error).__name__}: {error}")
 
 
@@ -102,7 +102,7 @@ def _judge_copy(small: SmallCopy) -> ThresholdVerdict:
 
 
 def _digest(model: PreTrainedModel, max_tokens: int) -> str:
-    """Of all that a verdict depends on: configuration, code of the model, versions."""
+    """Digest of all that a verdict depends on: configuration, code of the model, versions."""
     digest = hashlib.sha256()
     config = {**model.config.to_dict(), "_name_or_path": ""}
     versions = (_METHOD, corun_version, transformers.__version__, str(torch.__version__))
@@ -156,7 +156,7 @@ class _Trial:
             runner.close()
 
     def _sequences(self, limit: int | None) -> list[tuple[int, ...]]:
-        """Beyond the last threshold together, and each of them if it may be as long as that."""
+        """Sequences beyond the last threshold, and beyond each other one if long enough."""
         beyond = self._last_threshold + _TOKENS_BEYOND
         longest = min(one for one in (beyond, limit, self._max_len) if one is not None)
         num = 2 if limit is not None else -(-2 * beyond // longest)

@@ -1,4 +1,4 @@
-"""How often each token occurs in a list that grows: what penalties need, without counting anew."""
+"""Incremental counts of the tokens in a growing list, for penalties."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,18 +7,18 @@ _MIN_ROOM = 16
 
 
 class TokenCounts:
-    """Distinct tokens in the order in which they were first seen, and how often each was."""
+    """Distinct tokens in the order of their first occurrence, with their counts."""
 
     __slots__ = ("_counts", "_index_of", "_tokens", "num_counted")
 
     def __init__(self) -> None:
-        self.num_counted = 0  # tokens of the list, from its beginning
+        self.num_counted = 0  # tokens counted so far, from the start of the list
         self._index_of: dict[int, int] = {}
         self._tokens = np.empty(_MIN_ROOM, dtype=np.int64)
         self._counts = np.empty(_MIN_ROOM, dtype=np.float32)
 
     def catch_up(self, tokens: NDArray[np.int64]) -> None:
-        """Count what ``tokens``, the whole list, has more than last time. O(new tokens)."""
+        """Count the new tokens of ``tokens``, which is the whole list. O(new tokens)."""
         for token in tokens[self.num_counted :].tolist():
             index = self._index_of.get(token)
             if index is None:
@@ -28,12 +28,12 @@ class TokenCounts:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The distinct tokens: a view that the next ``catch_up`` may leave behind."""
+        """The distinct tokens: a view, valid until the next ``catch_up``."""
         return self._tokens[: len(self._index_of)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """How often each of ``tokens`` occurs: a view like it."""
+        """The count of each of ``tokens``: a view, valid as long."""
         return self._counts[: len(self._index_of)]
 
     def _add(self, token: int) -> int:

@@ -1,4 +1,4 @@
-"""What a request says of single tokens: which may be drawn at all, and which rather than others."""
+"""A request's rules for single tokens: which are allowed, and which are biased."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ...runtime.sampling import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class TokenRules:
-    """Of one request; its indices are moved to the device of its logits once."""
+    """The rules of one request; their indices are moved to the device of its logits once."""
 
     _bad_words: Sequence[NDArray[np.int64]]
     _allowed: torch.Tensor | None  # int64
@@ -21,7 +21,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> "TokenRules | None":
-        """Return None if nothing is said."""
+        """Return None if there are no rules."""
         allowed, biases = sampling.allowed_token_ids, sampling.logit_bias or {}
         if allowed is None and not biases and not sampling.bad_words_ids:
             return None
@@ -35,8 +35,8 @@ class TokenRules:
     def apply(self, row: torch.Tensor, output: NDArray[np.int64]) -> None:
         """Change the logits of the token that comes after ``output``, in place.
 
-        row: float32 [vocabulary]. A bad word is kept away by its last token, where all before it
-        has just been said.
+        row: float32 [vocabulary]. A bad word is prevented at its last token, if all its other
+        tokens have just been generated.
         """
         if self._biased.device != row.device:
             self._move(row.device)

@@ -1,9 +1,9 @@
-"""Runs every variant of the kernels once, before anybody waits for a token.
+"""Runs every variant of the kernels once before serving.
 
-A kernel that is compiled, or even loaded, in the middle of serving holds up everybody. What decides
-on a variant is the model, the shape of a pass (does every row decode? how long is the longest
-context?) and how long a segment of an adapter is, so a few passes of the model itself ask for all
-of them, with the strides and addresses that serving has.
+A kernel that is compiled, or even loaded, while serving delays all requests. A variant depends on
+the model, the shape of a pass (does every row decode? how long is the longest context?) and the
+length of an adapter's segment. So a few passes of the model itself use all variants, with the
+strides and addresses of serving.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from ..lora.base import LoraBackend, PackedLora
 from ..lora.table import DeviceAdapter, LoraTable
 from .runner import ModelRunner
 
-# More tokens than the kernels of few tokens take: of one row, and of all rows of an adapter.
+# More tokens than the kernels for few tokens accept: of one row, and of all rows of an adapter.
 _PREFILL_TOKENS = 64
 
 
@@ -27,8 +27,8 @@ def warm_up(
 ) -> int:  # fmt: skip
     """Run the passes, with an adapter of zeros on all ``targets``; return how many.
 
-    Writes to the pool's first block, so it must not be in use. Raises what a kernel raises that
-    this device does not take.
+    Writes to the pool's first block, so it must not be in use. Raises the error of a kernel that
+    this device does not support.
     """
     row = table.add(_zeros(targets, backend))
     try:
@@ -37,7 +37,7 @@ def warm_up(
         for rows in passes:
             inputs = lower(rows, runner.block_size, runner.device)
             runner.forward(inputs, inputs.last_indices)
-        if runner.device.type == "cuda":  # what has failed must fail the start
+        if runner.device.type == "cuda":  # a failed kernel must fail the start
             torch.cuda.synchronize(runner.device)
     finally:
         table.remove(row)
@@ -47,8 +47,8 @@ def warm_up(
 def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[PackedRows]:
     """Prefill, then one token behind contexts of all lengths by powers of two.
 
-    The parts that a context is divided into double likewise, so all their numbers are among them;
-    a single row has the most.
+    The parts that a context is divided into double likewise, so all counts of them occur; a single
+    row has the most.
     """
     num_tokens = min(_PREFILL_TOKENS, max_model_len)
     num_rows = -(-_PREFILL_TOKENS // num_tokens)
@@ -62,7 +62,7 @@ def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[Pac
 def _rows(
     num_rows: int, num_tokens: int, context_len: int, block_size: int, table_row: int
 ) -> PackedRows:
-    """Rows of one shape whose contexts lie in the pool's first block, over and over."""
+    """Rows of one shape whose contexts repeat the pool's first block."""
     num_columns = -(-context_len // block_size)
     return PackedRows(
         token_ids=np.zeros(num_rows * num_tokens, dtype=np.int64),

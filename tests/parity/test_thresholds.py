@@ -86,7 +86,7 @@ def test_up_to_where_llama4_counts_tokens_of_a_step(
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in lengths]
     with caplog.at_level("WARNING"):
         answer_twice(llama4, prompts, names, max_num_batched_tokens=512)
-    assert "answers rightly up to 35 tokens: at floor_scale = 36" in caplog.text
+    assert "is exact up to 35 tokens: at floor_scale = 36" in caplog.text
     with (
         Engine(model=str(llama4.directory), **OPTIONS) as engine,
         pytest.raises(RequestError, match="35"),

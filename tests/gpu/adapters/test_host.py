@@ -326,7 +326,7 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     arrival.start(is_gradual=False)
     arrival.cancel()
     assert num_references(host) == 1
-    assert "keeps its host memory" in caplog.text
+    assert "its host memory stays in use" in caplog.text
     monkeypatch.undo()
     link.num_to_fail, link.is_open = 1, True
     second = host.fetch(facts.digest, files / "a")

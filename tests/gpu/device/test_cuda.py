@@ -139,7 +139,7 @@ def test_events_are_counted_in_generations(setting: Setting) -> None:
     with pytest.raises(UnrecordedEventError, match="CUDA would let it pass"):
         device.wait_event(stream, event)
     device.record(stream, event)
-    with pytest.raises(DeviceError, match="recorded already"):
+    with pytest.raises(DeviceError, match="already recorded"):
         device.record(stream, event)
     device.release_event(event)
     for use in (device.is_done, device.release_event):

@@ -111,7 +111,7 @@ def test_copies_are_checked(setting: Setting) -> None:
         (on_device, setting.host(0).to(torch.float64), "one type and size"),
         (on_device, setting.host(0)[:8], "one type and size"),
         (setting.gpu.empty(32)[::2], setting.host(0), "contiguous"),
-        (setting.host(1), setting.host(0), "at least one side on the device"),
+        (setting.host(1), setting.host(0), "at least one buffer on the device"),
         (on_device, loose, "neither registered nor pinned"),
         (loose, on_device, "neither registered nor pinned"),
     ):
@@ -215,4 +215,4 @@ def test_an_unasked_failure_is_logged_at_the_end(caplog: pytest.LogCaptureFixtur
         with pytest.raises(DeviceTimeoutError):
             setting.device.wait(setting.stream, setting.word(), 2)
         setting.device.close()
-    assert "was never asked for" in caplog.text
+    assert "device failure found while closing" in caplog.text

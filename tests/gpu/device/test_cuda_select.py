@@ -40,9 +40,9 @@ def test_the_link_is_among_the_choices() -> None:
         ("register", "cuMemHostRegister returned an error (801)"),
         ("device address", "cuMemHostGetDevicePointer returned CUDA_ERROR_INVALID_VALUE"),
         ("stale", "returned other bytes"),
-        ("not pinned", "does not know it as pinned"),
+        ("not pinned", "does not report it as pinned"),
         ("write_value", "cuStreamWriteValue32 returned CUDA_ERROR_NOT_SUPPORTED (801)"),
-        ("signal comes first", "came after it"),
+        ("signal comes first", "arrived after it"),
         ("signal is lost", "the word held 0 instead of 1"),
         ("wait_value", "cuStreamWaitValue32 returned CUDA_ERROR_NOT_SUPPORTED (801)"),
         ("wait passes", "did not hold the stream"),
@@ -106,7 +106,7 @@ def test_both_ways_can_be_forced(sync: str, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO), fake_device(gpu, sync=sync) as (device, _):
         assert device.choices.sync == sync
         assert bool(gpu.registered) is (sync == "stream")
-    assert f"--device-sync: {sync} (as asked)" in caplog.text
+    assert f"--device-sync: {sync} (configured)" in caplog.text
 
 
 def test_the_host_needs_nothing_of_the_driver() -> None:
@@ -139,7 +139,7 @@ def test_a_failed_choice_leaves_nothing_registered() -> None:
 
 def test_a_dead_device_is_an_error_and_not_a_way() -> None:
     gpu = FakeGpu(is_dead=True)
-    with pytest.raises(DeviceError, match="nothing works on this machine"), fake_device(gpu):
+    with pytest.raises(DeviceError, match="none works on this machine"), fake_device(gpu):
         pass
 
 

@@ -74,5 +74,5 @@ def test_cuda_is_opened_with_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_other_devices_have_no_streams() -> None:
-    with pytest.raises(ConfigError, match="cuda and cpu only"):
+    with pytest.raises(ConfigError, match="only cuda and cpu are supported"):
         make_device(torch.device("meta"))

@@ -84,7 +84,7 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("max_threads", "is_fixed", "consequence"),
-    [(2, True, "with 2 threads (--fixed-cpu-threads)"), (1, False, "one thread already")],
+    [(2, True, "with 2 threads (--fixed-cpu-threads)"), (1, False, "already computes with one thread")],
 )
 def test_a_number_that_cannot_change_is_told_of(
     machine: Machine, caplog: pytest.LogCaptureFixture,
@@ -117,7 +117,7 @@ def test_without_statistics_the_number_stays(
 ) -> None:
     machine.times = None
     threads = machine.engine()
-    assert "keeps no /proc/self/task/*/schedstat" in caplog.text
+    assert "has no /proc/self/task/*/schedstat" in caplog.text
     machine.now_s += 60
     assert threads.after_step() == 0
     assert (machine.num_threads, threads.num_threads, threads.waited_share) == (2, 2, 0)

@@ -186,7 +186,7 @@ class SymbolicDevice:
         agent = self._agent(stream)
         self._check_held(event)
         if self._held_events[event]:
-            raise DeviceError(f"{event} is recorded already")
+            raise DeviceError(f"{event} is already recorded")
         self._held_events[event] = True
         self._enqueue(agent, Record(event))
 
@@ -257,12 +257,12 @@ class SymbolicDevice:
     def _check_held(self, event: Event) -> None:
         self._check_open()
         if event not in self._held_events:
-            raise DeviceError(f"{event} was given back, or is another device's")
+            raise DeviceError(f"{event} was released, or belongs to another device")
 
     def _agent(self, stream: Stream) -> int:
         self._check_open()
         if stream.index not in self._streams:
-            raise DeviceError(f"{stream} is another device's")
+            raise DeviceError(f"{stream} belongs to another device")
         agent = self._streams[stream.index]
         if self._launching is not None and agent != self._launching:
             raise DeviceError(f"a launch enqueues on another stream, {stream.name}")
