@@ -1,8 +1,8 @@
-"""What makes tokens of an adapter's conversations and texts: its chat template and its tokens.
+"""Turns an adapter's conversations and texts into tokens, by its chat template and tokenizer.
 
-What an adapter brings is read with its weights, by the engine (``adapters/conventions.py``). Its
-template is used as the model's own is, sandbox and limits included; tokens that its tokenizer adds
-are found in texts as ``tokenizers`` finds them.
+The engine reads an adapter's conventions with its weights (``adapters/conventions.py``). The
+template runs in the same sandbox as the model's own; tokens that its tokenizer adds are found in
+texts as ``tokenizers`` finds them.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from .outputs import LoRARequest
 from .tokenizer import Tokenizer
 
 _MAX_TEMPLATES = 1024
-_MAX_TOKENIZERS = 8  # of different added tokens, each with a vocabulary of its own
+_MAX_TOKENIZERS = 8  # one for each set of added tokens, each with its own vocabulary
 
 
 class Conventions:
-    """Those of the base, or of one version of an adapter."""
+    """The conventions of the base, or of one version of an adapter."""
 
     def __init__(
         self, tokenizer: Tokenizer, name: str | None = None,
         own: AdapterConventions = NO_CONVENTIONS, template: ChatTemplate | None = None,
         waited_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Put them together.
+        """Combine them.
 
         Args:
             tokenizer: Makes the tokens.
-            name: Of the adapter; None = the base.
-            own: What the adapter brings.
-            template: Writes its conversations; None = that of ``tokenizer`` does.
-            waited_s: Until its files had been read.
+            name: The adapter's; None = the base.
+            own: The adapter's own conventions.
+            template: For its conversations; None = that of ``tokenizer``.
+            waited_s: Seconds waited for its files to be read.
         """
         self.tokenizer = tokenizer
         self.digest = own.digest
@@ -60,7 +60,7 @@ class Conventions:
         """See ``Tokenizer.apply_chat_template``."""
         if self._refusal is not None:
             raise RequestError(
-                f"adapter {self._name!r} takes no messages: {self._refusal}; mend its files and "
+                f"adapter {self._name!r} takes no messages: {self._refusal}; correct its files and "
                 "load it again, or use /v1/completions",
                 param="messages",
             )
@@ -91,12 +91,12 @@ class Conventions:
             ) from error
 
 
-# Makes the tokens of a prompt by the conventions of the version that the request will use.
+# A function that makes a prompt's tokens by the conventions of the version that serves the request.
 MakePrompt = Callable[[Conventions], Awaitable[list[int]]]
 
 
 class AdapterTokenizers:
-    """Makes the conventions of adapters over one base, and keeps their tokenizers."""
+    """Makes the conventions of adapters over one base, and caches their tokenizers."""
 
     def __init__(self, base: Tokenizer, loras: LoraClient, model: ModelInfo) -> None:
         self._base = base

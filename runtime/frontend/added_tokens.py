@@ -1,7 +1,7 @@
-"""A base's tokenizer with the tokens that an adapter's tokenizer has beside them.
+"""The base's tokenizer with the tokens that an adapter's tokenizer adds.
 
-``tokenizers`` gives new tokens the ids that follow; those of the adapter may be others, so ids are
-translated on the way in and out.
+``tokenizers`` gives new tokens the next free ids. The adapter may use other ids, so ids are
+translated in both directions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class AddedTokensCodec:
     def __init__(
         self, codec: Codec, ids: Mapping[int, int], tokens: TokenDifferences, num_embeddings: int
     ) -> None:
-        """``codec``: the base's with the tokens; ``ids``: the adapter's, by those that it gives.
+        """``codec``: the base's with the added tokens; ``ids``: the adapter's ids, by the codec's.
 
-        Without ``ids`` it is the base's itself, and no added token has an embedding.
+        Without ``ids``, ``codec`` is the base's own, and no added token has an embedding.
         """
         self._codec = codec
         self.is_quick, self.has_chat_template = codec.is_quick, codec.has_chat_template
@@ -42,7 +42,7 @@ class AddedTokensCodec:
         return {self._ids.get(inner, inner): token for inner, token in found.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises ``RequestError`` for a token that the base has not, or the adapter has not."""
+        """Raises ``RequestError`` for a token that the base or the adapter lacks."""
         for content, token_id in self._refused_texts.items():
             if content in text:
                 raise self._refusal(token_id)
@@ -71,17 +71,17 @@ class AddedTokensCodec:
         content = self._added.get(token_id)
         if content is None:
             content = self._codec.token_name(token_id)
-            why = "which the tokenizer of the base has and that of the adapter has not"
+            why = "which the base's tokenizer has and the adapter's has not"
         else:
             why = (
                 f"which the adapter's tokenizer has added (id {token_id}): the base model has "
-                f"embeddings of ids 0 to {self._num_embeddings - 1} alone"
+                f"embeddings only of ids 0 to {self._num_embeddings - 1}"
             )
         return RequestError(f"the prompt contains the token {content!r}, {why}", param="prompt")
 
 
 def with_added(base: Codec, tokens: TokenDifferences, num_embeddings: int) -> Codec:
-    """Return ``base`` with the tokens of an adapter. Takes its time if one has an embedding."""
+    """Return ``base`` with the tokens of an adapter. Slow if one of them has an embedding."""
     if all(_is_text_alone(one, num_embeddings) for one in tokens.added):
         return AddedTokensCodec(base, {}, tokens, num_embeddings)
     codec, ids = base.with_tokens([_token(one) for one in tokens.added])
@@ -90,7 +90,7 @@ def with_added(base: Codec, tokens: TokenDifferences, num_embeddings: int) -> Co
 
 
 def _is_text_alone(token: AddedToken, num_embeddings: int) -> bool:
-    """Whether the token is only ever refused, and wherever its text is in a prompt."""
+    """Whether the token is refused wherever its text occurs in a prompt."""
     return token.token_id >= num_embeddings and not (token.normalized or token.single_word)
 
 

@@ -1,6 +1,6 @@
-"""``AsyncEngine``: many requests at once on an event loop, over an engine somewhere else.
+"""``AsyncEngine``: concurrent requests on an event loop, over an engine in a thread or process.
 
-Owns open requests and operations, and turns the engine's death into an error for each of them.
+Owns open requests and operations, and ends each of them with an error if the engine dies.
 Knows nothing of HTTP, and of the engine only its client.
 """
 
@@ -47,10 +47,10 @@ class AsyncEngine:
     """An engine on an event loop; its methods belong to the loop that first uses it.
 
     ``AsyncEngine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. By
-    default the engine computes in a thread of this process; with ``own_process=True`` in a
-    process of its own, where nothing that this process does can slow it down. Where it computes in
-    a thread, ``scheduling_policy`` may also be what makes a ``SchedulerPolicy`` from
-    ``PolicyFacts``, such as a class, and ``memory_policy`` what makes a ``RankingPolicy`` from
+    default the engine computes in a thread of this process. With ``own_process=True`` it runs in a
+    process of its own, which other work of this process does not slow down. In a thread,
+    ``scheduling_policy`` may also be a callable that makes a ``SchedulerPolicy`` from
+    ``PolicyFacts``, such as a class, and ``memory_policy`` one that makes a ``RankingPolicy`` from
     ``MemoryFacts``.
     """
 
@@ -64,7 +64,7 @@ class AsyncEngine:
         elif own_policies is None:
             client = ProcessClient(config)
         else:
-            text = f"no other process can have {own_policies}: with own_process=True"
+            text = f"{own_policies} cannot be sent to another process: with own_process=True"
             raise ConfigError(f"{text} each policy must be a name")
         self._set_up(client, None)
 
@@ -80,7 +80,7 @@ class AsyncEngine:
         self._chat_template = chat_template
         self._stats = StatsClient(client)
         self._machine = MachineClient(client)
-        self.watches = EngineWatches()  # who wants to know when there is more of what it tells
+        self.watches = EngineWatches()  # notified of what the engine publishes
         self._requests = RequestClient(client)
         self._loras = LoraClient(client)
         for where in client.config.lora_resolver:
@@ -88,18 +88,18 @@ class AsyncEngine:
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizers: AdapterTokenizers | None = None
-        self._hf: Any = None  # the tokenizer of transformers, where it has been needed
+        self._hf: Any = None  # the tokenizer of transformers, once needed
         self._starting: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
         self._dead = asyncio.Event()
 
-    # Life.
+    # Start and end.
 
     async def start(self) -> None:
-        """Start the engine and wait until it serves; ``generate`` does it too when needed.
+        """Start the engine and wait until it is ready; ``generate`` does this too if needed.
 
-        Raises what keeps the engine from starting (``ConfigError``, ``ModelError``,
-        ``ResourceError``, ``EngineDeadError``).
+        Raises ``ConfigError``, ``ModelError``, ``ResourceError`` or ``EngineDeadError`` if it
+        cannot start.
         """
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
@@ -143,11 +143,11 @@ class AsyncEngine:
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine is dead; None while it lives."""
+        """The reason of the engine's death; None while it is alive."""
         return self._error
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return, once the engine has died or was shut down, why."""
+        """Wait until the engine has died or was shut down; return the reason."""
         await self._dead.wait()
         assert self._error is not None
         return self._error
@@ -161,7 +161,7 @@ class AsyncEngine:
         return self._tokenizer
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers, loaded when it is first needed."""
+        """Return the tokenizer of transformers, loaded on first use."""
         if self._hf is None:
             config = self._client.config
             self._hf = load_tokenizer(
@@ -171,46 +171,46 @@ class AsyncEngine:
         return self._hf
 
     def get_model_info(self) -> ModelInfo:
-        """Return what the engine is: name, device, limits."""
+        """Return the model's name, device and limits."""
         assert self._model is not None, "the engine has not been started"
         return self._model
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what applies to requests without sampling parameters."""
+        """Return the parameters of requests without sampling parameters."""
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and totals as of 0.1 s ago, or since when it rests.
+        """Return the last published gauges and totals, at most 0.1 s old while the engine computes.
 
-        How many requests wait and run, and the KV blocks that they hold, are as of its last turn.
+        Numbers of waiting and running requests and of their KV blocks are those of its last turn.
         """
         return self._stats.latest
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the engine told its gauges, and what is new of adapters."""
+        """Seconds since the engine last published gauges and changes of adapters."""
         return self._stats.age_s
 
     async def refresh_stats(self, timeout_s: float) -> EngineStats:
-        """Return the engine's gauges and totals of now; ``get_stats``, if it tells none in time."""
+        """Return current gauges and totals, or those of ``get_stats`` after ``timeout_s``."""
         return await self._stats.refresh(timeout_s)
 
     def ask_stats(self) -> None:
-        """Have the engine tell its gauges and totals as soon as it gets to it."""
+        """Ask the engine to publish its gauges and totals soon."""
         self._stats.ask()
 
     async def refresh_machine(self, timeout_s: float) -> MachineReport:
-        """Return how long things take there; if that is learned, by now or as told before."""
+        """Return the machine's latency model: measured, or learned until now or the last report."""
         return await self._machine.refresh_learned(timeout_s)
 
     @property
     def num_heartbeats(self) -> int:
-        """Of the engine's process so far, however long its steps are."""
+        """Heartbeats of the engine's process so far, which continue during long steps."""
         return self._client.num_heartbeats
 
     @property
     def num_requests_received(self) -> int:
-        """How many engine requests there had been when the engine told its statistics."""
+        """Number of requests that the engine had received at its last statistics."""
         return self._stats.num_requests
 
     # Adapters.
@@ -219,18 +219,18 @@ class AsyncEngine:
         self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
         replace: bool = True,
     ) -> None:  # fmt: skip
-        """Register an adapter; the same name with the same path is left alone unless ``reload``.
+        """Register an adapter; the same name with the same path is a no-op unless ``reload``.
 
-        Another path makes a new version; running requests finish on the old one. Unless
-        ``replace``, other content than what the name has raises ``AdapterExistsError``. ``pinned``:
-        as ``pin_lora``; None = as the name is by now. Raises ``AdapterError``, and ``RequestError``
-        if there is no room for one more that is pinned, or the name is being loaded.
+        Another path makes a new version; running requests finish on the old one. Without
+        ``replace``, different content raises ``AdapterExistsError``. ``pinned``: as for
+        ``pin_lora``; None = unchanged. Raises ``AdapterError``, and ``RequestError`` if there is no
+        room for another pinned adapter, or the name is being loaded.
         """
         await self.start()
         await self._loras.add(lora_request, reload=reload, pinned=pinned, replace=replace)
 
     async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
-        """Bring an adapter to the device and keep it there, whatever its version; or no longer.
+        """Load an adapter and its later versions to the device and keep them there, or unpin it.
 
         Raises ``UnknownModelError``, ``AdapterUnavailableError``, and ``RequestError`` if too
         little memory would be left for a request of the full context.
@@ -244,16 +244,16 @@ class AsyncEngine:
         await self._loras.remove(lora_name)
 
     async def find_lora(self, lora_name: str) -> None:
-        """Register what a resolver has under a name that is not known; else do nothing.
+        """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
-        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if
-        nobody could tell whether there is one, ``AdapterUnavailableError`` if that takes too long.
+        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
+        resolver failed, ``AdapterUnavailableError`` if that takes too long.
         """
         await self.start()
         await self._loras.find(lora_name)
 
     def add_lora_resolver(self, resolver: LoraResolver) -> None:
-        """Have ``resolver`` asked for names that are not known, after those of the options."""
+        """Use ``resolver`` for unknown names, after the resolvers of the options."""
         self._loras.add_resolver(resolver)
 
     def list_loras(self) -> list[AdapterInfo]:
@@ -262,7 +262,7 @@ class AsyncEngine:
 
     @property
     def loras(self) -> LoraDirectory:
-        """What is known of the adapters here; names are resolved with it."""
+        """The known adapters, by name."""
         return self._loras.directory
 
     async def apply_chat_template(
@@ -270,11 +270,11 @@ class AsyncEngine:
         *, add_generation_prompt: bool = True, continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """Return the prompt that a conversation makes, by the adapter's template if it has one.
+        """Return the prompt of a conversation, by the adapter's template if it has one.
 
-        It brings its special tokens along: generate with ``add_special_tokens=False``. Raises
-        ``RequestError`` if the template refuses the messages or takes too long, and what
-        ``generate`` does for adapters.
+        The prompt contains the special tokens: generate with ``add_special_tokens=False``. Raises
+        ``RequestError`` if the template refuses the messages or takes too long, and the errors of
+        ``generate`` for adapters.
         """
         await self.start()
         await self._loras.resolve(lora_request)
@@ -286,7 +286,7 @@ class AsyncEngine:
         return await render_in_time(render, TemplateLimits())
 
     async def conventions_of(self, lora: Lora) -> Conventions:
-        """Return what makes an adapter's tokens, once its files have been read; None = the base."""
+        """Return an adapter's conventions, once its files have been read; None = the base."""
         assert self._tokenizers is not None, "the engine has not started"
         return await self._tokenizers.conventions_of(lora)
 
@@ -304,15 +304,15 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's state whenever there is something new, the last one ``finished``.
+        """Yield the request's state whenever something is new; the last one is ``finished``.
 
-        ``prompt`` is text, token ids, or what makes them by the adapter's conventions; a text that
-        a chat template rendered needs ``add_special_tokens=False``. Without ``sampling_params`` the
-        model's own defaults apply. ``lora_request`` may be a registered adapter's name.
-        ``predicted_output_tokens``, roughly how long each choice will be, helps the engine to fit
-        them in. Closing the generator aborts the request; ``watch`` is told how it ended, also
-        then. Raises ``RequestError``, ``AdapterError``, ``EngineDeadError`` where the first output
-        is awaited, or a later one.
+        ``prompt`` is text, token ids, or a function that makes them by the adapter's conventions; a
+        text that a chat template rendered needs ``add_special_tokens=False``. Without
+        ``sampling_params`` the model's own defaults apply. ``lora_request`` may be a registered
+        adapter's name. ``predicted_output_tokens``, the approximate length of each choice, helps
+        the scheduler. Closing the generator aborts the request; ``watch`` is notified of its end in
+        any case. Raises ``RequestError``, ``AdapterError``, ``EngineDeadError`` while an output is
+        awaited.
         """
         await self.start()
         await self._loras.resolve(lora_request)
@@ -347,7 +347,7 @@ class AsyncEngine:
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
     ) -> list[RequestOutput]:
-        """Return one finished output per item, however many wait. See ``Engine.generate``."""
+        """Return one finished output per item, for any number of items. See ``Engine.generate``."""
         await self.start()
         for lora in dict.fromkeys(item.lora_request for item in items):
             await self._loras.resolve(lora)
@@ -359,8 +359,10 @@ class AsyncEngine:
                     await self.conventions_of(item.lora_request),
                     add_special_tokens, cache_salt, predicted_output_tokens,
                 ))  # fmt: skip
-                await asyncio.sleep(0)  # those that run get their tokens meanwhile
-            with contextlib.suppress(AdapterChangedError):  # before all of it was sent: once more
+                await asyncio.sleep(0)  # lets running requests receive their tokens
+            with contextlib.suppress(
+                AdapterChangedError
+            ):  # before the whole batch was sent: try once more
                 return await self._requests.complete(batch)
 
     async def abort(self, request_id: str) -> None:

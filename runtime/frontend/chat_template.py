@@ -1,7 +1,7 @@
 """A model's chat template, rendered as transformers renders it, but without transformers.
 
-Templates are programs of whoever published the model, so they run in Jinja's sandbox. What they
-may use beside Jinja's own is what transformers documents for them.
+A template is a program by the model's publisher, so it runs in Jinja's sandbox. It can use what
+Jinja and transformers document for templates.
 """
 
 import json
@@ -18,11 +18,11 @@ from jinja2.utils import Namespace
 
 from .template_sandbox import BoundedTemplate, Sandbox, bounded_filter
 
-_END_MARK = "corun-here-ends-the-final-message "  # like nothing that anybody says
+_END_MARK = "corun-here-ends-the-final-message "  # does not occur in messages
 _PROBE = "corun-looks-for-this"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-# What a template raises that does not fit the messages, on purpose or not.
+# Errors of a template that does not fit the messages, raised on purpose or not.
 RENDER_ERRORS = (
     TemplateError,
     TypeError,
@@ -34,11 +34,11 @@ RENDER_ERRORS = (
     MemoryError,
 )
 
-Render = Callable[..., str]  # from messages and variables to a prompt: see ``ChatTemplate.render``
+Render = Callable[..., str]  # from messages and variables to a prompt, see ``ChatTemplate.render``
 
 
 class ChatTemplate:
-    """One template or several by name, and the special tokens that they can name."""
+    """One template, or several by name, with the special tokens that they can use."""
 
     def __init__(
         self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
@@ -46,7 +46,7 @@ class ChatTemplate:
         """``special_tokens``: by variable, such as ``bos_token``."""
         self.source = source
         self.special_tokens = special_tokens
-        self._takes_parts: dict[str, bool] = {}  # by source, once it is known
+        self._takes_parts: dict[str, bool] = {}  # by source, once known
 
     def render(
         self,
@@ -56,7 +56,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the prompt for ``messages``, open after the last one's content if it is continued.
+        """Return the prompt for ``messages``; it ends with the last content if that is continued.
 
         Raises one of ``RENDER_ERRORS``.
         """
@@ -84,9 +84,9 @@ class ChatTemplate:
         )
 
     def _wants_parts(self, source: str) -> bool:
-        """Whether a template leaves out contents that are strings and writes lists of parts.
+        """Whether a template writes contents only as lists of parts, not as strings.
 
-        Templates of multimodal models do: they look for the images of each message.
+        Templates of some multimodal models do, as they look for images in each message.
         """
         if source not in self._takes_parts:
             probe = {"role": "user", "content": _PROBE}
@@ -102,14 +102,14 @@ class ChatTemplate:
             return False
 
     def _chosen(self, *, has_tools: bool) -> str:
-        """The template for a conversation, where there are several the one of the right name."""
+        """The template for a conversation: the only one, or the one with the right name."""
         if isinstance(self.source, str):
             return self.source
         templates = self.source or {}
         for name in ("tool_use", "default") if has_tools else ("default",):
             if name in templates:
                 return templates[name]
-        raise ValueError(f"none of the model's templates is the default: {sorted(templates)}")
+        raise ValueError(f"the model has no default template; it has {sorted(templates)}")
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,7 +123,7 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages with a mark at the end of the last one's content."""
     if not messages or not isinstance(messages[-1].get("content"), str):
-        raise ValueError("the final message has no content that could be continued")
+        raise ValueError("cannot continue the final message: it has no content")
     final = messages[-1]
     return [*messages[:-1], {**final, "content": final["content"] + _END_MARK}]
 
@@ -131,13 +131,13 @@ def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 def _up_to_mark(text: str, content: str) -> str:
     before, mark, after = text.rpartition(_END_MARK.strip())
     if not mark or content.strip() not in before:
-        raise ValueError("the final message cannot be continued: it is not written as it is")
-    # A template that cuts off the space at the end of the mark cuts off what a message ends with.
+        raise ValueError("cannot continue the final message: the chat template alters its content")
+    # A template that strips the space at the end of the mark also strips the end of a message.
     return before if after.startswith(" ") else before.rstrip()
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``message`` with what it says of reasoning under each name that templates read."""
+    """Return ``message`` with its reasoning under each name that templates read."""
     found = [message[name] for name in _REASONING_FIELDS if message.get(name) is not None]
     if not found:
         return dict(message)
@@ -145,7 +145,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SafeNamespace(Namespace):
-    """Jinja's ``namespace``, without the names that mean something to Python."""
+    """Jinja's ``namespace``, without names that are special in Python."""
 
     def __init__(self, /, *args: Any, **attributes: Any) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ class _SafeNamespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"a namespace takes no attribute {name!r}")
+            raise SecurityError(f"a namespace cannot have the attribute {name!r}")
         super().__setitem__(name, value)
 
 
 class _SafeDict:
-    """What templates call ``dict``: makes them, and hands out no method that changes one."""
+    """``dict`` for templates: makes dictionaries, and has no methods that change one."""
 
     fromkeys = staticmethod(dict.fromkeys)
 
@@ -168,7 +168,7 @@ class _SafeDict:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` around what a model has said: marks for training, here just text."""
+    """``{% generation %}`` around a model's answers: a mark for training, ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 -- as Jinja has it
 
@@ -205,7 +205,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes what HTML gives a meaning.
+    # Jinja's own filter escapes characters that are special in HTML.
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""What a tokenizer does, by the ``tokenizers`` package alone or by transformers."""
+"""Tokenizers, by the ``tokenizers`` package alone or by transformers."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from .special_stops import SpecialToken
 
 
 class Codec(Protocol):
-    """Text to tokens and back, and the model's chat template; nothing is checked here."""
+    """Text to tokens and back, and the model's chat template, without checks."""
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``encode`` is quick, and may be called by several threads at once."""
+        """Whether ``encode`` is fast and thread-safe."""
         ...
 
     @property
@@ -29,17 +29,17 @@ class Codec(Protocol):
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
-        """Special tokens by what chat templates call them, such as ``bos_token``."""
+        """Special tokens by their names in chat templates, such as ``bos_token``."""
         ...
 
     def with_tokens(
         self, tokens: Sequence[tokenizers.AddedToken]
     ) -> "tuple[Codec, Mapping[str, int]]":
-        """Return a copy that finds these in texts, too, and their ids there. Takes its time."""
+        """Return a copy that also finds these tokens in texts, and their ids in it. Slow."""
         ...
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
-        """Return the tokens that ``decoding`` can skip, by id. Takes its time."""
+        """Return the tokens that ``decoding`` can skip, by id. Slow."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -51,17 +51,17 @@ class Codec(Protocol):
         ...
 
     def token_name(self, token_id: int) -> str | None:
-        """Return how the vocabulary writes a token; None if it has no such token."""
+        """Return a token's entry in the vocabulary; None if there is no such token."""
         ...
 
     @property
     def render(self) -> Render:
-        """What makes the prompt for messages. Raises one of ``chat_template.RENDER_ERRORS``."""
+        """The function that renders messages. Raises one of ``chat_template.RENDER_ERRORS``."""
         ...
 
 
 class PlainCodec:
-    """A tokenizer that is all in its Rust backend."""
+    """A tokenizer that is implemented entirely by its Rust backend."""
 
     is_quick = True
 
@@ -102,16 +102,16 @@ class PlainCodec:
 
 
 class TransformersCodec:
-    """A tokenizer of which Python is a part."""
+    """A tokenizer that is partly implemented in Python."""
 
     is_quick = False
 
     def __init__(self, hf: Any) -> None:
-        """``hf``: the one of transformers."""
+        """``hf``: the tokenizer of transformers."""
         from transformers import PreTrainedTokenizerBase
 
         self._hf = hf
-        # One that writes conversations with code of its own has no limits but that of its author.
+        # A tokenizer that renders conversations with code of its own is not limited.
         own = getattr(type(hf), "apply_chat_template", None)
         self.render: Render = self._render
         if own is PreTrainedTokenizerBase.apply_chat_template:
@@ -166,7 +166,7 @@ class TransformersCodec:
 
 
 def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
-    """Return the special ones of a tokenizer's added tokens."""
+    """Return the special tokens among a tokenizer's added tokens."""
     return {
         token_id: SpecialToken(token.content, token.lstrip, token.rstrip)
         for token_id, token in added.items()
@@ -175,7 +175,7 @@ def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
 
 
 def codec_from_spec(spec: TokenizerSpec, *, chat_template: str | None = None) -> Codec:
-    """Make the tokenizer that an engine process has told of, without transformers.
+    """Make the tokenizer that an engine process has described, without transformers.
 
     ``chat_template`` replaces its own.
     """

@@ -1,11 +1,11 @@
 """Turns the tokens of one choice into text as they arrive, and finds stop strings in it.
 
-Owns what may be shown and what must be held back; knows nothing of requests or of the engine, and
-a tokenizer only as a function from token ids to text. Text depends on the tokens alone, never on
-how they were grouped on the way here.
+Decides which text can be shown and which must be held back. Knows nothing of requests or of the
+engine, and a tokenizer only as a function from token ids to text. The text depends only on the
+tokens, not on how they were grouped into updates.
 
-A single token has no text of its own: spaces depend on the token before, characters may span
-several tokens. So a short window of tokens is decoded again for every new one, and what goes
+A single token has no text of its own: spaces depend on the token before, and characters may span
+several tokens. A short window of tokens is therefore decoded again for every new token; the part
 beyond the text shown so far is new.
 """
 
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 Decode = Callable[[Sequence[int]], str]
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not a character (yet)
 _MAX_REMEMBERED_TOKENS = 1 << 16
 _MAX_CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 40
@@ -23,28 +23,28 @@ _MAX_CHARACTER_BYTES = 4  # in UTF-8; a token has at least one
 
 
 class Detokenizer(Protocol):
-    """The text of one choice, as it may be shown."""
+    """The text of one choice that can be shown."""
 
     @property
     def stop(self) -> str | None:
-        """The stop string that the tokens have completed, if one was; then nothing more comes."""
+        """The stop string that the tokens have completed; no tokens follow it."""
         ...
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text to show: whole characters, possibly none."""
+        """Add one token; return the text to show: whole characters, possibly none."""
         ...
 
     def hide(self, token_id: int) -> str:
-        """Take the last token, of which nothing is shown; return the text to show before it."""
+        """Add the last token, which is not shown; return the text to show before it."""
         ...
 
     def finish(self) -> str:
-        """Return the text held back: no more tokens come."""
+        """Return the text held back. No tokens follow."""
         ...
 
 
 class Decoder:
-    """From tokens to text, and from one token to how long its text is, which is remembered."""
+    """Decodes tokens, and caches the length of each token's text."""
 
     __slots__ = ("decode", "num_chars")
 
@@ -54,10 +54,10 @@ class Decoder:
 
 
 class WindowStream:
-    """A ``Detokenizer`` over any decoder, which knows no stop strings.
+    """A ``Detokenizer`` over any decoder, without stop strings.
 
-    The concatenated text is what the decoder makes of all tokens at once after the prompt, apart
-    from a character that the last token leaves incomplete: that one is left out.
+    The concatenated text equals that of the decoder for all tokens after the prompt, without a
+    character that the last token leaves incomplete.
     """
 
     __slots__ = ("_decoder", "_num_context", "_num_shown", "_window")
@@ -65,23 +65,23 @@ class WindowStream:
     stop: Final[None] = None
 
     def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int]) -> None:
-        """``prompt_token_ids``: what the tokens follow; its text is not repeated."""
+        """``prompt_token_ids``: the tokens before; their text is not repeated."""
         self._decoder = decoder
         self._window = _readable_tail(decoder.decode, prompt_token_ids)
         self._num_shown = _num_complete_chars(decoder.decode, self._window)
-        self._num_context = len(self._window)  # tokens of the window whose text has been shown
+        self._num_context = len(self._window)  # tokens of the window with text that was shown
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes: whole characters, possibly none."""
         window = self._window
         window.append(token_id)
         text = self._decoder.decode(window)
-        if not text.endswith(REPLACEMENT) and len(text) > self._num_shown:  # nearly always
+        if not text.endswith(REPLACEMENT) and len(text) > self._num_shown:  # usual case
             new_text = text[self._num_shown :]
             self._shift()
             return new_text
         is_overlong = len(window) >= _MAX_WINDOW_TOKENS
-        # Invalid bytes or invisible tokens in a row: stop waiting for more.
+        # Many invalid bytes or invisible tokens: stop waiting for a character.
         num_partial = 0 if is_overlong else self._num_partial_chars(text)
         new_text = text[self._num_shown : len(text) - num_partial]
         if num_partial:
@@ -95,14 +95,14 @@ class WindowStream:
         return ""
 
     def finish(self) -> str:
-        """Return nothing: what has been left out is no character."""
+        """Return nothing: the rest is not a character."""
         return ""
 
     def _num_partial_chars(self, text: str) -> int:
-        """Return how many characters at the end may turn into others with the next token.
+        """Return the number of characters at the end that the next token can change.
 
-        One byte too few makes some decoders write U+FFFD for a whole run of bytes, complete
-        characters among them. But no character waits for more tokens than it has bytes.
+        For one missing byte some decoders write U+FFFD for a whole run of bytes, including complete
+        characters. A character spans at most as many tokens as it has bytes.
         """
         num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
         if len(self._window) - self._num_context <= _MAX_CHARACTER_BYTES:
@@ -110,7 +110,7 @@ class WindowStream:
         return min(num_replaced, _MAX_CHARACTER_BYTES - 1)
 
     def _shift(self) -> None:
-        """Forget the old context; the tokens just shown are the new one."""
+        """Drop the old context; the tokens just shown are the new context."""
         window = self._window
         del window[: max(self._num_context, len(window) - _MAX_CONTEXT_TOKENS)]
         self._num_context = len(window)
@@ -121,7 +121,7 @@ class WindowStream:
 
 
 def _readable_tail(decode: Decode, token_ids: Sequence[int]) -> list[int]:
-    """Return the last few tokens, from where a character begins if possible."""
+    """Return the last few tokens, beginning with a whole character if possible."""
     longest = min(_MAX_CONTEXT_TOKENS, len(token_ids))
     for num_tokens in range(longest, 0, -1):
         tail = list(token_ids[-num_tokens:])
@@ -145,11 +145,11 @@ class StopMatcher:
     def __init__(self, stop: str) -> None:
         assert stop
         self.stop = stop
-        self.num_matched = 0  # the longest prefix of ``stop`` that the text ends with
+        self.num_matched = 0  # length of the longest prefix of ``stop`` that ends the text
         self._fallback = _prefix_function(stop)
 
     def feed(self, character: str) -> bool:
-        """Take the next character; return whether the text now ends with the stop string."""
+        """Add a character; return whether the text now ends with the stop string."""
         if self.num_matched == len(self.stop):
             self.num_matched = self._fallback[-1]
         while self.num_matched and self.stop[self.num_matched] != character:
@@ -160,8 +160,8 @@ class StopMatcher:
 
     @property
     def num_at_stake(self) -> int:
-        """How many characters at the text's end could still begin a match."""
-        if self.num_matched == len(self.stop):  # this one did not count: the next can overlap it
+        """Number of characters at the text's end that can begin a match."""
+        if self.num_matched == len(self.stop):  # this match did not count; the next can overlap it
             return self._fallback[-1]
         return self.num_matched
 
@@ -178,27 +178,27 @@ def _prefix_function(text: str) -> list[int]:
 
 
 class StopFinder:
-    """Releases text that no stop string can claim any more, and says when one is complete.
+    """Releases text that cannot be part of a stop string any more, and finds complete ones.
 
-    The match that ends first counts; of those that end together, the longest.
+    The match that ends first counts; of several that end together, the longest.
     """
 
     __slots__ = ("_held", "_include_stop_in_text", "_matchers")
 
     def __init__(self, stops: Iterable[str], *, include_stop_in_text: bool) -> None:
         self._matchers = [StopMatcher(stop) for stop in stops]
-        assert self._matchers, "nothing to look for"
+        assert self._matchers, "no stop strings"
         self._include_stop_in_text = include_stop_in_text
-        self._held = ""  # the end of the text that is a beginning of a stop string
+        self._held = ""  # the end of the text, if a stop string can begin there
 
     def feed(self, text: str, *, may_stop: bool) -> tuple[str, str | None]:
-        """Take new text; return the text released and the stop string found, if one was.
+        """Add text; return the released text and the stop string found, if any.
 
         While ``may_stop`` is false, matches that end in ``text`` do not count.
         """
         pending = self._held + text
         for index, character in enumerate(text, start=len(self._held) + 1):
-            # Every matcher must see the character, so this is a list and not a generator.
+            # Every matcher must see the character: a list, not a generator.
             found = [matcher.stop for matcher in self._matchers if matcher.feed(character)]
             if found and may_stop:
                 stop = max(found, key=len)
@@ -209,7 +209,7 @@ class StopFinder:
         return pending[:num_released], None
 
     def flush(self) -> str:
-        """Return what is held back: nothing more comes, so no stop string can claim it."""
+        """Return the text held back. No text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -221,7 +221,7 @@ class StopFinder:
 
 
 class StoppingDetokenizer:
-    """A ``Detokenizer`` that looks for stop strings in the text of another."""
+    """A ``Detokenizer`` that looks for stop strings in the text of another one."""
 
     __slots__ = ("_finder", "_min_tokens", "_num_tokens", "_stream", "stop")
 
@@ -233,7 +233,7 @@ class StoppingDetokenizer:
         include_stop_in_text: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """A stop string is not looked for before ``min_tokens`` tokens have come."""
+        """Stop strings count only after ``min_tokens`` tokens."""
         self._stream = stream
         self._finder = StopFinder(stops, include_stop_in_text=include_stop_in_text)
         self._min_tokens = min_tokens
@@ -252,5 +252,5 @@ class StoppingDetokenizer:
         return ""
 
     def finish(self) -> str:
-        """Return the text held back: no stop string can claim it any more."""
+        """Return the text held back. No tokens follow."""
         return self._finder.flush()

@@ -1,9 +1,8 @@
-"""``Engine``: the synchronous front end, a thin face of ``AsyncEngine``.
+"""``Engine``: the synchronous front end, a thin layer over ``AsyncEngine``.
 
-The engine computes in a thread of this process, and an event loop in another one waits for it.
-Neither changes what other threads share: no signal handler, no logging, no torch settings. It works
-in a notebook, under a running event loop, and for several threads at once, whose requests share the
-batches.
+The engine computes in a thread of this process, and an event loop in another thread waits for it.
+Neither changes global state: no signal handlers, no logging, no torch settings. It works in a
+notebook, under a running event loop, and for several threads at once, which share batches.
 """
 
 import os
@@ -26,13 +25,13 @@ from .outputs import LoRARequest, RequestOutput
 
 
 class Engine:
-    """A model with its adapters, for programs that want answers to lists of prompts.
+    """A model with its adapters, for programs that generate answers to lists of prompts.
 
-    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``; as
-    ``scheduling_policy`` also what makes a ``SchedulerPolicy`` from ``PolicyFacts``, such as a
-    class, as ``memory_policy`` what makes a ``RankingPolicy`` from ``MemoryFacts``. Raises
-    ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a context manager or ``close``
-    it.
+    ``Engine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``.
+    ``scheduling_policy`` may also be a callable that makes a ``SchedulerPolicy`` from
+    ``PolicyFacts``, such as a class, and ``memory_policy`` one that makes a ``RankingPolicy`` from
+    ``MemoryFacts``. Raises ``ConfigError``, ``ModelError`` or ``ResourceError``. Use it as a
+    context manager or ``close`` it.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Engine:
         except BaseException:
             self._thread.close(self._engine.shutdown())
             raise
-        # For an engine that nobody closed. Made after the client's own, which ends its thread less
-        # gently: at interpreter exit the youngest comes first.
+        # Closes an engine that was not closed. Registered after the client's own finalizer, which
+        # ends its thread less gently: at interpreter exit the latest runs first.
         self._finalizer = weakref.finalize(self, _close, self._thread, self._engine, os.getpid())
 
     def __enter__(self) -> "Engine":
@@ -67,7 +66,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model and everything else; what runs fails. Idempotent."""
+        """Free the model and all other resources; running requests fail. Idempotent."""
         self._finalizer()
 
     # Facts.
@@ -77,11 +76,11 @@ class Engine:
         return self._engine.get_tokenizer()
 
     def get_model_info(self) -> ModelInfo:
-        """Return what the engine is: name, device, limits."""
+        """Return the model's name, device and limits."""
         return self._engine.get_model_info()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what applies to requests without sampling parameters."""
+        """Return the parameters of requests without sampling parameters."""
         return self._engine.get_default_sampling_params()
 
     def get_stats(self) -> EngineStats:
@@ -90,7 +89,7 @@ class Engine:
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the engine told its gauges, and what is new of adapters."""
+        """Seconds since the engine last published gauges and changes of adapters."""
         return self._engine.stats_age_s
 
     # Adapters.
@@ -105,7 +104,7 @@ class Engine:
         )
 
     def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
-        """Bring an adapter to the device and keep it there, whatever its version; or no longer.
+        """Load an adapter and its later versions to the device and keep them there, or unpin it.
 
         Raises ``UnknownModelError``, ``AdapterUnavailableError``, and ``RequestError`` if too
         little memory would be left for a request of the full context.
@@ -117,7 +116,7 @@ class Engine:
         self._thread.run(self._engine.remove_lora(lora_name))
 
     def add_lora_resolver(self, resolver: LoraResolver) -> None:
-        """Have ``resolver`` asked for names that are not known; see ``AsyncEngine``."""
+        """Use ``resolver`` for unknown names; see ``AsyncEngine``."""
         self._engine.add_lora_resolver(resolver)
 
     def list_loras(self) -> list[AdapterInfo]:
@@ -135,7 +134,7 @@ class Engine:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt that a conversation makes; see ``AsyncEngine.apply_chat_template``."""
+        """Return the prompt of a conversation; see ``AsyncEngine.apply_chat_template``."""
         render = self._engine.apply_chat_template(
             messages, lora_request, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -157,10 +156,10 @@ class Engine:
 
         A prompt is text or a list of token ids. ``sampling_params`` and ``lora_request`` are one
         for all or one per prompt; None means the model's own defaults and the base model.
-        ``add_special_tokens``: put the model's own around what is text.
-        ``predicted_output_tokens``, roughly how long each will be, helps to fit them in. Prompts
-        are checked before anything is computed. Raises ``RequestError`` or ``AdapterError``; if a
-        request fails later, the others are aborted and its error is raised.
+        ``add_special_tokens``: add the model's special tokens to text prompts.
+        ``predicted_output_tokens``, the approximate length of each output, helps the scheduler. All
+        prompts are checked before any is computed. Raises ``RequestError`` or ``AdapterError``; if
+        a request fails later, the other requests are aborted and its error is raised.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -173,5 +172,5 @@ class Engine:
 
 
 def _close(thread: LoopThread, engine: AsyncEngine, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process has the engine's memory and not its threads
+    if os.getpid() == pid:  # a forked process has the engine's memory but not its threads
         thread.close(engine.shutdown())

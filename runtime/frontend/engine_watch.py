@@ -1,4 +1,4 @@
-"""Who listens to what an engine tells of itself, and what each has not heard yet."""
+"""Watches of an engine: each collects the changes that its reader has not seen yet."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -7,35 +7,35 @@ from .waker import Waker
 
 
 class EngineWatch:
-    """What is new for one listener."""
+    """The changes that are new to one reader."""
 
     def __init__(self) -> None:
         self.waker = Waker()
         self._names: set[str] = set()
 
     def changed(self, names: Iterable[str]) -> None:
-        """The engine has told something; of ``names``, what they have as adapters."""
+        """The engine has published something; ``names``: adapters that changed."""
         self._names.update(names)
         self.waker.set()
 
     def take_names(self) -> set[str]:
-        """Return the names of adapters that are otherwise than at the last call."""
+        """Return the names of adapters that changed since the last call."""
         names, self._names = self._names, set()
         return names
 
 
 class EngineWatches:
-    """All listeners of one engine. All methods belong to its front end's loop."""
+    """All watches of one engine. All methods belong to its front end's loop."""
 
     def __init__(self) -> None:
-        # Told of each request, by its id, that has been sent to the engine, and how many engine
-        # requests there have been with it.
+        # Called for each request sent to the engine, with its id and the number of engine requests
+        # sent so far, its own included.
         self.on_sent: Callable[[str, int], None] | None = None
         self._watches: set[EngineWatch] = set()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[EngineWatch]:
-        """Listen inside."""
+        """A watch inside the block."""
         watch = EngineWatch()
         self._watches.add(watch)
         try:
@@ -49,6 +49,6 @@ class EngineWatches:
             self.on_sent(request_id, num_requests)
 
     def changed(self, names: Iterable[str] = ()) -> None:
-        """Let all know."""
+        """Notify all watches."""
         for watch in self._watches:
             watch.changed(names)

@@ -1,7 +1,7 @@
-"""One caller's request while it runs: its choices, their text, and what is new since last asked.
+"""One caller's request while it runs: its choices, their text, and the new part of its output.
 
-Owns the way from engine updates to ``RequestOutput``; knows nothing of how updates arrive or who
-waits for them. Updates that come faster than somebody asks are merged.
+Turns engine updates into ``RequestOutput``; knows nothing of how updates arrive or of their
+readers. Updates between two reads are merged.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from .tokenizer import Tokenizer
 
 
 class Choice:
-    """One choice, which is one request of the engine."""
+    """One choice. In the engine it is one request."""
 
     __slots__ = (
         "_adapter_start",
@@ -73,11 +73,11 @@ class Choice:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no more output follows."""
         return self.finish_reason is not None
 
     def update(self, update: RequestUpdate) -> bool:
-        """Take what the engine says of an open choice; return whether the engine can stop it."""
+        """Apply an update to an open choice; return whether the engine can stop it."""
         self.record_details(update)
         if self._params.max_tokens == 0:
             update = _without_tokens(update)
@@ -102,18 +102,18 @@ class Choice:
         return False
 
     def complete(self, update: RequestUpdate) -> None:
-        """Take the engine's last word on a choice that has ended, or was left."""
+        """Apply the engine's final update to a choice that has ended or was closed."""
         self.finish_reason = self.finish_reason or "abort"
         self._count_preemptions(update)
 
     def output(self) -> CompletionOutput:
-        """Return what is new since this was last told, and everything."""
+        """Return the whole output, and what is new since the last call."""
         output = self._output(self._num_tokens_returned, self._num_pieces_returned)
         self._num_tokens_returned, self._num_pieces_returned = output.num_tokens, output.num_pieces
         return output
 
     def last_output(self) -> CompletionOutput:
-        """Return everything, as if it had all been told."""
+        """Return the whole output, with nothing new."""
         return self._output(len(self._history.token_ids), len(self._history.pieces))
 
     def _output(self, first_token: int, first_piece: int) -> CompletionOutput:
@@ -141,7 +141,7 @@ class Choice:
         self.finish_reason = "error"
 
     def record_details(self, update: RequestUpdate) -> None:
-        """Store what comes with the first token; of a closed choice nothing else is stored."""
+        """Store what arrives with the first token. For a closed choice nothing else is stored."""
         if update.prompt_logprobs is not None:
             scored = zip(self._prompt_token_ids[1:], update.prompt_logprobs, strict=True)
             scores = [_candidates(token_id, one, self._tokenizer) for token_id, one in scored]
@@ -178,7 +178,7 @@ class Choice:
             self._stop_reason = update.stop_token_id
 
     def _hides_stop(self, update: RequestUpdate) -> bool:
-        """Whether the last token ended the choice and its text is not wanted."""
+        """Whether the last token ended the choice and its text must not be shown."""
         is_last = update.token_ids[-1:] == (update.stop_token_id,)
         return is_last and not self._params.include_stop_str_in_output
 
@@ -191,7 +191,7 @@ class Choice:
 def _detokenizer(
     tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
 ) -> Detokenizer:
-    """Return what makes text of a choice's tokens and finds its stop strings."""
+    """Return a choice's detokenizer, which also finds its stop strings."""
     stream = tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens)
     if not params.stop:
         return stream
@@ -207,7 +207,7 @@ def _detokenizer(
 
 
 def _without_tokens(update: RequestUpdate) -> RequestUpdate:
-    """Return an update for a request that wants no tokens: the engine samples one in any case."""
+    """Return the update without tokens: the engine samples one even for max_tokens 0."""
     reason = "length" if update.finish_reason == "stop" else update.finish_reason
     return msgspec.structs.replace(
         update, token_ids=(), logprobs=None, finish_reason=reason, stop_token_id=None
@@ -226,7 +226,7 @@ def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) ->
 
 
 class Generation:
-    """One caller's request with its choices; ``engine_ids`` are theirs in the engine, in order."""
+    """One caller's request with its choices; ``engine_ids``: their ids in the engine, in order."""
 
     __slots__ = (
         "_num_computing",
@@ -246,7 +246,7 @@ class Generation:
         notify: "Notify",
         watch: "RequestWatch | None" = None,
     ) -> None:
-        """``notify`` is called when there is something new, or it has failed; must not raise."""
+        """``notify`` is called at new output and at failure; it must not raise."""
         self._watch = watch
         self._prepared = prepared
         self.engine_ids = engine_ids
@@ -256,12 +256,12 @@ class Generation:
         ]
         self.notify = notify
         self._num_open = len(self.choices)
-        self._num_computing = len(self.choices)  # of which the engine has not said its last word
-        self.error: CorunError | None = None  # why the request failed, if it did
+        self._num_computing = len(self.choices)  # without a final update of the engine
+        self.error: CorunError | None = None  # the reason, if the request failed
 
     @property
     def request_id(self) -> str:
-        """The caller's name for it."""
+        """The caller's id of the request."""
         return self._prepared.request_id
 
     @property
@@ -283,20 +283,20 @@ class Generation:
                 self.count_end(choice)
 
     def count_end(self, choice: Choice) -> None:
-        """Note that one of its choices has just ended."""
+        """Count the end of a choice."""
         self._num_open -= 1
         if self.error is None:
             self.error = choice.error
 
     def complete(self, choice: Choice, update: RequestUpdate) -> None:
-        """Take the engine's last word on one of its choices; of the last one, its watch is told."""
+        """Apply the engine's final update to a choice; after the last one, notify the watch."""
         choice.complete(update)
         self._num_computing -= 1
         if self._num_computing == 0:
             self._notify_end()
 
     def lose(self) -> None:
-        """The engine says nothing any more."""
+        """End without final updates: the engine sends nothing any more."""
         if self._num_computing:
             self._num_computing = 0
             for choice in self.choices:

@@ -1,6 +1,6 @@
-"""From what a caller asks to what the engine is asked: checks, defaults and limits. Pure.
+"""Turns a caller's request into engine requests: checks, defaults and limits. Pure.
 
-Knows the model's facts and the limits; knows nothing of the engine that will compute.
+Knows the model's facts and the limits; knows nothing of the engine.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _POLICIES = ("scheduling_policy", "memory_policy")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One prompt of a batch and what goes with it."""
+    """One prompt of a batch with its parameters."""
 
     prompt: Prompt
     sampling_params: SamplingParams
@@ -39,19 +39,19 @@ class BatchItem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """What a caller asks, checked, as its outputs repeat it and as the engine is asked."""
+    """A caller's request, checked: the fields that outputs repeat, and those for the engine."""
 
     request_id: str
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     params: SamplingParams
-    samplings: Sequence[SamplingParams]  # of the engine, one per choice
+    samplings: Sequence[SamplingParams]  # for the engine, one per choice
     lora_request: Lora
-    tokenizer: Tokenizer  # makes text of the output
+    tokenizer: Tokenizer  # decodes the output
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # of each choice; None = the engine predicts
     conventions: str | None = None  # digest of the adapter's; None = the base model
-    waited_s: float = 0.0  # for the adapter's files to be read
+    waited_s: float = 0.0  # seconds waited for the adapter's files
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
         """Return one engine request per choice, with ids drawn from ``engine_ids``."""
@@ -71,9 +71,9 @@ class PreparedRequest:
 def read_options(
     config: EngineConfig | None, options: dict[str, Any]
 ) -> tuple[EngineConfig, OwnPolicies | None]:
-    """Return ``config``, or one made of ``options``; giving both is an error of the caller.
+    """Return ``config``, or one made of ``options``. Raises ``TypeError`` for both.
 
-    Policies that are no names are apart: no configuration can hold them.
+    Policies given as objects are returned separately, as a configuration cannot hold them.
     """
     own = {name: options[name] for name in _POLICIES if callable(options.get(name))}
     options = {name: value for name, value in options.items() if name not in own}
@@ -88,7 +88,7 @@ def read_options(
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
-    """Return the prompt's tokens; raises ``RequestError`` if they cannot be computed."""
+    """Return the prompt's tokens; raises ``RequestError`` if they are invalid."""
     check_prompt_length(len(token_ids), model.max_model_len)
     return check_token_ids(token_ids, vocab_size=model.vocab_size)
 
@@ -96,7 +96,7 @@ def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
 def truncate_prompt(
     token_ids: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> Sequence[int]:
-    """Return the last tokens of a prompt, as many as ``params`` keep."""
+    """Return the last tokens of a prompt, as many as ``params`` keeps."""
     num_kept = params.truncate_prompt_tokens
     if num_kept is None:
         return token_ids
@@ -106,7 +106,7 @@ def truncate_prompt(
 
 
 def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: int) -> None:
-    """Raise ``RequestError`` for tokens that the model has not, or too many of them."""
+    """Raise ``RequestError`` for unknown tokens, or for too many of them."""
     biases = params.logit_bias or {}
     check_num_biases(len(biases), max_logit_bias)
     listed = {
@@ -132,7 +132,7 @@ def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: i
 
 
 def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of words, alone and behind a space: to most tokenizers these are others."""
+    """Return the tokens of words, with and without a space before (most tokenizers differ)."""
     variants = [
         tuple(tokenizer.encode(text, add_special_tokens=False))
         for word in words
@@ -142,7 +142,7 @@ def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
 
 
 def default_sampling(model: ModelInfo) -> SamplingParams:
-    """Return what applies to a request that says nothing: the model's own defaults.
+    """Return the model's own defaults, for a request without parameters.
 
     They come from the model's ``generation_config.json``.
     """
@@ -155,11 +155,11 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
 def engine_sampling(
     params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int, rng: random.Random
 ) -> list[SamplingParams]:
-    """Return what each choice asks of the engine: one choice, a seed and a number of tokens.
+    """Return the engine's parameters of each choice: ``n`` 1, with a seed and ``max_tokens``.
 
-    ``max_tokens`` is cut to the room that the context has left; None means all of that room. For 0
-    the engine computes one token, which the front end drops. Stop strings, which are a matter of
-    text, and what was cut off the prompt are not passed on.
+    ``max_tokens`` is limited to the room left in the context; None means all of it. For 0 the
+    engine computes one token, which the front end drops. Stop strings and
+    ``truncate_prompt_tokens`` are not passed on, as the front end handles them.
     """
     room = max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -198,7 +198,7 @@ def read_batch(
     sampling_params: SamplingParams | Sequence[SamplingParams],
     lora_request: Lora | Sequence[Lora],
 ) -> list[BatchItem]:
-    """Return one item per prompt. Raises ``RequestError`` for wrong types or numbers."""
+    """Return one item per prompt. Raises ``RequestError`` for wrong types or lengths."""
     texts = _read_prompts(prompts)
     params: Sequence[SamplingParams]
     if isinstance(sampling_params, SamplingParams):
@@ -222,7 +222,7 @@ def read_batch(
 
 
 def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from several: a list of integers is one prompt."""
+    """Return the list of prompts; a list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     read: list[Prompt] = []
@@ -236,7 +236,7 @@ def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _token_id(value: object) -> int:
     if not isinstance(value, SupportsIndex):
         raise RequestError(
-            f"the prompts mix token ids with {value!r}; give a list of prompts or one prompt",
+            f"the prompts mix token ids with {value!r}; give one prompt or a list of prompts",
             param="prompt",
         )
     return operator.index(value)

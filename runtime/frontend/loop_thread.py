@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, for callers that have none or may not wait on theirs.
+"""An event loop in a thread of its own, for callers without one or that must not block theirs.
 
-Knows nothing of what runs on it. It changes nothing that other threads share: no signal handler, no
-policy of asyncio, nobody's event loop.
+Knows nothing of what runs on it. It changes no global state: no signal handlers, no asyncio policy,
+no other event loop.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError
 from ..tasks import cancel_all
 
-THREAD_PREFIX = "corun-"  # of the names of all threads that an engine has
+THREAD_PREFIX = "corun-"  # of the names of all threads of an engine
 
 _Result = TypeVar("_Result")
 
@@ -27,14 +27,14 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.SelectorEventLoop()
-        # Ours, so that it can be ended at interpreter exit, when no thread can be started for it.
+        # Its own executor can be ended at interpreter exit, when no thread can be started for it.
         self._pool = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix=f"{THREAD_PREFIX}front-end-helper"
         )
         self._loop.set_default_executor(self._pool)
-        self._lock = threading.RLock()  # guards _is_closing, and that nothing is run after it
+        self._lock = threading.RLock()  # guards _is_closing: nothing runs after it is set
         self._is_closing = False
-        # A daemon, so that a forgotten engine does not keep the interpreter from ending.
+        # A daemon, so that an engine left open does not keep the interpreter from ending.
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}front-end", daemon=True
         )
@@ -43,7 +43,7 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run ``coroutine`` to its end and return its result; an interrupt cancels it.
 
-        Raises ``EngineDeadError`` after ``close``, and if that comes before the result.
+        Raises ``EngineDeadError`` after ``close``, and if ``close`` comes before the result.
         """
         with self._lock:
             if self._is_closing:
@@ -55,13 +55,13 @@ class LoopThread:
         except concurrent.futures.CancelledError:
             raise EngineDeadError("the engine is closed") from None
         finally:
-            future.cancel()  # what has ended stays as it is
+            future.cancel()  # no effect if it has ended
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run ``last``, cancel what is left and end the thread. Idempotent.
+        """Run ``last``, cancel all other tasks and end the thread. Idempotent.
 
-        Waits for the end, unless it is a thread of an engine that drops the last reference: this
-        end may be waiting for that thread.
+        Waits for the end, unless it is called by a thread of an engine that drops the last
+        reference: the end may be waiting for that thread.
         """
         with self._lock:
             if self._is_closing:
@@ -76,10 +76,10 @@ class LoopThread:
         try:
             await last
         except Exception:
-            _logger.exception("an engine could not be closed in order")
+            _logger.exception("the engine did not close cleanly")
         await cancel_all(*(asyncio.all_tasks() - {asyncio.current_task()}))
         await self._loop.shutdown_asyncgens()
-        await asyncio.sleep(0)  # what has just been closed is told so
+        await asyncio.sleep(0)  # lets transports that were just closed report it
         self._loop.stop()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapter operations of ``AsyncEngine``: asked once, however many requests wait for them."""
+"""Adapter operations of ``AsyncEngine``: each is sent once for any number of waiting requests."""
 
 import asyncio
 import copy
@@ -32,9 +32,9 @@ from .lora_directory import LoraDirectory, adapter_path, check_lora_request
 from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest
 
-_UNKNOWN_S = 10.0  # for which resolvers are not asked again
-_MAX_UNKNOWN = 4096  # names: those of before are asked for again
-_RESOLVE_TIMEOUT_S = 120.0  # a download goes on behind it, and is found the next time
+_UNKNOWN_S = 10.0  # during which resolvers are not asked again
+_MAX_UNKNOWN = 4096  # names; for older ones resolvers are asked again
+_RESOLVE_TIMEOUT_S = 120.0  # a download continues and is found at the next request
 
 
 class LoraClient:
@@ -45,7 +45,7 @@ class LoraClient:
         self.directory = LoraDirectory()
         self._base_name = ""
         self._resolvers: list[LoraResolver] = []
-        # Until when resolvers are not asked, and what is raised instead.
+        # Until when resolvers are not asked, and the error that is raised instead.
         self._unknown: dict[str, tuple[float, CorunError | None]] = {}
         self._finding: dict[str, asyncio.Task[None]] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
@@ -55,16 +55,16 @@ class LoraClient:
         self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
 
     def begin(self, base_name: str, adapters: Iterable[AdapterInfo]) -> None:
-        """The engine serves."""
+        """The engine is ready."""
         self._base_name = base_name
         self.directory.update(adapters)
 
     def add_resolver(self, resolver: LoraResolver) -> None:
-        """Ask it, too, after those before."""
+        """Add a resolver after the present ones."""
         self._resolvers.append(resolver)
 
     async def resolve(self, lora: Lora) -> None:
-        """Raise unless requests can name ``lora``; registers what is new."""
+        """Raise unless requests can use ``lora``; registers it if it is new."""
         if isinstance(lora, str):
             await self.find(lora)
             self.directory.check_usable(lora)
@@ -72,9 +72,9 @@ class LoraClient:
             await self.add(lora, reload=False)
 
     def conventions_of(self, name: str) -> AdapterConventions | None:
-        """Return those of the version that serves; None if its files have not been read.
+        """Return those of the version in service; None if its files have not been read.
 
-        Of what cannot be used, the engine says so: it has none of its own.
+        An adapter that cannot be used has none of its own; the engine reports the error.
         """
         info = self.directory.get(name)
         return NO_CONVENTIONS if info is None or info.state != READY else info.conventions
@@ -82,10 +82,10 @@ class LoraClient:
     async def read_conventions_of(
         self, name: str, timeout_s: float | None
     ) -> AdapterConventions | None:
-        """Have the files of an adapter read and return its conventions; calls share one read.
+        """Let the engine read an adapter's files; return its conventions. Calls share one read.
 
-        Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if it is gone meanwhile,
-        ``OverloadedError`` if it takes too long.
+        Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if the adapter was removed
+        meanwhile, ``OverloadedError`` if it takes too long.
         """
         task = self._reading.get(name)
         if task is None:
@@ -100,34 +100,34 @@ class LoraClient:
             assert timeout_s is not None
             raise overdue_error(timeout_s) from None
         except AdapterError:
-            self.directory.check_usable(name)  # raises what later requests get
+            self.directory.check_usable(name)  # raises the error that later requests get
             raise
         return self.conventions_of(name)
 
     async def find(self, name: str) -> None:
-        """Register what a resolver has under a name that is not known; else do nothing.
+        """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
-        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if
-        nobody could tell whether there is one, ``AdapterUnavailableError`` if that takes too long.
+        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
+        resolver failed, ``AdapterUnavailableError`` if that takes too long.
         """
-        task = self._finding.get(name)  # which goes on until it can be used
+        task = self._finding.get(name)  # which runs until the adapter can be used
         if task is None:
             if not self._resolvers or not self._is_sought(name):
                 return
             until_s, error = self._unknown.get(name, (0.0, None))
             if self._clock() < until_s:
                 if error is not None:
-                    raise copy.copy(error)  # each with a traceback of its own
+                    raise copy.copy(error)  # each caller gets a traceback of its own
                 return
             task = asyncio.get_running_loop().create_task(self._find(name))
             self._finding[name] = task
             task.add_done_callback(lambda _: self._finding.pop(name, None))
-        await asyncio.shield(task)  # others may wait for it, too
+        await asyncio.shield(task)  # other requests may wait for it too
 
     def _is_sought(self, name: str) -> bool:
-        """Whether resolvers may be asked: they make paths of names."""
+        """Whether resolvers may be asked. They make paths of names, so the name must be valid."""
         info = self.directory.get(name)
-        if info is not None:  # what they had may have been mended since it was refused
+        if info is not None:  # its files may have been corrected since it was refused
             return info.state == FAILED and name in self._unknown
         try:
             check_adapter_name(name)
@@ -145,7 +145,7 @@ class LoraClient:
                 return
         except TimeoutError as error:
             raise AdapterUnavailableError(
-                f"adapter {name!r} has not been found within {_RESOLVE_TIMEOUT_S:g} s"
+                f"adapter {name!r} was not found within {_RESOLVE_TIMEOUT_S:g} s"
             ) from error
         except (AdapterError, UnknownModelError) as error:
             self._remember_unknown(name, error)
@@ -153,7 +153,7 @@ class LoraClient:
         self._remember_unknown(name, None)
 
     async def _ask_resolvers(self, name: str) -> LoRARequest | None:
-        """Raises ``UnknownModelError`` if one could not tell, and no other has it."""
+        """Raises ``UnknownModelError`` if a resolver failed and no other one finds it."""
         failure: UnknownModelError | None = None
         for resolver in self._resolvers:
             try:
@@ -196,7 +196,7 @@ class LoraClient:
         await self._run(RemoveAdapter(next(self._operation_ids), name))
 
     def operation_done(self, message: OperationDone) -> None:
-        """Take the end of an operation."""
+        """Apply the end of an operation."""
         future = self._operations.pop(message.operation_id, None)
         if future is None or future.done():
             return

@@ -1,7 +1,7 @@
-"""The adapters that an engine has, as its front end sees them: a mirror of the engine's registry.
+"""The front end's copy of the engine's registry of adapters.
 
-HTTP and Python ask here before they trouble the engine, which has the last word: the mirror is as
-old as the last message. Pure bookkeeping: names and paths.
+HTTP and Python look names up here before they call the engine. The engine decides, as the copy is
+as old as its last message. Pure bookkeeping: names and paths.
 """
 
 import os
@@ -20,17 +20,17 @@ class LoraDirectory:
         self._infos = {info.name: info for info in infos}
 
     def update(self, changed: Iterable[AdapterInfo], removed: Iterable[str] = ()) -> None:
-        """Take what the engine tells of some."""
+        """Apply changes that the engine has published."""
         for name in removed:
             self._infos.pop(name, None)
         self._infos.update({info.name: info for info in changed})
 
     def get(self, name: str) -> AdapterInfo | None:
-        """Return one, in whatever state."""
+        """Return an adapter in any state, or None."""
         return self._infos.get(name)
 
     def list(self) -> list[AdapterInfo]:
-        """Return all, by name."""
+        """Return all adapters, by name."""
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def has(self, lora: LoRARequest) -> bool:
@@ -41,18 +41,18 @@ class LoraDirectory:
         return os.path.realpath(info.path) == os.path.realpath(adapter_path(lora))
 
     def __contains__(self, name: object) -> bool:
-        """Whether an adapter has this name, in whatever state."""
+        """Whether an adapter in any state has this name."""
         return name in self._infos
 
     def check_known(self, name: str, *, param: str = "lora_request") -> None:
-        """Raise ``UnknownModelError`` unless an adapter has this name, in whatever state."""
+        """Raise ``UnknownModelError`` unless an adapter in any state has this name."""
         if name not in self._infos:
             raise unknown_name(name, self._infos, param=param)
 
     def check_usable(self, name: str) -> None:
-        """Raise ``UnknownModelError`` or ``AdapterUnavailableError`` unless requests may name it.
+        """Raise ``UnknownModelError`` or ``AdapterUnavailableError`` unless requests can use it.
 
-        They may name one that is loading: the engine knows whether it still is.
+        An adapter that is loading can be used: the engine knows whether it still loads.
         """
         self.check_known(name)
         info = self._infos[name]
@@ -61,12 +61,12 @@ class LoraDirectory:
 
 
 def adapter_path(lora: LoRARequest) -> str:
-    """Return the path of an adapter as the engine must hear it, from whatever directory it runs."""
+    """Return an adapter's path as the engine needs it, in any working directory."""
     return os.path.abspath(os.path.expanduser(lora.lora_path))
 
 
 def check_lora_request(lora: object) -> LoRARequest:
-    """Return ``lora``; raises ``RequestError`` if it is something else or names nothing."""
+    """Return ``lora``; raises ``RequestError`` for another type, or without name or path."""
     if not isinstance(lora, LoRARequest):
         raise RequestError(
             f"lora_request is {lora!r}, expected a LoRARequest, an adapter's name or None",

@@ -1,6 +1,6 @@
-"""Finds adapters that requests name and nobody has registered: ``--lora-resolver``.
+"""Finds unregistered adapters that requests name: ``--lora-resolver``.
 
-The interface is vLLM's, so that a resolver written for it needs a few lines here.
+The interface is vLLM's: a resolver written for vLLM needs only a few lines here.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
 from .outputs import LoRARequest
 
-# Of a repository, which may hold a whole model: the adapter and its small files alone.
+# Only the adapter and its small files: the repository may hold a whole model.
 _HUB_FILES = (WEIGHTS_NAME, TEMPLATE_NAME, "*.json")
 _MAX_FETCHES = 4  # at a time
-_ASK_TIMEOUT_S = 5.0  # for each wait while the hub is asked whether it has a repository
+_ASK_TIMEOUT_S = 5.0  # for each request that checks whether the hub has a repository
 
 
 class LoraResolver(Protocol):
-    """Knows where adapters are."""
+    """Finds adapters by name."""
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Return the adapter of this name, in a directory of this machine; None = there is none.
+        """Return the adapter of this name, in a directory of this machine; None = not found.
 
-        Raises ``UnknownModelError`` with the reason if that cannot be told, ``AdapterError`` if it
-        is there and cannot be had.
+        Raises ``UnknownModelError`` with the reason if the search fails, ``AdapterError`` if the
+        adapter exists but cannot be fetched.
         """
         ...
 
 
 class DirectoryResolver:
-    """Adapters are directories of one directory, by name; links must not lead out of it."""
+    """Adapters are subdirectories of one directory, by name; links must not lead out of it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -53,12 +53,12 @@ class DirectoryResolver:
                 return None
         except OSError as error:
             raise UnknownModelError(
-                f"whether there is an adapter {name!r} is not known: its directory cannot be read "
+                f"cannot look for adapter {name!r}: its directory cannot be read "
                 f"({error.strerror})", param="lora_request",
             ) from error  # fmt: skip
         try:
             found = resolve_allowed(str(path), [str(self._directory)])
-        except RequestError:  # whoever asks is not told what lies elsewhere
+        except RequestError:  # reveals nothing of files elsewhere
             return None
         return LoRARequest(name, 0, found)
 
@@ -70,9 +70,9 @@ class HubResolver:
     """
 
     def __init__(self, allowed: str | None = None) -> None:
-        """``allowed``: the one owner, or the one repository, to take; None = all."""
+        """``allowed``: the only owner or repository to fetch from; None = all."""
         self._allowed = allowed
-        # Of its own: a hub that hangs must not take the threads that others need.
+        # Own threads: a hub that hangs must not occupy the shared ones.
         self._threads = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="corun-hub")
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
@@ -95,18 +95,18 @@ class HubResolver:
             path = _download(repository, revision)
         except GatedRepoError as error:
             raise AdapterError(
-                f"adapter {name!r} is in a gated repository of the hub; HF_TOKEN must be of "
-                "somebody who was let in"
+                f"adapter {name!r} is in a gated repository of the hub; set HF_TOKEN to the "
+                "token of an account with access"
             ) from error
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
             return None
-        # Unreachable, overloaded, offline, a full disk: each has errors of its own.
+        # Unreachable, overloaded, offline or a full disk: each has errors of its own.
         except Exception as error:
             path = _cached(repository, revision)
             if path is None:
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise UnknownModelError(
-                    f"no model or adapter is named {name!r} here, and it cannot be fetched from "
+                    f"no model or adapter is named {name!r}, and it cannot be fetched from "
                     f"the hub now: {reason}",
                     param="lora_request",
                 ) from error
@@ -118,9 +118,9 @@ class HubResolver:
 
 
 def _download(repository: str, revision: str) -> Path | None:
-    """Return where the adapter's files are in the hub's cache; None = it is no adapter.
+    """Return the directory of the adapter's files in the hub's cache; None = not an adapter.
 
-    Not ``snapshot_download``, which waits for a hub that does not answer without end.
+    Does not use ``snapshot_download``, which waits forever for a hub that does not answer.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -134,7 +134,7 @@ def _download(repository: str, revision: str) -> Path | None:
 
 
 def _cached(repository: str, revision: str) -> Path | None:
-    """Return where the adapter's files are if they were fetched before."""
+    """Return the directory of the adapter's files if they were fetched before."""
     from huggingface_hub import try_to_load_from_cache
 
     found = [
@@ -145,9 +145,9 @@ def _cached(repository: str, revision: str) -> Path | None:
 
 
 def make_resolver(text: str) -> LoraResolver:
-    """Make the one that ``--lora-resolver`` names.
+    """Make the resolver that ``--lora-resolver`` names.
 
-    Raises ``ConfigError`` if its directory is not there.
+    Raises ``ConfigError`` if its directory does not exist.
     """
     kind, argument = parse_lora_resolver(text)
     if kind == "hub":

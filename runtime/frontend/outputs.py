@@ -1,7 +1,7 @@
-"""What a caller of ``generate`` gives and gets: plain objects, no engine behind them.
+"""The arguments and results of ``generate``: plain objects, independent of an engine.
 
-Outputs are not frozen, because one is made for every token, and a frozen one takes several times
-as long to make.
+Outputs are not frozen, because one is made for every token, and making a frozen one takes several
+times as long.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ..timing import EngineTiming
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter and says where its PEFT directory is.
+    """The name of an adapter and the path of its PEFT directory.
 
     The name identifies the adapter: the same name with the same path is the same adapter, the
-    same name with another path a new version of it. ``lora_int_id`` is kept for callers that
-    number their adapters; corun does not look at it.
+    same name with another path is a new version of it. ``lora_int_id`` is for callers that
+    number their adapters; corun ignores it.
     """
 
     lora_name: str
@@ -34,12 +34,12 @@ class Logprob:
     decoded_token: str  # "bytes:\\xe2\\x82" where the token is a part of a character
 
 
-TokenCandidates = dict[int, Logprob]  # by token id: the drawn token first, then the best
+TokenCandidates = dict[int, Logprob]  # by token id: the sampled token first, then the best
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterStart:
-    """How a choice was started whose adapter was not on the device."""
+    """How a choice was started without its adapter on the device."""
 
     strategy: str  # blocking, async_load, pipelined or assisted
     reason: str
@@ -47,7 +47,7 @@ class AdapterStart:
 
 @dataclass(slots=True)
 class ChoiceHistory:
-    """Everything one choice has produced; outputs share it and remember how far they saw it."""
+    """The whole output of one choice; outputs share it, each with its own end in it."""
 
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -56,10 +56,10 @@ class ChoiceHistory:
 
 @dataclass(slots=True, repr=False, eq=False)
 class CompletionOutput:
-    """One choice at one moment: what is new since the previous output, and all of it.
+    """One choice at one moment: its new output since the previous one, and all of it.
 
-    ``text``, ``token_ids`` and ``logprobs`` are everything so far; they are built when read, so
-    that a consumer of the ``new_`` fields pays nothing for them. ``finish_reason`` is "stop",
+    ``text``, ``token_ids`` and ``logprobs`` have all output so far. They are built when read, so
+    that a reader of the ``new_`` fields does not pay for them. ``finish_reason`` is "stop",
     "length", "abort" or None; ``stop_reason`` is the stop string or the stop token's id, None for
     an end-of-sequence token.
     """
@@ -68,14 +68,16 @@ class CompletionOutput:
     new_text: str
     new_token_ids: Sequence[int]
     new_logprobs: Sequence[TokenCandidates] | None
-    cumulative_logprob: float | None  # sum over the drawn tokens, if log-probabilities are asked
+    cumulative_logprob: float | None  # sum over the sampled tokens, with ``logprobs``
     finish_reason: str | None
     stop_reason: str | int | None
     history: ChoiceHistory
     num_pieces: int
     num_tokens: int
-    num_cached_tokens: int = 0  # of the prompt, not computed again because its KV was there
-    adapter_start: AdapterStart | None = None  # None = the adapter was there, or none was asked for
+    num_cached_tokens: int = 0  # of the prompt, with cached KV
+    adapter_start: AdapterStart | None = (
+        None  # None = the adapter was on the device, or the base model
+    )
     timing: EngineTiming | None = None  # with the first token, or the end
 
     @property
@@ -85,12 +87,12 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens so far, the end token (if one ended it) included."""
+        """All tokens so far, including the end token, if one ended it."""
         return self.history.token_ids[: self.num_tokens]
 
     @property
     def logprobs(self) -> list[TokenCandidates] | None:
-        """One entry per token so far, if asked for."""
+        """One entry per token so far, if the parameters have ``logprobs``."""
         logprobs = self.history.logprobs
         return None if logprobs is None else logprobs[: self.num_tokens]
 
@@ -117,21 +119,21 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | str | None = None
-    # If asked for: an entry per token of the prompt, None for the first, which nothing precedes.
+    # With ``prompt_logprobs``: an entry per token of the prompt, None for the first.
     prompt_logprobs: list[TokenCandidates | None] | None = None
 
 
 class RequestWatch(Protocol):
-    """Is told when a request begins and ends in the engine. Neither method may raise."""
+    """Notified when a request begins and ends in the engine. Neither method may raise."""
 
     def opened(self) -> None:
-        """The engine has been asked; ``ended`` will follow, whatever happens."""
+        """The request was sent to the engine; ``ended`` follows in any case."""
         ...
 
     def ended(self, output: RequestOutput) -> None:
-        """The engine has said its last word on all choices of the request, or is gone.
+        """All choices of the request have ended in the engine, or the engine is gone.
 
-        ``output`` is all that there is of the request, with nothing new in it. A choice that was
-        left while it ran has the finish reason "abort", one that failed "error".
+        ``output`` is the whole output of the request, with nothing new in it. A choice that was
+        closed while it ran has the finish reason "abort", a failed one "error".
         """
         ...

@@ -1,7 +1,7 @@
-"""Requests of a front end: prepared, opened, fed with what the engine says, and aborted.
+"""Requests of a front end: prepares, opens, updates and aborts them.
 
-An open request is one ``Generation``; what the engine says of it is looked up here once per update.
-Knows an engine only as its client; nothing of adapters or of the engine's start and end.
+An open request is one ``Generation``; each update of the engine is matched to it here.
+Knows an engine only as its client, and nothing of adapters or of the engine's start and end.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from .waker import Waker
 
 
 class RequestClient:
-    """Opens requests through an engine client and tells their owners what is new."""
+    """Opens requests through an engine client and notifies their owners of output."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -48,19 +48,19 @@ class RequestClient:
         self._rng = random.Random(client.config.seed)  # noqa: S311 -- seeds of samplers
         self._engine_ids = itertools.count(1)
         self._by_id: dict[str, Generation] = {}
-        # What the engine still computes, whose choice it is, and whose request that is.
+        # Engine requests that still compute, with their generation and choice.
         self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
-        # The same of requests that were closed before the engine's last word on them.
+        # The same for requests that were closed before their final update.
         self._closed: dict[int, tuple[Generation, Choice]] = {}
         self._num_sent = 0  # engine requests so far
-        self._num_taken = 0  # of them those that the engine has taken in
-        self._num_waiting = 0  # of these, when it said so last
-        self._on_turn: set[Callable[[], None]] = set()  # called whenever the engine has said more
+        self._num_taken = 0  # of these, received by the engine
+        self._num_waiting = 0  # of these, at the engine's last message
+        self._on_turn: set[Callable[[], None]] = set()  # called after each message of the engine
         self._model: ModelInfo | None = None
         self._error: EngineDeadError | None = None
 
     def begin(self, model: ModelInfo) -> None:
-        """The engine is ready: requests may be prepared and opened from now on."""
+        """The engine is ready: requests can be prepared and opened."""
         self._model = model
 
     async def prepare(
@@ -74,9 +74,9 @@ class RequestClient:
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
     ) -> PreparedRequest:
-        """Check what is asked, and turn its prompt into tokens. Raises ``RequestError``.
+        """Check a request, and turn its prompt into tokens. Raises ``RequestError``.
 
-        ``conventions``: of the adapter, which make the tokens.
+        ``conventions``: the adapter's, which make the tokens.
         """
         model, tokenizer = self._ready(), conventions.tokenizer
         check_predicted_output(predicted_output_tokens)
@@ -113,16 +113,16 @@ class RequestClient:
 
     @property
     def num_sent(self) -> int:
-        """Engine requests so far, of which the engine takes one after the other."""
+        """Number of engine requests sent so far; the engine receives them in this order."""
         return self._num_sent
 
     def open(
         self, prepared: PreparedRequest, notify: Notify, watch: RequestWatch | None = None
     ) -> Generation:
-        """Send one engine request per choice; whoever opens it closes it, however it ended.
+        """Send one engine request per choice. The caller must ``close`` the result in any case.
 
-        Nothing is awaited on the way: all are open, or none. Raises ``RequestError``,
-        ``OverloadedError``, ``EngineDeadError``.
+        All choices are opened, or none. Raises ``RequestError``, ``OverloadedError``,
+        ``EngineDeadError``.
         """
         generation, requests = self._enter(prepared, notify, watch)
         if watch is not None:
@@ -133,12 +133,12 @@ class RequestClient:
     def _enter(
         self, prepared: PreparedRequest, notify: Notify, watch: RequestWatch | None = None
     ) -> tuple[Generation, tuple[AddRequest, ...]]:
-        """Open a request here; what is returned with it is to be sent at once."""
+        """Open a request here, and return the messages to send for it at once."""
         if self._error is not None:
             raise EngineDeadError(str(self._error))
         if prepared.request_id in self._by_id:
             raise RequestError(
-                f"a request with id {prepared.request_id!r} is open", param="request_id"
+                f"a request with id {prepared.request_id!r} is already open", param="request_id"
             )
         self._check_room(prepared.params.n)
         requests = prepared.engine_requests(self._engine_ids)
@@ -151,7 +151,7 @@ class RequestClient:
         return generation, tuple(requests)
 
     def close(self, generation: Generation) -> None:
-        """Forget a request, and abort what is still computed of it."""
+        """Remove a request, and abort its choices that still compute."""
         self._by_id.pop(generation.request_id, None)
         for engine_id in generation.engine_ids:
             entry = self._by_engine_id.pop(engine_id, None)
@@ -191,7 +191,7 @@ class RequestClient:
                     together += requests
                 else:
                     self._on_turn.discard(waker.set)
-                if together:  # the same batch makes the same steps, however fast it is sent
+                if together:  # the same batch makes the same steps, at any speed of sending
                     self._client.send(AddRequests(tuple(together)))
                 await waker
                 while ended:
@@ -207,15 +207,15 @@ class RequestClient:
         return [generation.output() for generation in generations]
 
     def abort(self, request_id: str) -> None:
-        """End a request; whoever opened it gets what there is."""
+        """End a request; its owner gets the output so far."""
         generation = self._by_id.get(request_id)
         if generation is not None:
             self._client.send(AbortRequests(tuple(generation.open_engine_ids)))
 
     def apply(self, message: StepOutputs) -> None:
-        """Take what the engine says of requests.
+        """Apply the engine's updates of requests.
 
-        A request is notified once, however many of its choices go on.
+        A request is notified once for any number of choices with updates.
         """
         self._num_taken, self._num_waiting = message.num_requests, message.load.num_waiting
         unneeded: list[int] = []
@@ -227,7 +227,7 @@ class RequestClient:
                 self._apply_to_closed(update)
                 continue
             generation, choice = entry
-            if choice.finish_reason is None:  # else a stop string has ended it before
+            if choice.finish_reason is None:  # else a stop string has ended it
                 if choice.update(update):
                     unneeded.append(engine_id)
                 if choice.finish_reason is not None:
@@ -244,9 +244,9 @@ class RequestClient:
             self._client.send(AbortRequests(tuple(unneeded)))
 
     def _apply_to_closed(self, update: RequestUpdate) -> None:
-        """Take what the engine says of a request that was closed while it computed."""
+        """Apply an update to a request that was closed while it computed."""
         entry = self._closed.get(update.request_id)
-        if entry is None:  # it was told that it gets no more answers
+        if entry is None:  # it was ended without a final update
             return
         generation, choice = entry
         choice.record_details(update)
@@ -255,7 +255,7 @@ class RequestClient:
             generation.complete(choice, update)
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """End every open request with ``error``; no other is opened."""
+        """End every open request with ``error``; no more can be opened."""
         self._error = error
         for generation in tuple(self._by_id.values()):
             generation.fail(EngineDeadError(str(error)))  # each is raised in its own task
@@ -272,7 +272,7 @@ class RequestClient:
         return self._model
 
     def _check_room(self, num_new: int) -> None:
-        """Raise for what cannot even wait, before the engine has to hear of it."""
+        """Raise for requests that cannot even wait, before they are sent."""
         limits = {
             "max_num_seqs": self._config.max_num_seqs,
             "max_num_waiting": self._config.max_num_waiting,
@@ -281,7 +281,7 @@ class RequestClient:
         check_num_open(len(self._by_engine_id), num_new, **limits)
 
     def _can_wait(self, num_new: int) -> bool:
-        """Whether the engine's queue takes so many more; if nothing is open, it is asked anyway."""
+        """Whether the engine's queue has room for ``num_new`` more; true if nothing is open."""
         num_open = len(self._by_engine_id)
         if num_open == 0 or self._error is not None:
             return True

@@ -1,7 +1,7 @@
-"""Stop strings that are, or contain, special tokens, which the text shown may leave out.
+"""Stop strings that contain special tokens, which the shown text may omit.
 
-They are looked for in the text with special tokens, where a special token stands as it would be
-shown. All others are looked for in the text shown, as ``detokenizer`` does without special tokens.
+These are looked for in the text with special tokens. All other stop strings are looked for in the
+shown text, as ``detokenizer`` does.
 """
 
 import re
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from ..sampling import SamplingParams
 from .detokenizer import Detokenizer, StopMatcher
 
-_BYTES = "bytes:"  # how ``Tokenizer.token_text`` writes what is no text
+_BYTES = "bytes:"  # prefix by which ``Tokenizer.token_text`` marks bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """One special token, as a tokenizer's files write it."""
+    """One special token, as written in a tokenizer's files."""
 
     content: str
-    lstrip: bool = False  # in prompts it swallows the white space before it
-    rstrip: bool = False  # and that after it
+    lstrip: bool = False  # in prompts it includes the white space before it
+    rstrip: bool = False  # and the white space after it
 
 
 class SpecialTokens:
@@ -30,13 +30,13 @@ class SpecialTokens:
     def __init__(
         self, tokens: Mapping[int, SpecialToken], token_text: Callable[[int], str]
     ) -> None:
-        """``token_text``: how a token is shown where special tokens are."""
+        """``token_text``: a token's text where special tokens are shown."""
         self._tokens = tokens
         self._token_text = token_text
         self._first_characters = frozenset(token.content[0] for token in tokens.values())
 
     def text(self, token_id: int) -> str:
-        """Return how a token is shown where special tokens are; "" if it is not special."""
+        """Return a token's text where special tokens are shown; "" if it is not special."""
         token = self._tokens.get(token_id)
         if token is None:
             return ""
@@ -44,21 +44,21 @@ class SpecialTokens:
         return token.content if not text or text.startswith(_BYTES) else text
 
     def dropped_blank(self, token_id: int, shown: str) -> str:
-        """Return the blank that a token is written with, if it is ``shown`` without it; else "".
+        """Return the space that begins a token's text, if it is ``shown`` without it; else "".
 
-        Some decoders drop it from the first token that has text, and special tokens have none.
+        Some decoders drop it from the first token with text, and special tokens count as textless.
         """
         return " " if self._token_text(token_id) == f" {shown}" else ""
 
     def spellings(self, stops: Iterable[str]) -> dict[str, str]:
-        """Return the texts that complete the ``stops`` with special tokens, and which each does.
+        """Return the texts that complete ``stops`` with special tokens, each with its stop string.
 
-        A model that has learned a token that swallows white space writes none beside it, and some
-        decoders show a token otherwise than the tokenizer's files write it.
+        A model writes no white space beside a token that includes it, and some decoders show a
+        token differently from the tokenizer's files.
         """
         found: dict[str, str] = {}
         for stop in stops:
-            if self._first_characters.isdisjoint(stop):  # nearly always
+            if self._first_characters.isdisjoint(stop):  # usual case
                 continue
             ids = [one for one, token in self._tokens.items() if token.content in stop]
             if not ids:
@@ -76,15 +76,15 @@ class SpecialTokens:
 
 
 def _swallow(stop: str, token: SpecialToken) -> str:
-    """Return ``stop`` without the white space that one of its tokens swallows."""
+    """Return ``stop`` without the white space that one of its tokens includes."""
     before, after = r"\s*" if token.lstrip else "", r"\s*" if token.rstrip else ""
     return re.sub(before + re.escape(token.content) + after, lambda _: token.content, stop)
 
 
 class SpecialStoppingDetokenizer:
-    """A ``Detokenizer`` that looks for stop strings in the text shown and in that with tokens.
+    """A ``Detokenizer`` that looks for stop strings in the shown text and with special tokens.
 
-    The match that ends first counts; of those that end together, the one that begins first.
+    The match that ends first counts; of several that end together, the one that begins first.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class SpecialStoppingDetokenizer:
         params: SamplingParams,
         spellings: Mapping[str, str],
     ) -> None:
-        """``stream``: without stop strings. ``spellings``: those of stops with special tokens."""
+        """``stream``: without stop strings. ``spellings``: from ``SpecialTokens.spellings``."""
         self._stream = stream
         self._tokens = tokens
         self._params = params
         self._spellings = spellings
         self._shown_matchers = [StopMatcher(stop) for stop in params.stop]
         self._matchers = [StopMatcher(spelling) for spelling in spellings]
-        # The end of the text, which a stop string may still claim, and where in the whole text
-        # the characters of it are that are shown.
+        # The end of the text, which may be part of a stop string, and the positions of its shown
+        # characters.
         self._held: list[str] = []
         self._shown_at: list[int] = []
         self._num_released = 0
@@ -121,16 +121,16 @@ class SpecialStoppingDetokenizer:
         return shown
 
     def hide(self, token_id: int) -> str:
-        """Return what is shown before the last token, which may complete a stop string."""
+        """Return the text to show before the last token, which may complete a stop string."""
         self._num_tokens += 1
         return self._feed(self._tokens.text(token_id), is_shown=False)
 
     def finish(self) -> str:
-        """Return the text held back: no stop string can claim it any more."""
+        """Return the text held back. No tokens follow."""
         return self._release(len(self._held))
 
     def _feed(self, text: str, *, is_shown: bool) -> str:
-        """Take more text; return what no stop string can claim any more."""
+        """Add text; return the text that cannot be part of a stop string any more."""
         may_stop = self._num_tokens >= self._params.min_tokens
         for character in text:
             if is_shown:
@@ -147,8 +147,8 @@ class SpecialStoppingDetokenizer:
         return self._release(min(at_stake))
 
     def _starts_of_matches(self, character: str, *, is_shown: bool) -> dict[int, str]:
-        """Return what the next character completes, by where it begins in what is held."""
-        # Every matcher must see the character, so these are lists and not generators.
+        """Return the stop strings that ``character`` completes, by their start in the held text."""
+        # Every matcher must see the character: lists, not generators.
         starts: dict[int, str] = {}
         if is_shown:
             found = [one.stop for one in self._shown_matchers if one.feed(character)]
@@ -157,17 +157,17 @@ class SpecialStoppingDetokenizer:
         return starts | {self._start(len(stop)): stop for stop in found}
 
     def _start(self, num_characters: int) -> int:
-        """Return where the last characters begin, in what is held."""
+        """Return the start of the last characters in the held text."""
         return len(self._held) - num_characters
 
     def _start_shown(self, num_characters: int) -> int:
-        """Return where the last characters that are shown begin, in what is held."""
+        """Return the start of the last shown characters in the held text."""
         if not num_characters:
             return len(self._held)
         return self._shown_at[-num_characters] - self._num_released
 
     def _release(self, end: int) -> str:
-        """Return what is shown of the first characters held, and forget them."""
+        """Remove the first held characters; return those that are shown."""
         num_shown = bisect_left(self._shown_at, self._num_released + end)
         places = self._shown_at[:num_shown]
         shown = "".join(self._held[place - self._num_released] for place in places)
@@ -176,10 +176,10 @@ class SpecialStoppingDetokenizer:
         return shown
 
     def _release_match(self, start: int, num_characters: int) -> str:
-        """Return what is shown before a match of so many characters, and if asked the match."""
+        """Return the shown text before a match, and the match if it is to be included."""
         shown = self._release(start)
         if self._params.include_stop_str_in_output:
-            is_whole = len(self._held) == num_characters  # else tokens in it are left out
+            is_whole = len(self._held) == num_characters  # else special tokens in it are omitted
             shown += "".join(self._held) if is_whole else self._release(len(self._held))
         self._held.clear()
         return shown

@@ -1,4 +1,4 @@
-"""What an engine tells when it is asked, on an event loop: as it was told last, or as of now."""
+"""Statistics and latency model of an engine, on an event loop: the last ones, or refreshed."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class AnswerClient(Generic[Answer]):
-    """Keeps what the engine told last, and asks it; however many wait, one question is open."""
+    """Keeps the engine's last answer and asks for new ones; waiting callers share one question."""
 
     def __init__(
         self, client: EngineClient, question: ReportStats | ReportMachine, first: Answer
@@ -28,13 +28,13 @@ class AnswerClient(Generic[Answer]):
 
     @property
     def age_s(self) -> float:
-        """Since the engine told it."""
+        """Seconds since the engine's last answer."""
         return time.monotonic() - self._received_s
 
     async def refresh(self, timeout_s: float) -> Answer:
-        """Return what the engine tells now, or ``latest`` if it computes, or is dead.
+        """Return a new answer, or ``latest`` after ``timeout_s`` or from a dead engine.
 
-        An engine at rest answers at once, a busy one between two steps.
+        An idle engine answers at once, a busy one between two steps.
         """
         answer = self.ask()
         if answer is not None:
@@ -44,7 +44,7 @@ class AnswerClient(Generic[Answer]):
         return self.latest
 
     def ask(self) -> asyncio.Future[None] | None:
-        """Have the engine tell as soon as it gets to it; None if it is dead."""
+        """Ask the engine; return a future of the answer, or None if the engine is dead."""
         with contextlib.suppress(EngineDeadError):
             if self._answer is None:
                 self._client.send(self._question)
@@ -52,12 +52,12 @@ class AnswerClient(Generic[Answer]):
         return self._answer
 
     def apply(self, answer: Answer) -> None:
-        """Take what the engine tells."""
+        """Store an answer of the engine."""
         self.latest, self._received_s = answer, time.monotonic()
         self.stop_waiting()
 
     def stop_waiting(self) -> None:
-        """Let go who waits: the engine has answered, or will not."""
+        """Wake waiting callers: the engine has answered, or will not."""
         if self._answer is not None:
             self._answer.set_result(None)
             self._answer = None
@@ -68,28 +68,28 @@ class StatsClient(AnswerClient[EngineStats]):
 
     def __init__(self, client: EngineClient) -> None:
         super().__init__(client, ReportStats(), EngineStats())
-        self.num_requests = 0  # that the engine had taken in when it told them
+        self.num_requests = 0  # received by the engine at the last statistics
 
     def apply_stats(self, stats: EngineStats, num_requests: int) -> None:
-        """Take what the engine tells, and of how many requests it knew."""
+        """Store statistics, and the number of requests that they include."""
         self.num_requests = num_requests
         self.apply(stats)
 
     def apply_load(self, load: EngineLoad) -> None:
-        """Take what each of the engine's turns tells."""
+        """Store the load, which every turn of the engine publishes."""
         fields = msgspec.structs.asdict(load)
         if any(getattr(self.latest, name) != value for name, value in fields.items()):
             self.latest = msgspec.structs.replace(self.latest, **fields)
 
 
 class MachineClient(AnswerClient[MachineReport | None]):
-    """How long things take; None before the engine is ready."""
+    """The machine's latency model; None before the engine is ready."""
 
     def __init__(self, client: EngineClient) -> None:
         super().__init__(client, ReportMachine(), None)
 
     async def refresh_learned(self, timeout_s: float) -> MachineReport:
-        """As ``refresh``, but what has been measured stays as it is."""
+        """As ``refresh``, but a measured model is never refreshed."""
         machine = self.latest
         if machine is None or not machine.is_measured:
             machine = await self.refresh(timeout_s)

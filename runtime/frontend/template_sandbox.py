@@ -1,8 +1,8 @@
-"""The sandbox of chat templates: Jinja's, and limits of the time and of the text that they take.
+"""The sandbox of chat templates: Jinja's, with limits on time and on text.
 
-Templates come with models and adapters, and what goes into them with requests. Each turn of a loop
-and each call looks at the time; what could make much of little (products, paddings, joined texts)
-is measured before it is made.
+Templates come with models and adapters, their input with requests. Each iteration of a loop and
+each call checks the time. Operations that can make large results of small inputs (products,
+paddings, joined texts) are measured before they run.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from jinja2.visitor import NodeTransformer
 from ..errors import RequestError
 from ..limits import TemplateLimits
 
-_INLINE_S = 0.005  # on the event loop; what takes longer begins again in a thread
+_INLINE_S = 0.005  # on the event loop; then the rendering is repeated in a thread
 _MAX_POWER_BITS = 4096  # of a number
-_MADE_FACTOR = 16  # what all intermediate texts together may come to, in longest ones
-_WIDE = re.compile(r"\d{6}|\*")  # of a padding that a format asks for
+_MADE_FACTOR = 16  # limit of all intermediate texts together, relative to the longest text
+_WIDE = re.compile(r"\d{6}|\*")  # a padding of a format
 _PADDINGS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _MANY_LINES = 10_000
 _SIZED = (str, bytes, list, tuple)
@@ -38,13 +38,13 @@ class TemplateTimeoutError(RequestError):
 
 
 class TemplateTooLongError(RequestError):
-    """A template made too much."""
+    """A template made too much text."""
 
     code = "template_too_long"
 
 
 class _Budget:
-    """What one rendering may still take."""
+    """The remaining time and characters of one rendering."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.max_chars = limits.max_chars
@@ -77,7 +77,7 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 
 @contextlib.contextmanager
 def template_limits(limits: TemplateLimits) -> Iterator[None]:
-    """Bound each rendering in this context by ``limits``; without, by their defaults."""
+    """Limit each rendering in this context by ``limits``; outside, defaults apply."""
     token = _limits.set(limits)
     try:
         yield
@@ -86,7 +86,7 @@ def template_limits(limits: TemplateLimits) -> Iterator[None]:
 
 
 async def render_in_time(render: Callable[[], str], limits: TemplateLimits) -> str:
-    """Return what ``render`` does without holding up the event loop. Raises ``RequestError``."""
+    """Return the result of ``render`` without blocking the event loop. Raises ``RequestError``."""
     inline = TemplateLimits(timeout_s=min(_INLINE_S, limits.timeout_s), max_chars=limits.max_chars)
     with contextlib.suppress(TemplateTimeoutError), template_limits(inline):
         return render()
@@ -99,7 +99,7 @@ async def render_in_time(render: Callable[[], str], limits: TemplateLimits) -> s
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, bounded."""
+    """Jinja's sandbox with limits."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -116,12 +116,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return BoundedTemplate(self.from_string(tree))
 
     def join_parts(self, parts: Iterable[Any]) -> str:
-        """What ``~`` does."""
+        """The operation of ``~``."""
         return _joined(parts)
 
     @property
     def goes_on(self) -> bool:
-        """Stand in loops: true as long as there is time."""
+        """The condition put into loops: true, or raises after the time limit."""
         _check_time()
         return True
 
@@ -138,7 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _check_time()
-        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps those that format
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps methods that format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             args = _check_method(owner, method.__name__, args, kwargs)
@@ -150,14 +150,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class BoundedTemplate:
-    """A template whose renderings have an end."""
+    """A template with limited renderings."""
 
     def __init__(self, template: Any) -> None:
-        """``template``: of a ``Sandbox``."""
+        """``template``: made by a ``Sandbox``."""
         self._template = template
 
     def render(self, variables: dict[str, Any]) -> str:
-        """Return the text. Raises what Jinja does, and ``RequestError`` at a limit."""
+        """Return the text. Raises Jinja's errors, and ``RequestError`` at a limit."""
         budget = _Budget(_limits.get(TemplateLimits()))
         token = _budget.set(budget)
         try:
@@ -177,7 +177,7 @@ _GOES_ON = nodes.EnvironmentAttribute("goes_on")
 
 
 class _Bounds(NodeTransformer):
-    """Puts a look at the time into each loop, and bounds what ``~`` makes."""
+    """Puts a check of the time into each loop, and limits the results of ``~``."""
 
     def __init__(self, environment: Sandbox) -> None:
         self._environment = environment
@@ -208,13 +208,13 @@ def _check_time() -> None:
 
 
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of Jinja's that is measured before it is applied."""
+    """Return a filter of Jinja that is measured before it is applied."""
     check = _FILTER_CHECKS.get(name)
     if check is None:
         return function
-    first = int(hasattr(function, "jinja_pass_arg"))  # the value, after what Jinja passes
+    first = int(hasattr(function, "jinja_pass_arg"))  # the value comes after Jinja's own arguments
 
-    @functools.wraps(function)  # and what Jinja passes
+    @functools.wraps(function)  # and marks for Jinja's own arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
         value, *rest = args[first:]
         return function(*args[:first], check(value, [*rest, *kwargs.values()]), *rest, **kwargs)
@@ -223,7 +223,7 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Measure what a method of ``text`` will return; returns the arguments to call it with."""
+    """Measure the result of a method of ``text``; return the arguments to call it with."""
     given = [*args, *kwargs.values()]
     if name in _PADDINGS:
         _check_padding(text, given)
@@ -239,7 +239,7 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _check_padding(value: Any, given: list[Any]) -> Any:
-    """Each line or tab of ``value`` may become as wide as a number among ``given``, or a text."""
+    """Each line or tab of ``value`` may become as wide as a number in ``given``, or as a text."""
     num_lines = value.count("\n") + value.count("\t") + 1 if isinstance(value, str) else 1
     for width in given:
         if isinstance(width, int):
@@ -250,7 +250,7 @@ def _check_padding(value: Any, given: list[Any]) -> Any:
 
 
 def _check_indent(value: Any, given: list[Any]) -> Any:
-    """``value`` is written in lines, nobody knows how many, each indented by a number."""
+    """``value`` may become any number of lines, each indented by a number in ``given``."""
     for width in given:
         if isinstance(width, int):
             _take(_MANY_LINES * abs(width))
@@ -258,9 +258,9 @@ def _check_indent(value: Any, given: list[Any]) -> Any:
 
 
 def _check_format(value: Any, given: Iterable[Any] = ()) -> Any:
-    """The paddings that ``value`` asks for may come from ``given``."""
+    """The paddings of the format ``value`` may come from ``given``."""
     if isinstance(value, str) and _WIDE.search(value):
-        raise TemplateTooLongError("the chat template formats more widely than is served")
+        raise TemplateTooLongError("the chat template uses a padding that is too wide")
     _check_padding("", [one for one in given if isinstance(one, int)])
     return value
 

@@ -1,8 +1,7 @@
-"""Text to tokens and back, and the model's chat template, as the front ends use them.
+"""Text to tokens and back, and the model's chat template, for the front ends.
 
-Owns special tokens (added exactly once), checks of texts and of token ids, and the thread in which
-long texts are encoded so that an event loop never stalls. Knows nothing of requests or of the
-engine.
+Adds special tokens exactly once, checks texts and token ids, and encodes long texts in a thread so
+that the event loop never stalls. Knows nothing of requests or of the engine.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A tokenizer with what every kind of them needs around it."""
+    """A tokenizer of any kind, with checks and a thread."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -44,9 +43,9 @@ class Tokenizer:
     # Text to tokens.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of ``text``, with the model's special tokens around them if asked.
+        """Return the tokens of ``text``, by default with the model's special tokens.
 
-        A text that a chat template rendered brings its special tokens along: encode it without.
+        A text that a chat template rendered has its special tokens already: encode it without.
         Raises ``RequestError`` if ``text`` is not valid Unicode.
         """
         try:
@@ -59,7 +58,7 @@ class Tokenizer:
         return self.codec.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """``encode`` that leaves the event loop free while it works on a long text."""
+        """``encode`` that does not block the event loop for a long text."""
         if len(text) <= _MAX_INLINE_CHARS and self.codec.is_quick:
             return self.encode(text, add_special_tokens=add_special_tokens)
         if self._pool is None:
@@ -78,8 +77,8 @@ class Tokenizer:
     ) -> str:
         """Render ``messages`` as the model's prompt; ``template_arguments`` are its variables.
 
-        Continued, the final message is left open after its content; then no generation prompt must
-        follow. Raises ``RequestError`` if it fails.
+        With ``continue_final_message`` the final message is left open after its content, and no
+        generation prompt may follow. Raises ``RequestError`` if rendering fails.
         """
         if not self.codec.has_chat_template:
             raise RequestError(
@@ -113,13 +112,13 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """What is left out of texts unless it is asked for."""
+        """The special tokens, which texts omit by default."""
         return SpecialTokens(self.codec.special_tokens(), self.token_text)
 
     def token_text(self, token_id: int) -> str:
         r"""Return one token's text, with its leading space.
 
-        A token that is not a whole number of characters reads ``bytes:\xe2\x82``.
+        A token that is not whole characters is written as ``bytes:\xe2\x82``.
         """
         return self._token_text(token_id)
 
@@ -142,7 +141,7 @@ def check_token_ids(token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
     Raises ``RequestError`` unless all are in the vocabulary.
     """
     checked = list(token_ids)
-    if set(map(type, checked)) != {int}:  # the loop is for what is rarely there
+    if set(map(type, checked)) != {int}:  # rare
         checked = [_integer(position, value) for position, value in enumerate(checked)]
     if min(checked) < 0 or max(checked) >= vocab_size:
         position = next(at for at, token in enumerate(checked) if not 0 <= token < vocab_size)
@@ -155,7 +154,7 @@ def check_token_ids(token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
 
 
 def _integer(position: int, value: object) -> int:
-    """Return ``value``, an integer of whatever kind, as Python's own."""
+    """Return ``value``, any kind of integer, as an ``int``."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)
     raise RequestError(
@@ -164,7 +163,7 @@ def _integer(position: int, value: object) -> int:
 
 
 def token_bytes(name: str | None) -> bytes | None:
-    """Return the bytes that a vocabulary entry stands for; None if its name does not tell."""
+    """Return the bytes that a vocabulary entry stands for; None if they are unknown."""
     if name is None:
         return None
     fallback = _BYTE_FALLBACK.fullmatch(name)
@@ -179,9 +178,9 @@ def token_bytes(name: str | None) -> bytes | None:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return which character stands for which byte in byte-level BPE.
+    """Return the character of each byte in byte-level BPE.
 
-    Bytes that Latin-1 prints stand for themselves, the others follow from U+0100 in order.
+    Printable Latin-1 bytes are their own characters, the others follow from U+0100 in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""What one task waits for and others set."""
+"""An event that one task waits for."""
 
 import asyncio
 from collections.abc import Generator
@@ -19,7 +19,7 @@ class Waker:
         self._is_set = False
 
     def set(self) -> None:
-        """Wake the waiter, or spare it the next wait."""
+        """Wake the waiter, or let its next wait return at once."""
         self._is_set = True
         if self._future is not None and not self._future.done():
             self._future.set_result(None)

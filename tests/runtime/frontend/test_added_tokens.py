@@ -69,7 +69,7 @@ def test_a_token_without_an_embedding_refuses_the_prompt_that_holds_it(
 def test_a_token_that_the_adapter_does_not_have_refuses_the_prompt(base: Codec) -> None:
     own = codec(base, missing_ids=(EOS_ID,))
     assert encode(own, "s") == list(b"s")
-    with pytest.raises(RequestError, match=r"'</s>'.*that of the adapter has not"):
+    with pytest.raises(RequestError, match=r"'</s>'.*and the adapter's has not"):
         encode(own, "a</s>")
 
 
