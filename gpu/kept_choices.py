@@ -1,4 +1,4 @@
-"""Where it is kept what a start has measured of this machine, for the next ones."""
+"""Paths of stored measurements of this machine, which later starts reuse."""
 
 import hashlib
 import os
@@ -14,9 +14,9 @@ from ..runtime.machine.facts import read_cpu_model
 
 
 def choice_path(directory: Path | None, *facts: object) -> Path | None:
-    """Where it is kept what was measured of ``facts`` on such a machine, with these versions.
+    """The path for a measurement of ``facts`` on this kind of machine, with these versions.
 
-    ``directory``: of all that is kept; None = nowhere.
+    ``directory``: of all stored measurements; None = nothing is stored.
     """
     if directory is None:
         return None

@@ -34,7 +34,7 @@ def select_attention_backend(
     The kernels of the numba back end are compiled, or loaded from its cache, by this call.
 
     Raises:
-        ConfigError: ``name`` is unknown, or was asked for and does not work here.
+        ConfigError: ``name`` is unknown, or is configured and does not work here.
     """
     if name not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)
@@ -48,7 +48,7 @@ def select_attention_backend(
             f"{_FLAG} {name} does not work with {_setting(device, dtype)}: {error}; "
             f"leave {_FLAG} at auto or choose another"
         ) from error
-    _LOGGER.info("attention: %s (set with %s)", name, _FLAG)
+    _LOGGER.info("attention: %s (configured)", name)
     return backend
 
 

@@ -1,7 +1,7 @@
 """The metadata of one forward pass, built by the model runner from a sub-batch.
 
-transformers calls wrapped linears with x alone, so the runner owns one ``StepContext`` which the
-wrapped linears and the attention function hold; there are no module globals.
+transformers calls wrapped linears with x alone. The runner therefore owns one ``StepContext``,
+which the wrapped linears and the attention function hold; there are no module globals.
 
 Vocabulary: a *row* is one request's tokens in this sub-batch; the tokens of all rows are *packed*
 into one sequence, rows of the same adapter next to each other.
@@ -16,9 +16,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where each row's queries lie in the packed sequence and its keys in the KV pool.
+    """The places of each row's queries in the packed sequence and of its keys in the KV pool.
 
-    Tensors lie on the model's device. ``*_host`` are the same values for Python code.
+    Tensors are on the model's device. ``*_host`` are the same values for Python code.
     """
 
     query_starts: torch.Tensor  # int32 [rows + 1], first packed token of each row
@@ -44,7 +44,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """Which adapter computes which packed tokens.
+    """Maps packed tokens to adapters.
 
     Segments are ascending and disjoint; tokens in none of them are the base model's. ``table_rows``
     index the ``LoraTable``; an adapter may own several segments.
@@ -68,14 +68,14 @@ class LoraBatch:
 class DeltaPass(Protocol):
     """Adds the adapters' deltas to one pass; compared by identity."""
 
-    # Whether it calls kernels alone, and the same ones whatever the batch: a graph then holds
-    # these, otherwise the graph asks whichever pass is running.
+    # Whether it calls only kernels, and the same ones for every batch. A graph then contains them;
+    # otherwise the graph calls the pass that is running.
     is_repeatable: bool
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
-        """The base products of an input group come next; what is computed elsewhere may begin.
+        """Called before the base products of an input group; computation elsewhere may start.
 
-        group: as the linears were wrapped with. x: [tokens, in_features].
+        group: the key that the linears were wrapped with. x: [tokens, in_features].
         """
         ...
 
@@ -95,17 +95,17 @@ class DeltaPass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassMetadata:
-    """What a pass reads beside token ids and positions."""
+    """The inputs of a pass besides token ids and positions."""
 
     attention: AttentionMetadata
     lora: LoraBatch | None  # None = no row has an adapter
-    deltas: DeltaPass | None  # None likewise
+    deltas: DeltaPass | None  # None = no row has an adapter
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What the modules of one model see of the pass that is running; owned by its runner."""
+    """The state that a model's modules read of the running pass; owned by its runner."""
 
     attention: AttentionMetadata | None = None
     deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
-    known_lens_host: tuple[int, ...] = ()  # [rows], tokens known of each request (rope reads it)
+    known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)

@@ -1,6 +1,6 @@
-"""How many threads the kernels of the CPU device use in the calling thread, cheaply told.
+"""The number of threads for kernels of the CPU device in the calling thread, cached.
 
-numba's own answer takes a lock, and a step asks more than a hundred times.
+numba's own function takes a lock, and a step needs the number more than a hundred times.
 """
 
 import threading
@@ -14,7 +14,7 @@ _OF_THIS_THREAD = threading.local()
 
 
 def num_kernel_threads() -> int:
-    """As ``set_kernel_threads`` has set in this thread, else as numba says at the first call."""
+    """As set by ``set_kernel_threads`` in this thread, otherwise numba's at the first call."""
     known: int | None = getattr(_OF_THIS_THREAD, "num_threads", None)
     if known is None:
         known = _OF_THIS_THREAD.num_threads = int(numba.get_num_threads())
@@ -22,14 +22,14 @@ def num_kernel_threads() -> int:
 
 
 def set_kernel_threads(num_threads: int) -> None:
-    """Let kernels that this thread calls use as many threads, at most as numba may start."""
+    """Set the number for kernels that this thread calls; numba may not exceed its maximum."""
     num_threads = min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
     numba.set_num_threads(num_threads)
     _OF_THIS_THREAD.num_threads = num_threads
 
 
 def kernel_thread_ids() -> set[int]:
-    """The threads that compute kernels for this thread, as the operating system counts them."""
+    """Thread ids, of the operating system, of the threads that compute this thread's kernels."""
     ids = np.empty(num_kernel_threads(), np.int32)
     note_thread_ids(ids)
     return {threading.get_native_id(), *map(int, ids)}

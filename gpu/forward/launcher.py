@@ -1,8 +1,8 @@
-"""How the kernels of the CPU device are called, so that a pass can be captured and replayed.
+"""Calls kernels of the CPU device, so that a pass can be captured and replayed.
 
-Whoever calls kernels asks for the launcher of its thread: as a rule one that calls them and nothing
-else; while a pass is being captured, one that also notes what it is asked for. Not handed from
-caller to callee, because transformers' modules stand between the two and pass nothing on.
+Callers of kernels use their thread's launcher. Usually it only calls them; while a pass is being
+captured, it also records the calls. It is not passed as an argument, because transformers' modules
+stand between the callers and pass nothing on.
 """
 
 import threading
@@ -18,34 +18,34 @@ Thing = TypeVar("Thing")
 
 
 class Launcher:
-    """Calls kernels; a pass that it serves is not made again."""
+    """Calls kernels; passes with this launcher are not replayed."""
 
-    is_noting = False  # whether calls count although they would compute nothing
+    is_noting = False  # whether calls matter even if they compute nothing
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
-        """Call a compiled kernel that takes numbers alone, now and at every replay.
+        """Call a compiled kernel that takes only numbers, now and in every replay.
 
-        What lies at the addresses may differ then; the addresses and all other numbers may not.
+        The contents of its addresses may differ then; addresses and all other numbers may not.
         """
         kernel(*arguments)
 
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory on the CPU for what a kernel computes, at every replay anew."""
+        """Uninitialised CPU memory for a kernel's result, written again in every replay."""
         return torch.empty(shape, dtype=dtype)
 
     def keep(self, thing: Thing) -> Thing:
-        """Keep what lies at an address of an argument alive and as it is."""
+        """Keep the memory at an argument's address alive and unchanged."""
         return thing
 
     def call_in_every_pass(self, call: Callable[[], None]) -> None:
-        """Call Python code now and at this place of every replay; what it computes is not noted."""
+        """Call Python code now and at this point of every replay; its calls are not recorded."""
         call()
 
     def refuse(self, reason: str) -> None:
-        """Say that the pass depends on more than a replay is told."""
+        """Refuse the capture: the pass depends on inputs that a replay does not get."""
 
     def before_replay(self, key: Hashable, prepare: Callable[[PassMetadata], None]) -> None:
-        """Have ``prepare`` called before every replay; one for each ``key``."""
+        """Call ``prepare`` before every replay; one for each ``key``."""
 
 
 class _OfThread(threading.local):
@@ -56,13 +56,13 @@ _OF_THREAD = _OfThread()
 
 
 def current_launcher() -> Launcher:
-    """What this thread calls kernels through."""
+    """The launcher of this thread."""
     return _OF_THREAD.launcher
 
 
 @contextmanager
 def launching(launcher: Launcher) -> Iterator[None]:
-    """Let this thread call kernels through ``launcher`` inside the ``with`` block."""
+    """Use ``launcher`` for this thread's kernels inside the ``with`` block."""
     before = _OF_THREAD.launcher
     _OF_THREAD.launcher = launcher
     try:

@@ -12,7 +12,7 @@ from .batch import AttentionMetadata, LoraBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows as host arrays, before they go to the device.
+    """Rows as host arrays, before they are copied to the device.
 
     ``token_ids``, ``positions``: int64 [tokens]; ``starts``, ``num_tokens``: int64 [rows];
     ``block_tables``: int32 [rows, max_blocks].
@@ -29,7 +29,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Everything one forward pass of the model needs, on its device."""
+    """All inputs of one forward pass, on the model's device."""
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]

@@ -1,7 +1,7 @@
 """Gated feed-forward modules of transformers' decoders: activation and product in one pass.
 
-The activation is looked up: of a bfloat16 there are 65,536, so that a table that the model's own
-activation has filled gives what it gives, to the bit, whichever it is.
+Activations are tables: there are only 65,536 bfloat16 values, so a table filled by the model's own
+activation gives the same results, bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ _NUM_VALUES = 2**16
 
 
 class ActivationTables:
-    """Tables of activations, one for all modules that compute the same."""
+    """Tables of activations, shared by all modules with the same activation."""
 
     def __init__(self) -> None:
         self._tables: list[torch.Tensor] = []
 
     def of(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """bfloat16 [65536]: the activation of every value, by its bits."""
+        """bfloat16 [65536]: the activation of every value, indexed by its bits."""
         bits = torch.arange(_NUM_VALUES, dtype=torch.int32).to(torch.uint16)
         table = activation(bits.view(torch.bfloat16)).contiguous()
         for known in self._tables:
@@ -92,7 +92,7 @@ def is_gated(module: nn.Module) -> bool:
 def mlp_candidates(
     module: nn.Module, tables: ActivationTables
 ) -> Iterator[FusedGatedMlp | GateUpGatedMlp]:
-    """What a module might compute if it is a gated feed-forward; for a check to decide."""
+    """Possible kernels for a module that looks like a gated feed-forward; a check decides."""
     children = dict(module.named_children())
     activation = next((children[name] for name in _ACTIVATION_NAMES if name in children), None)
     if activation is None or any(True for _ in activation.parameters()):

@@ -1,8 +1,8 @@
-"""Puts one-pass kernels into a model's modules, where they compute what the modules compute.
+"""Replaces modules of a model by one-pass kernels that give the same results.
 
-No list of architectures: every module that looks like a norm, a gated feed-forward or an attention
-with rotary embeddings is asked on random and on extreme inputs, of one token and of many, and is
-left alone unless the kernel gives the same bits but for the last place of a few.
+There is no list of architectures. Every module that looks like a norm, a gated feed-forward or an
+attention with rotary embeddings is compared on random and extreme inputs, of one token and of many.
+It is replaced only if the kernel gives the same bits, but for the last place of a few.
 """
 
 import logging
@@ -22,14 +22,14 @@ from .rope import Rotate, is_rotary_embedding, is_servable, rotate, rotation_of,
 _LOG = logging.getLogger(__name__)
 
 _NUM_TOKENS = (1, 41)
-_MLP_NUM_TOKENS = (1, 11)  # products of many take long
-# Another order of the sums in a norm moves a value over the boundary between two bfloat16 now and
-# then; where the result is rounded twice, that may be two of them.
+_MLP_NUM_TOKENS = (1, 11)  # products of many are slow
+# Another order of the sums in a norm occasionally moves a value over the boundary between two
+# bfloat16 values; where the result is rounded twice, over two boundaries.
 _MAX_STEPS_APART = 2
 _MIN_EQUAL_SHARE = 0.99
-# Magnitudes of inputs: squares that overflow float32, squares that underflow, and what is usual.
+# Magnitudes of inputs: squares that overflow float32, squares that underflow, and common ones.
 _SCALES = (1.0, 30.0, 1e-3, 1e25, 1e-30, 0.0)
-# Of gated feed-forwards only the structure is in question; their activations are tables.
+# Only the structure of gated feed-forwards is unknown; their activations are tables.
 _MLP_SCALES = (1.0, 30.0)
 
 Forward = Callable[..., Any]
@@ -37,7 +37,7 @@ Forward = Callable[..., Any]
 
 @dataclass(slots=True)
 class FusedCounts:
-    """How many modules of a kind were found, and how many compute with a kernel of ours."""
+    """How many modules of a kind were found, and how many use a kernel of corun."""
 
     found: int = 0
     replaced: int = 0
@@ -45,12 +45,12 @@ class FusedCounts:
 
 
 def select_fused_kernels(name: str, model: PreTrainedModel, run: Callable[[], object]) -> str:
-    """Install what can be installed, unless told not to; returns what computes, for people.
+    """Install the kernels, unless disabled; returns a description for logs.
 
     ``run``: see ``install_fused_kernels``.
     """
     if name == "off":
-        reason = "as asked"
+        reason = "configured"
     elif model.device.type != "cpu":
         reason = f"they are for the CPU, the model runs on {model.device.type}"
     elif model.dtype != torch.bfloat16:
@@ -65,8 +65,8 @@ def select_fused_kernels(name: str, model: PreTrainedModel, run: Callable[[], ob
 def install_fused_kernels(model: nn.Module, run: Callable[[], object]) -> dict[str, FusedCounts]:
     """Replace ``forward`` of modules of a bfloat16 model on the CPU; returns counts by kind.
 
-    ``run`` does a short pass through the model's attention: which rotary embeddings it applies to
-    what is seen there. The first call compiles kernels.
+    ``run`` computes a short pass through the model's attention: rotary embeddings are compared on
+    its inputs. The first call compiles kernels.
     """
     with torch.inference_mode():
         counts = {
@@ -80,7 +80,7 @@ def install_fused_kernels(model: nn.Module, run: Callable[[], object]) -> dict[s
         if found.unknown and not found.replaced:
             _LOG.warning(
                 "fused kernels: no %s, because corun does not know the form of %s in transformers "
-                "%s; the model computes them by itself, which is right and slower",
+                "%s; the model's own code is used, which is correct but slower",
                 kind, ", ".join(sorted(found.unknown)), transformers.__version__,
             )  # fmt: skip
     return counts
@@ -123,7 +123,7 @@ class _Input:
 
 
 class _Inputs:
-    """What modules are asked: one token of each scale, and many of all scales at once."""
+    """Inputs of the comparison: one token of each scale, and many of all scales at once."""
 
     def __init__(self, num_tokens: tuple[int, int], scales: Sequence[float]) -> None:
         self._num_tokens = num_tokens
@@ -185,10 +185,10 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
 
 
 class _WatchedRotation:
-    """Applies the model's own function, and compares ours on inputs like those that come."""
+    """Applies the model's own function, and compares corun's on inputs like those of the call."""
 
     def __init__(self, rotation: Rotate, known: dict[Hashable, bool]) -> None:
-        """``known``: what was found of functions and sizes; layers mostly share both."""
+        """``known``: results by function and sizes, as most layers share both."""
         self._rotation = rotation
         self._known = known
         self._verdicts: list[bool] = []
@@ -196,12 +196,12 @@ class _WatchedRotation:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it was called, and ours gave the same each time."""
+        """Whether it was called, and corun's gave the same result each time."""
         return bool(self._verdicts) and all(self._verdicts)
 
     @property
     def is_of_known_form(self) -> bool:
-        """Whether it was called, and with what ours takes, if perhaps of other types."""
+        """Whether it was called with arguments of the known form, except perhaps for dtypes."""
         return bool(self._verdicts) and not self._has_other_arguments
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,12 +222,12 @@ class _WatchedRotation:
     def _compare(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
         for num_tokens in _NUM_TOKENS:
             for scale in _SCALES:
-                # Heads and tokens lie in memory as they do in the model: tokens first.
+                # Heads and tokens are in memory as in the model: tokens first.
                 q_new, k_new = (
                     _draw((1, num_tokens, t.shape[1], t.shape[3]), scale).transpose(1, 2)
                     for t in (q, k)
                 )
-                # Not pairs of equal cosines: a wrong pairing would go unseen.
+                # No pairs of equal cosines: they would hide a wrong pairing.
                 angles = _draw((1, num_tokens, cos.shape[2]), 1.0)
                 tables = (angles.cos(), angles.sin())
                 expected = self._rotation(q_new, k_new, *tables)
@@ -243,9 +243,9 @@ def _draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> bool:
-    """Whether the same numbers are NaN, and the others equal or next to each other.
+    """Whether the same numbers are NaN, and the others equal or adjacent.
 
-    In each part, of equal size in memory, there must be enough that are equal.
+    Each part, of equal size in memory, must have enough equal numbers.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
@@ -258,6 +258,6 @@ def _agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> 
 
 
 def _place(values: torch.Tensor) -> torch.Tensor:
-    """Position of each bfloat16 among all, in order; both zeros have one."""
+    """The index of each bfloat16 in ascending order; both zeros have the same one."""
     bits = values.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)

@@ -15,9 +15,9 @@ class FusedNorm:
     """Replaces the ``forward`` of an RMS norm: [..., features] -> [..., features]."""
 
     def __init__(self, factors: torch.Tensor, epsilon: float, *, rounds_twice: bool) -> None:
-        """``factors``: [features], what the normed row is multiplied by, in float32.
+        """``factors``: [features], multiplied with the normed row, in float32.
 
-        ``rounds_twice``: the normed row is rounded before it is multiplied, too.
+        ``rounds_twice``: the normed row is also rounded before the multiplication.
         """
         self._factors = factors.detach().float().contiguous()
         self._epsilon = np.float32(epsilon)
@@ -40,22 +40,22 @@ class FusedNorm:
 
 
 def is_weighted_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm by its name, and none of torch's own."""
+    """Whether a module is a norm by its name, and not one of torch's own."""
     is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm)
     return is_norm and any(True for _ in module.parameters(recurse=False))
 
 
 def norm_candidates(module: nn.Module) -> Iterator[FusedNorm]:
-    """What a module might compute if it is an RMS norm; for a check to decide."""
+    """Possible kernels for a module that looks like an RMS norm; a check decides."""
     if not is_weighted_norm(module):
         return
-    # Only of norms: that of a linear may be packed, and unpacking a model takes half a second.
+    # Only of norms: a linear's weight may be packed, and unpacking a model takes half a second.
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
         return
     if weight.ndim == 1 and weight.dtype == torch.bfloat16:
-        # Llama and those after it; OLMo 2 and gpt-oss; Gemma.
+        # Llama and later families; OLMo 2 and gpt-oss; Gemma.
         yield FusedNorm(weight, epsilon, rounds_twice=True)
         yield FusedNorm(weight, epsilon, rounds_twice=False)
         yield FusedNorm(1.0 + weight.float(), epsilon, rounds_twice=False)

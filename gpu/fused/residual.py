@@ -11,7 +11,7 @@ from ..forward.launcher import current_launcher
 
 
 def can_add(arguments: Sequence[Any]) -> bool:
-    """Whether ``add`` can be asked for their sum."""
+    """Whether ``add`` supports these tensors."""
     return (
         len(arguments) == 2
         and all(_is_servable(argument) for argument in arguments)
@@ -30,7 +30,7 @@ def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def compile_kernel() -> None:
-    """Compile it, or load it from the cache, if that has not been done."""
+    """Compile the kernel, or load it from the cache, if necessary."""
     one = torch.ones(1, dtype=torch.bfloat16)
     add(one, one)
 

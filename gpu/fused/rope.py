@@ -1,8 +1,8 @@
 """Rotary embeddings of transformers' decoders in one pass, in bfloat16.
 
 The attention modules call a function of their own file by its name. A module gets a copy of its
-``forward``, and of its decorators, whose name stands for ours; nothing that other models share is
-changed.
+``forward``, and of its decorators, in which the name refers to corun's function; code shared with
+other models is not changed.
 """
 
 import types
@@ -47,7 +47,7 @@ def rotate(
 
 
 def is_servable(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether ``rotate`` can be asked for it."""
+    """Whether ``rotate`` supports these tensors."""
     tensors = (q, k, cos, sin)
     return (
         all(t.dtype == torch.bfloat16 and t.shape[0] == 1 and t.stride(-1) == 1 for t in tensors)
@@ -62,26 +62,26 @@ def is_servable(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 def is_rotary_embedding(module: nn.Module) -> bool:
-    """Whether a module, by its name, makes the factors by which others rotate."""
+    """Whether a module, by its name, computes the factors of the rotation."""
     return "rotary" in type(module).__name__.lower()
 
 
 def rotation_of(module: nn.Module) -> Rotate | None:
-    """The function by which a module's ``forward`` rotates, if it does so by the usual name."""
+    """The function that a module's ``forward`` calls by the usual name for the rotation, if any."""
     forward = _innermost(type(module).forward)
     found: Rotate | None = None if forward is None else forward.__globals__.get(_NAME)
     return found
 
 
 def with_rotation(module: nn.Module, rotation: Rotate) -> Callable[..., Any]:
-    """A ``forward`` for the module that rotates by another function, decorated as its own is."""
+    """A ``forward`` for the module with another rotation function, decorated like its own."""
     forward = type(module).forward
     assert isinstance(forward, types.FunctionType)
     return types.MethodType(_copy(forward, rotation), module)
 
 
 def _innermost(function: Any) -> types.FunctionType | None:
-    """What rotates by the usual name under a function's decorators; None if nothing does."""
+    """The function under the decorators that calls the rotation by the usual name; None if none."""
     while isinstance(function, types.FunctionType):
         if _NAME in function.__code__.co_names:
             return function
@@ -91,7 +91,7 @@ def _innermost(function: Any) -> types.FunctionType | None:
 
 
 def _copy(function: types.FunctionType, rotation: Rotate) -> types.FunctionType:
-    """A copy whose innermost function rotates by another one."""
+    """A copy whose innermost function uses another rotation."""
     names, closure = function.__globals__, function.__closure__ or ()
     if _NAME in function.__code__.co_names:
         names = {**names, _NAME: rotation}
@@ -108,10 +108,10 @@ def _copy(function: types.FunctionType, rotation: Rotate) -> types.FunctionType:
 
 
 def _cell_of_decorated(function: types.FunctionType) -> types.CellType | None:
-    """Where a decorator, which names what it decorates, keeps it to call it."""
+    """The closure cell in which a decorator refers to the decorated function."""
     decorated = getattr(function, "__wrapped__", None)
     if decorated is None:
         return None
-    # Compared as cells, because one may be empty.
+    # Cells are compared, because one may be empty.
     expected = types.CellType(decorated)
     return next((cell for cell in function.__closure__ or () if cell == expected), None)

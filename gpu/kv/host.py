@@ -1,8 +1,8 @@
-"""KV blocks in the host's memory: room for them, and the streams by which they come and go.
+"""KV blocks in host memory: the slots, and the streams of their copies.
 
-The memory is this process's own: no other one reads KV. So it is anonymous, which /dev/shm does not
-limit and which is gone with the process, however that ends. On the CPU it is taken from the machine
-when a slot is first written; CUDA pins all of it at the start.
+The memory is private: no other process reads KV. So it is an anonymous mapping, which /dev/shm does
+not limit and which is freed with the process, however that ends. On the CPU a slot's memory is
+allocated when the slot is first written; CUDA pins all of it at the start.
 """
 
 import logging
@@ -24,9 +24,9 @@ _END_TIMEOUT_S = 5.0
 
 
 class HostKv:
-    """``num_slots`` slots of one KV block each, which copies may name.
+    """``num_slots`` slots of one KV block each, for copies.
 
-    Knows nothing of which slot is free.
+    Does not track which slots are free.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class HostKv:
         *,
         watch_cpus: tuple[int, ...] = (),
     ) -> None:
-        """Take the memory and make the streams; before the device's first operation.
+        """Allocate the memory and make the streams; before the device's first operation.
 
         Args:
-            device: That copies; the blocks there are its own memory.
+            device: The device that copies; its blocks are in its own memory.
             num_slots: At least one.
-            block_bytes: Of ``KvLayout``.
-            watch_cpus: Where a thread looks for the end of copies; () = where the caller runs.
+            block_bytes: The size of a block, from ``KvLayout``.
+            watch_cpus: Cores of the thread that polls copies; () = those of the caller.
 
         Raises:
             ResourceError: The machine has too little memory, or the device refuses it.
@@ -57,16 +57,16 @@ class HostKv:
         self.prefetch = device.stream("KV prefetch")
         self.to_host = device.stream("KV to host")
         self.compute: Stream | None = None  # see ``used_by``
-        # A device may know large memory in pieces, and one copy must lie in one of them.
+        # A device may register large memory in pieces, and one copy must be within one of them.
         self._slots_per_piece = MAX_PIECE_BYTES // block_bytes
         self._memory: HostMemory | None = self._take_memory()
 
     def used_by(self, compute: Stream) -> None:
-        """Say on which stream kernels use the blocks, if they are not done when steps are."""
+        """Set the stream on which kernels use the blocks, if steps end before their kernels do."""
         self.compute = compute
 
     def bytes_of(self, first: int, num_slots: int) -> torch.Tensor:
-        """Neighbouring slots, uint8. Drop it before ``close``."""
+        """Adjacent slots, uint8. Drop it before ``close``."""
         assert self._memory is not None, "closed"
         assert first >= 0 and 0 < num_slots <= self.num_slots - first, (first, num_slots)
         return self._memory.tensor(
@@ -74,11 +74,11 @@ class HostKv:
         )
 
     def follows(self, slot: int) -> bool:
-        """Whether it lies right behind the slot before it."""
+        """Whether the slot directly follows the other one in memory."""
         return slot % self._slots_per_piece != 0
 
     def close(self) -> None:
-        """Come to the end of the copies, within a deadline, and give the memory back. Idempotent.
+        """Wait for the copies, with a deadline, and release the memory. Idempotent.
 
         Memory that copies still use stays registered until the device is closed.
         """
@@ -91,7 +91,7 @@ class HostKv:
                 self._come_to_end(stream, deadline_s - time.monotonic())
             memory.close()
         except DeviceError as error:
-            _LOG.error("the host's memory for KV blocks stays registered: %s", error)
+            _LOG.error("copies of KV blocks did not end; host memory stays registered: %s", error)
 
     def _offset_bytes(self, slot: int) -> int:
         piece, index = divmod(slot, self._slots_per_piece)
@@ -106,20 +106,20 @@ class HostKv:
         whole_pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapping = mmap.mmap(-1, whole_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # What a child has as well, until it runs its program, is copied when it is written to:
-            # the device would go on with the old pages.
+            # Pages shared with a child, until it executes its program, are copied on write: the
+            # device would then use the old pages.
             mapping.madvise(mmap.MADV_DONTFORK)
             advise_huge_pages(mapping)
-            # It holds the mapping.
+            # It holds a reference to the mapping.
             return self.device.register(memoryview(mapping), name="KV blocks")
         except (OSError, DeviceError) as error:
-            raise ResourceError(f"{what} cannot be had: {error}; ask for less") from error
+            raise ResourceError(f"{what} cannot be allocated: {error}; lower the value") from error
 
     def _come_to_end(self, stream: Stream, timeout_s: float) -> None:
-        """Raises ``DeviceTimeoutError``; whatever has failed does not matter any more."""
+        """Wait for the stream's end. Raises ``DeviceTimeoutError``; other failures are ignored."""
         try:
             self.device.synchronize(stream, timeout_s=max(timeout_s, 0.0))
         except DeviceTimeoutError:
             raise
         except DeviceError as error:
-            _LOG.debug("a copy that nobody waits for has failed: %s", error)
+            _LOG.debug("a copy of KV blocks failed while closing: %s", error)

@@ -1,9 +1,9 @@
-"""Copies KV blocks between the device and the host's memory, beside the steps.
+"""Copies KV blocks between the device and host memory, concurrently with steps.
 
-What a request waits for goes at once. Prefetches follow while no request waits for a copy, a few
-batches at a time, so that a demand passes what has not begun. Copies to the host have the other
-direction of the link; of them, too, only so much is enqueued that closing need not wait long for
-the rest. Only the engine's thread enqueues.
+Transfers that requests wait for start at once. Prefetches run while no request waits for a copy, a
+few batches at a time, so that a demand transfer passes those not yet started. Copies to the host
+use the other direction of the link; their enqueued amount is limited, too, so that closing does not
+wait long. Only the engine's thread enqueues.
 """
 
 import logging
@@ -23,21 +23,21 @@ from .host import HostKv
 
 _LOG = logging.getLogger(__name__)
 
-# A copy holds the copy engine up no longer than this many bytes take: others pass between.
+# A copy occupies the copy engine for at most this many bytes, so that other copies can interleave.
 _PIECE_BYTES = 4 << 20
-# What is enqueued together; its end is seen. More is enqueued between steps, so this is also how
-# much a lane moves during one: 1 GiB, 32 MiB and 256 MiB.
+# A batch is enqueued together and has one event. Batches are enqueued between steps, so this limits
+# how much a lane moves during one: 1 GiB, 32 MiB and 256 MiB.
 _BATCH_BYTES = 16 << 20
 _MAX_DEMAND_BATCHES = 64
 _MAX_PREFETCH_BATCHES = 2
 _MAX_TO_HOST_BATCHES = 16
-# Behind a failure a stream leaves all out, so it is at its end at once.
+# A stream skips everything behind a failure, so it ends at once.
 _FAILURE_TIMEOUT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks that lie behind each other, in slots that do."""
+    """Adjacent blocks in adjacent slots."""
 
     block: int
     slot: int
@@ -55,11 +55,11 @@ class _Moving:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it moves, nor will."""
+        """Whether none of its copies is running or will be started."""
         return not self.runs and not self.num_batches
 
     def fail(self, error: str) -> None:
-        """Keep the first error, and enqueue no more."""
+        """Store the first error, and enqueue no more."""
         self.error = self.error or error
         self.runs.clear()
 
@@ -68,12 +68,12 @@ class _Moving:
 class _Batch:
     moving: _Moving
     event: Event
-    is_made: bool = False  # False behind the event = a copy has failed
+    is_made: bool = False  # False after the event = a copy failed
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Transfers one behind the other on a stream."""
+    """Transfers in sequence on one stream."""
 
     stream: Stream
     max_batches: int
@@ -86,14 +86,14 @@ class _Lane:
 
 
 class KvTransfers:
-    """Runs ``KvTransfer``s. Used by the engine's thread alone."""
+    """Runs ``KvTransfer``s. Used only by the engine's thread."""
 
     def __init__(self, host: HostKv, pool: KvPool, notify: Callable[[], None]) -> None:
-        """Start the thread that looks for the end of copies.
+        """Start the thread that polls copies.
 
         Args:
-            host: Where the slots are; closed with this.
-            pool: Where the blocks are.
+            host: The slots; closed with this object.
+            pool: The blocks.
             notify: Called by that thread when ``take_results`` has something to do.
         """
         assert host.block_bytes == pool.block_bytes, (host.block_bytes, pool.block_bytes)
@@ -112,10 +112,10 @@ class KvTransfers:
         return not self._moving
 
     def start(self, transfer: KvTransfer) -> None:
-        """Begin a transfer, with the next ``take_results``.
+        """Start a transfer, with the next ``take_results``.
 
-        It sees what was enqueued before that on the stream of the kernels, and overwrites nothing
-        that this reads.
+        It sees everything enqueued earlier on the kernels' stream, and does not overwrite data that
+        is still read there.
         """
         transfer_id = transfer.transfer_id
         assert transfer_id not in self._moving, f"transfer {transfer_id} is started twice"
@@ -128,18 +128,18 @@ class KvTransfers:
         lane.waiting.append(moving)
 
     def promote(self, transfer_id: TransferId) -> None:
-        """A request waits for what was a prefetch; unknown transfers have ended."""
+        """Make a prefetch urgent, as a request waits for it; ignores transfers that have ended."""
         moving = self._moving.get(transfer_id)
         if moving is not None and moving in self._prefetch.waiting:
             self._prefetch.waiting.remove(moving)
             self._demand.waiting.append(moving)
 
     def take_results(self, *, is_link_wanted: bool = False) -> list[TransferResult]:
-        """Enqueue what may go now; return what has ended since the last call, failed or not.
+        """Enqueue what may start now; return transfers that ended since the last call.
 
-        ``is_link_wanted``: Requests wait for something else that comes to the device.
+        ``is_link_wanted``: requests wait for other transfers to the device.
 
-        Raises ``EngineDeadError`` if the device is lost, or nobody would hear of copies any more.
+        Raises ``EngineDeadError`` if the device is lost, or if polling has failed.
         """
         self._watch.check()
         try:
@@ -154,12 +154,12 @@ class KvTransfers:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Let nobody look at copies while this thread computes, and would hear of it later."""
+        """Suspend polling of copies while this thread computes and could not use the results."""
         with self._watch.paused():
             yield
 
     def close(self) -> None:
-        """Drop what has not begun, wait for the rest within a deadline, free the host's memory.
+        """Drop transfers not yet started, wait for the rest with a deadline, free host memory.
 
         Idempotent.
         """
@@ -183,7 +183,7 @@ class KvTransfers:
         self._advance(self._to_host)
 
     def _look(self, lane: _Lane) -> None:
-        """Take note of batches that are done."""
+        """Handle batches that are done."""
         while lane.under_way and self._device.is_done(lane.under_way[0].event):
             batch = lane.under_way.popleft()
             self._watch.discard(batch.event)
@@ -193,18 +193,18 @@ class KvTransfers:
                 batch.moving.fail(self._failure_of(lane.stream))
 
     def _failure_of(self, stream: Stream) -> str:
-        """Clear the failure of a stream and say what it was."""
+        """Clear the failure of a stream and return its text."""
         try:
             self._device.synchronize(stream, timeout_s=_FAILURE_TIMEOUT_S)
-        except DeviceTimeoutError as error:  # it was told of before, and others are under way
+        except DeviceTimeoutError as error:  # already reported, and other copies are running
             _LOG.debug("%s", error)
         except DeviceError as error:
             raise_if_lost(error)
             return f"copying KV blocks failed: {error}"
-        return "copying KV blocks failed, with what was copied before them"
+        return "copying KV blocks failed: an earlier copy on the same stream failed"
 
     def _advance(self, lane: _Lane) -> None:
-        """Enqueue batches, as many as the lane may have."""
+        """Enqueue batches up to the lane's limit."""
         while lane.waiting and len(lane.under_way) < lane.max_batches:
             moving = lane.waiting[0]
             if moving.runs:
@@ -213,7 +213,7 @@ class KvTransfers:
                 lane.waiting.popleft()
 
     def _enqueue(self, lane: _Lane, moving: _Moving) -> None:
-        """Copy the transfer's next blocks and record an event, whatever comes of it."""
+        """Copy the transfer's next blocks and record an event, also after an error."""
         batch = _Batch(moving, self._device.event())
 
         def make() -> None:
@@ -226,11 +226,11 @@ class KvTransfers:
                 run = moving.runs.popleft()
                 self._copy(lane.stream, run, moving.transfer.direction)
                 num_bytes += run.num_blocks * self._host.block_bytes
-            # Left out if anything before it has failed.
+            # Skipped if an earlier operation of the stream failed.
             self._device.launch(lane.stream, make)
-        except Exception as error:  # fails this transfer, when what was enqueued before is done
+        except Exception as error:  # fails this transfer once its enqueued copies are done
             raise_if_lost(error)
-            _LOG.exception("KV blocks cannot be copied")
+            _LOG.exception("could not copy KV blocks; the transfer fails")
             moving.fail(f"copying KV blocks failed: {type(error).__name__}: {error}")
         self._device.record(lane.stream, batch.event)
         moving.num_batches += 1
@@ -238,7 +238,7 @@ class KvTransfers:
         self._watch.add(batch.event)
 
     def _await_kernels(self, stream: Stream) -> None:
-        """Hold the stream until what is enqueued on the kernels' is done: it uses the blocks."""
+        """Hold the stream until the kernels enqueued so far are done: they use the blocks."""
         if self._host.compute is None:
             return
         event = self._device.event()
@@ -247,7 +247,7 @@ class KvTransfers:
         self._device.release_event(event)
 
     def _copy(self, stream: Stream, run: _Run, direction: Direction) -> None:
-        """Copy neighbouring blocks, in pieces."""
+        """Copy adjacent blocks, in pieces."""
         on_device = self._pool.bytes_of(run.block, run.num_blocks)
         on_host = self._host.bytes_of(run.slot, run.num_blocks)
         for start in range(0, on_host.numel(), _PIECE_BYTES):
@@ -258,7 +258,7 @@ class KvTransfers:
                 self._device.copy(stream, on_device[start:end], on_host[start:end])
 
     def _runs(self, transfer: KvTransfer) -> Sequence[_Run]:
-        """Its blocks, together where they lie so: each copy has its price."""
+        """Its blocks, grouped into adjacent runs, as every copy has a fixed cost."""
         runs: list[_Run] = []
         max_blocks = math.ceil(_PIECE_BYTES / self._host.block_bytes)
         for block, slot in zip(transfer.block_ids, transfer.host_slots, strict=True):

@@ -6,7 +6,7 @@ import torch
 
 
 class LinearBackend(Protocol):
-    """Holds one weight matrix in the layout it likes and multiplies by it."""
+    """Holds one weight matrix in its own layout and multiplies by it."""
 
     name: str
 
@@ -23,7 +23,7 @@ class LinearBackend(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in_features] -> [..., out_features], dtype of x.
 
-        The result is new and contiguous, so that deltas may be added to it in place.
+        The result is new and contiguous, so deltas can be added in place.
         """
         ...
 

@@ -7,7 +7,7 @@ from .numba_backend import NumbaLinear
 
 
 class TiedEmbedding(nn.Module):
-    """Stands for an ``nn.Embedding``, so that the matrix is in memory once."""
+    """Replaces an ``nn.Embedding``, so that the matrix is in memory only once."""
 
     def __init__(self, source: NumbaLinear) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TiedEmbedding(nn.Module):
 def plain_embeddings(model: nn.Module) -> dict[int, list[str]]:
     """Paths of embeddings by the identity of their weight, which a linear may share.
 
-    Subclasses do more than look up and are not among them.
+    Excludes subclasses, which may do more than look up.
     """
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,7 +1,7 @@
-"""Linears that read the same x: computed together at the first call, handed out one by one.
+"""Linears with the same input x: computed together at the first call, returned one by one.
 
-Adds the LoRA deltas of the pass that is running. Knows nothing of modules; which linears read the
-same x is for the caller to find out.
+Adds the LoRA deltas of the running pass. Knows nothing of modules; the caller decides which linears
+read the same x.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,10 +15,10 @@ from .numba_backend import FusedProduct, KernelLinear
 
 
 class InputGroup:
-    """Base products of some linears and, of those that are targets of adapters, their deltas.
+    """Base products of some linears, and the deltas of those that are targets of adapters.
 
-    Members may be called in any order, each with the x of all. The results that are not yet asked
-    for wait here together with x; after the last one nothing is held.
+    Members may be called in any order, each with the same x. Results that have not been requested
+    yet are stored together with x; after the last one nothing is stored.
     """
 
     def __init__(self, context: StepContext, key: Hashable) -> None:
@@ -26,14 +26,14 @@ class InputGroup:
         self._context = context
         self._key = key
         self._backends: list[LinearBackend] = []
-        self._fused: FusedProduct | None = None  # of all members, if they can be
+        self._fused: FusedProduct | None = None  # of all members, if they can be fused
         self._targets: list[tuple[int, int]] = []  # member, its target index
         self._waiting: dict[int, torch.Tensor] = {}
-        self._x: torch.Tensor | None = None  # what the waiting results are of
-        self._deltas: DeltaPass | None = None  # of the pass that the waiting results belong to
+        self._x: torch.Tensor | None = None  # the input of the stored results
+        self._deltas: DeltaPass | None = None  # of the pass of the stored results
 
     def join(self, backend: LinearBackend, target_index: int | None) -> int:
-        """Take in a member and return its number; it is a target if it has an index."""
+        """Add a member and return its number; it is a target if it has an index."""
         member = len(self._backends)
         self._backends.append(backend)
         fusible = [b for b in self._backends if isinstance(b, KernelLinear)]
@@ -47,7 +47,7 @@ class InputGroup:
         """Return x W^T + bias + deltas of one member: [..., in_features] -> [..., out_features]."""
         if len(self._backends) == 1:
             return self._compute(x)[0]
-        # A member that is asked twice for the same x is asked in another pass.
+        # A member called twice with the same x is called in another pass.
         deltas = self._context.deltas
         if not (self._x is x and self._deltas is deltas and member in self._waiting):
             self._waiting = dict(enumerate(self._compute(x)))
@@ -62,7 +62,7 @@ class InputGroup:
         if deltas is None or not self._targets:
             return self._base_products(x)
         tokens = x.reshape(-1, x.shape[-1])
-        # What repeats itself is noted as the kernels that it is made of.
+        # Repeatable deltas are recorded as the kernels that they consist of.
         call = _call_now if deltas.is_repeatable else current_launcher().call_in_every_pass
         call(lambda: self._running_deltas().begin(self._key, tokens))
         results = self._base_products(x)

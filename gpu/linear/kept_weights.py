@@ -1,8 +1,8 @@
-"""Packed matrices on disk, so that a second start reads what a first one has made.
+"""A disk cache of packed matrices, so that later starts read what the first one has made.
 
-One file holds all matrices of a model under the name of what they were made from. It is written
-whole or not at all, by whichever process is first; each array is read with its digest. It is read
-and not mapped: so its pages are huge, and nothing that happens to the file happens to the engine.
+One file holds all matrices of a model; its name states what they were made from. It is written
+completely or not at all, by the first process; each array is read with its digest. It is read, not
+mapped: so its pages are huge, and later changes of the file do not affect the engine.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from ..device import huge_pages
 
 _LOG = logging.getLogger(__name__)
 
-_LENGTH_BYTES = 8  # of the index, little-endian, in front of it
+_LENGTH_BYTES = 8  # length of the index, little-endian, in front of it
 _MAX_INDEX_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".weights"
-# Of what the file system has room for, all files together, the least recently used first.
+# Share of the file system's capacity for all files together; the least recently used are removed.
 _MAX_SHARE = 1 / 2
 _MAX_AGE_S = 90 * 86400.0
 
@@ -37,10 +37,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class KeptWeights:
-    """What is kept of one model, by matrix; perhaps nothing."""
+    """The cached matrices of one model; may be empty."""
 
     def __init__(self, directory: Path, key: str) -> None:
-        """``key``: names the content and how it is packed, as part of a file's name."""
+        """``key``: names content and packing, as part of a file's name."""
         self._path = directory / f"{key}{_SUFFIX}"
         self._index: dict[str, Any] = {}
         try:
@@ -52,7 +52,7 @@ class KeptWeights:
             text = self._file.read(length) if length <= _MAX_INDEX_BYTES else b""
             index = json.loads(text)
             if not isinstance(index, dict):
-                raise ValueError("its index is none")
+                raise ValueError("it has no valid index")
             self._index = index
             self._start = _aligned(_LENGTH_BYTES + length)
         except (OSError, ValueError) as error:
@@ -60,11 +60,11 @@ class KeptWeights:
         mark_as_used(self._path)
 
     def __len__(self) -> int:
-        """Matrices that it has."""
+        """The number of cached matrices."""
         return len(self._index)
 
     def read(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays of a matrix, in memory of their own; None if it is not there, or damaged."""
+        """The arrays of a matrix, in their own memory; None if missing or damaged."""
         entry = self._index.get(name)
         if entry is None:
             return None
@@ -80,7 +80,7 @@ class KeptWeights:
             self._file.close()
 
     def write(self, matrices: Mapping[str, Arrays]) -> None:
-        """Put all ``matrices`` in place of what there is, and close; a failure is logged."""
+        """Replace the cached matrices by ``matrices``, and close; a failure is logged."""
         self.close()
         num_bytes = sum(array.nbytes for arrays in matrices.values() for array in arrays.values())
         directory = self._path.parent
@@ -91,11 +91,11 @@ class KeptWeights:
                 _write(file, matrices)
         except OSError as error:
             _LOG.warning(
-                "the packed weights are not kept for the next start: %s: %s",
+                "packed weights are not kept for the next start: %s: %s",
                 directory, error.strerror or error,
             )  # fmt: skip
         else:
-            _LOG.info("the packed weights are kept in %s (%d bytes)", self._path, num_bytes)
+            _LOG.info("packed weights are kept in %s (%d bytes)", self._path, num_bytes)
 
     def _read(self, fields: Mapping[str, Any]) -> np.ndarray:
         dtype, shape = np.dtype(str(fields["dtype"])), tuple(map(int, fields["shape"]))
@@ -108,26 +108,26 @@ class KeptWeights:
         while done < len(view):
             num = os.preadv(self._file.fileno(), [view[done:]], position + done)
             if num == 0:
-                raise ValueError("it became shorter")
+                raise ValueError("it was truncated")
             done += num
         if hashlib.sha256(view).hexdigest() != fields["sha256"]:
-            raise ValueError("its digest is another one")
+            raise ValueError("its digest differs")
         return memory.view(dtype).reshape(shape)
 
     def _damaged(self, reason: str) -> None:
-        _LOG.warning("%s is damaged and is made again: %s", self._path, reason)
+        _LOG.warning("%s is damaged and will be made again: %s", self._path, reason)
         self._index = {}
         self.close()
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove what has not been used for long, and what there is too much of."""
+        """Remove files that were not used for long, and the least recently used above the limit."""
         directory = self._path.parent
         files = [(path.stat(), path) for path in directory.iterdir() if path != self._path]
         kept_bytes = num_bytes
         free_bytes = shutil.disk_usage(directory).free
         limit = (free_bytes + sum(stat.st_size for stat, _ in files)) * _MAX_SHARE
         if num_bytes > limit:
-            raise OSError(f"{num_bytes} bytes are more than half of what there is room for")
+            raise OSError(f"{num_bytes} bytes are more than half of the limit")
         for stat, path in sorted(files, key=lambda one: -one[0].st_mtime):
             kept_bytes += stat.st_size
             if kept_bytes > limit or stat.st_mtime < time.time() - _MAX_AGE_S:
@@ -135,7 +135,7 @@ class KeptWeights:
 
 
 def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
-    """The answer that ``find`` once gave to ``question``: hexadecimal digests both."""
+    """The stored answer of ``find`` to ``question``, or a new one: both hexadecimal digests."""
     note = directory / f"{question}.digest"
     try:
         answer = note.read_text()

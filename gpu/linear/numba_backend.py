@@ -21,12 +21,12 @@ _ITEM_BYTES = torch.bfloat16.itemsize
 
 
 class _Scratch(threading.local):
-    """Memory for the kernel that a thread calls next."""
+    """Memory for the kernel call that follows in the same thread."""
 
     memory = torch.empty(0, dtype=torch.uint8)
 
     def at_least(self, num_bytes: int) -> torch.Tensor:
-        """So many bytes, aligned to 64; what they held is lost."""
+        """At least this many bytes, aligned to 64; previous contents are lost."""
         if self.memory.numel() < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self.memory
@@ -36,7 +36,7 @@ _SCRATCH = _Scratch()
 
 
 class KernelLinear:
-    """One matrix as corun's kernel of dense products reads it."""
+    """One matrix in the layout of corun's kernel of dense products."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KernelLinear:
         bias: torch.Tensor | None,
         zero_points: np.ndarray | None = None,
     ) -> None:
-        """Take over what is packed.
+        """Take ownership of the packed arrays.
 
         tag: the arithmetic, of ``layout``; shape: [out_features, in_features];
         zero_points: see ``layout.pack_zero_points``.
@@ -68,7 +68,7 @@ class KernelLinear:
         return self._alone(x)[0]
 
     def describe(self) -> tuple[int, ...]:
-        """What the kernel is told of this matrix; the address of y is filled in later."""
+        """The kernel's arguments for this matrix; the address of y is filled in later."""
         packed, padded_bias, zero_points = self.arrays
         return (
             packed.ctypes.data,
@@ -81,7 +81,7 @@ class KernelLinear:
 
 
 class NumbaLinear(KernelLinear):
-    """Holds only the packed copy: a weight that nobody else refers to is released."""
+    """Holds only the packed copy; the original weight is released if it has no other references."""
 
     name = "numba"
     dtypes: ClassVar[frozenset[torch.dtype] | None] = frozenset({torch.bfloat16})
@@ -95,7 +95,7 @@ class NumbaLinear(KernelLinear):
     ) -> None:
         """Pack ``weight`` [out_features, in_features], bfloat16.
 
-        ``tag``: the arithmetic, of ``layout``; None = what pays here.
+        ``tag``: the arithmetic, of ``layout``; None = the fastest here.
         """
         tag = bfloat16_tag() if tag is None else tag
         assert weight.dtype == torch.bfloat16, weight.dtype
@@ -133,10 +133,10 @@ class FusedProduct:
     """Products of matrices of one width with the same x, computed in one kernel."""
 
     def __init__(self, backends: Sequence[KernelLinear]) -> None:
-        """All of one arithmetic and width of x."""
+        """All of one arithmetic and one width of x."""
         self._tag = backends[0].tag
         self._in_features, self._padded_in = backends[0].in_features, backends[0].padded_in
-        # Not the backends, one of which owns this; their memory is read through addresses.
+        # Not the back ends, one of which owns this object; their memory is read by address.
         self._alive = [backend.arrays for backend in backends]
         self._matrices = array("q", [field for backend in backends for field in backend.describe()])
         self._num_matrices = len(backends)
@@ -181,7 +181,7 @@ class FusedProduct:
         ]
 
     def _padded_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x as [tokens, padded in_features]: a view where that can be."""
+        """Return x as [tokens, padded in_features]: a view if possible."""
         rows = x.reshape(-1, self._in_features)
         if self._padded_in != self._in_features:
             return F.pad(rows, (0, self._padded_in - self._in_features))

@@ -1,20 +1,20 @@
 """Products on the CPU with weights packed once for oneDNN.
 
-In the model's own type where oneDNN multiplies it on this processor; elsewhere in float32, on a
-copy of twice the size: exact, with one rounding at the end, and many times faster than torch's own
-products of 16 bits, which convert their weights anew at each call.
+In the model's own type if oneDNN multiplies it on this processor. Otherwise in float32, on a copy
+of twice the size: exact, with one rounding at the end, and many times faster than torch's own
+products of 16 bits, which convert their weights at each call.
 """
 
 from typing import ClassVar
 
 import torch
 
-# oneDNN picks the layout for a number of rows; the layouts differ little from 1 to 128 rows.
+# oneDNN chooses the layout for a number of rows; the layouts differ little from 1 to 128 rows.
 _TOKENS_PACKED_FOR = 8
 
 
 class OnednnLinear:
-    """Holds only the packed copy: a weight that nobody else refers to is released."""
+    """Holds only the packed copy; the original weight is released if it has no other references."""
 
     name = "onednn"
     dtypes: ClassVar[frozenset[torch.dtype] | None] = frozenset(
@@ -22,7 +22,7 @@ class OnednnLinear:
     )
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Pack ``weight`` [out_features, in_features]; RuntimeError where oneDNN cannot."""
+        """Pack ``weight`` [out_features, in_features]; RuntimeError if oneDNN cannot."""
         self._dtype = weight.dtype
         self._product_dtype = product_dtype(weight.dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
@@ -46,7 +46,7 @@ class OnednnLinear:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that oneDNN multiplies matrices of ``dtype`` in on this processor."""
+    """The type in which oneDNN multiplies matrices of ``dtype`` on this processor."""
     can = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,

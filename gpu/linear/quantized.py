@@ -1,8 +1,8 @@
-"""Weights of base matrices in 8 or 4 bits: what they are, and how they are made from full ones.
+"""Weights of base matrices in 8 or 4 bits: their format, and quantisation.
 
-A weight is a small integer, its code, times a scale that it shares with the rest of its group, 64
-neighbours along the input. Codes of 8 bits are signed and symmetric. Codes of 4 bits count from a
-zero point, one of a group or 8 everywhere. Knows nothing of how kernels lay them out.
+A weight is a small integer, its code, times a scale that its group shares: 64 neighbours along the
+input. Codes of 8 bits are signed and symmetric. Codes of 4 bits count from a zero point, one per
+group or 8 everywhere. Independent of the kernels' layout.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class QuantizedWeight:
     """One matrix [out_features, in_features], not packed.
 
     codes: [out, in], int8 from -127 to 127 for 8 bits, uint8 from 0 to 15 for 4.
-    scales: float32 [out, in / GROUP_SIZE]; may be negative, and zero where a group is all zeros.
-    zero_points: uint8 [out, in / GROUP_SIZE], 0 to 15, of 4 bits alone; None = 8 everywhere.
+    scales: float32 [out, in / GROUP_SIZE]; may be negative, and zero if the group is all zeros.
+    zero_points: uint8 [out, in / GROUP_SIZE], 0 to 15, only for 4 bits; None = 8 everywhere.
     """
 
     bits: int
@@ -44,7 +44,7 @@ class QuantizedWeight:
             assert self.zero_points.dtype == np.uint8, self.zero_points.dtype
 
     def dequantized(self) -> np.ndarray:
-        """The matrix that this is, float32 [out, in]: a copy."""
+        """The represented matrix, float32 [out, in]: a copy."""
         out_features, num_groups = self.scales.shape
         codes = self.codes.reshape(out_features, num_groups, GROUP_SIZE).astype(np.float32)
         if self.zero_points is not None:
@@ -59,7 +59,7 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """The nearest codes of ``weight`` [out, in], of any floating type; ``in`` in whole groups.
 
     8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude is -8 times
-    the scale, so that this value at least is exact. ValueError if a weight is not finite.
+    the scale, so at least this value is exact. ValueError if a weight is not finite.
     """
     out_features, in_features = weight.shape
     groups = weight.detach().float().reshape(out_features, in_features // GROUP_SIZE, GROUP_SIZE)

@@ -1,4 +1,4 @@
-"""Products on the CPU with weights of 8 or 4 bits: through corun's own kernel, or as they are."""
+"""Products on the CPU with weights of 8 or 4 bits: by corun's own kernel, or dequantised."""
 
 import math
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from ..forward.launcher import current_launcher
 from .numba_backend import KernelLinear
 from .quantized import QuantizedWeight
 
-_WEIGHTS_AT_ONCE = 1 << 20  # that are dequantised for a moment
+_WEIGHTS_AT_ONCE = 1 << 20  # dequantised at a time
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A quantised matrix as kernels read it: plain arrays, and what there is to know of them.
+    """A quantised matrix in the kernels' layout: plain arrays and their parameters.
 
-    May be made of arrays that were kept, by a process whose ``layout.quantized_panel_columns`` are
-    the same: others are for another kernel. They are read only, and may be a mapped file.
+    The arrays may be cached ones, if ``layout.quantized_panel_columns`` were the same in the
+    process that made them: others are for another kernel. They are only read, and may be a
+    mapped file.
 
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
     zero_points: of ``layout.pack_zero_points``, or None = 8 everywhere.
@@ -44,7 +45,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> "PackedWeight":
-        """Pack a matrix, in huge pages where there are any."""
+        """Pack a matrix, in huge pages if available."""
         out_features, in_features = weight.codes.shape
         shape = layout.quantized_shape(out_features, in_features, weight.bits)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
@@ -55,7 +56,7 @@ class PackedWeight:
         return cls(weight.bits, out_features, in_features, blocks, zero_points)
 
     def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
-        """What it was packed from, or the rows of some panels of it: a copy."""
+        """The matrix before packing, or the rows of some panels of it: a copy."""
         panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
         out_features = self.out_features - first_panel * layout.quantized_panel_columns()
         codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.bits)
@@ -69,11 +70,11 @@ class QuantizedLinear(KernelLinear):
     """Holds only the packed matrix; x and results are bfloat16.
 
     x is rounded to 16 bits for weights of 8, and to 8 for weights of 4, with a scale for each group
-    of 64 values. A token whose x has what is no number gets NaN for all of its result.
+    of 64 values. A token whose x is not finite gets NaN for all of its result.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
-        """Take over ``packed``; bias: [out_features] or None."""
+        """Take ownership of ``packed``; bias: [out_features] or None."""
         self.packed = packed
         self.name = f"int{packed.bits}"
         super().__init__(
@@ -85,20 +86,20 @@ class QuantizedLinear(KernelLinear):
     def weight(self) -> torch.Tensor:
         """The dequantised matrix rounded to bfloat16, made at each access.
 
-        Not rounded it is ``packed.unpacked().dequantized()``, float32.
+        Without rounding it is ``packed.unpacked().dequantized()``, float32.
         """
         return torch.from_numpy(self.packed.unpacked().dequantized()).bfloat16()
 
 
 class DequantizedLinear:
-    """Holds only the packed matrix, and makes it full again at each product, some rows at a time.
+    """Holds only the packed matrix, and dequantises it in each product, some rows at a time.
 
-    x and results are of any floating type, and x is not rounded: what the kernels are held to, and
-    what serves types that they do not compute.
+    x and results are of any floating type, and x is not rounded. It is the reference of the kernels
+    and serves types that they do not support.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
-        """Take over ``packed``; bias: [out_features] or None."""
+        """Take ownership of ``packed``; bias: [out_features] or None."""
         self.packed = packed
         self.name = f"dequantised int{packed.bits}"
         self.bias = None if bias is None else bias.detach()
@@ -115,7 +116,7 @@ class DequantizedLinear:
         launcher, packed = current_launcher(), self.packed
         tokens = x.reshape(-1, packed.in_features)
         y = launcher.new_output((len(tokens), packed.out_features), x.dtype)
-        # Not noted, or a replay would hold all that was dequantised.
+        # Not recorded, or a replay would hold everything that was dequantised.
         launcher.call_in_every_pass(partial(self._multiply, tokens, y))
         return y.view(*x.shape[:-1], packed.out_features)
 

@@ -1,4 +1,4 @@
-"""Which backend computes the base model's linears: as told, or by a probe and a measurement."""
+"""Chooses the back end of the base model's linears: as configured, or by probe and measurement."""
 
 import itertools
 import logging
@@ -26,16 +26,16 @@ _LOGGER = logging.getLogger(__name__)
 BACKENDS: Mapping[str, MakeLinear] = {
     backend.name: backend for backend in (NumbaLinear, OnednnLinear, PlainLinear)
 }
-# Decode steps of one request and of eight, and a chunk of a prompt; the matrix is larger than a
-# core's second-level cache, as models are.
+# Decode steps of one request and of eight, and a chunk of a prompt. The matrix is larger than a
+# core's second-level cache, as in real models.
 _MEASURED_TOKENS = (1, 8, 128)
 _MEASURED_FEATURES = 1024
 _MEASURED_TURNS = 2
 _MEASURED_ROUNDS = 8
 _WARM_UP_S = 0.01
-_LIMIT_S = 0.2  # of one size in a turn, on a machine that is not quiet
-# What a less preferred backend must gain: less is noise, and start after start would compute
-# results that differ by their rounding.
+_LIMIT_S = 0.2  # per size and turn, on a machine that is not quiet
+# Minimal gain of a less preferred back end: less is noise, and successive starts would compute
+# results with different rounding.
 _MIN_GAIN = 0.1
 _PROBE_FEATURES = 64
 _PROBE_TOKENS = (1, 2, 11)
@@ -44,12 +44,12 @@ _PROBE_TOKENS = (1, 2, 11)
 def select_linear_backend(
     name: str, *, device: torch.device | str, dtype: torch.dtype, kept: Path | None = None
 ) -> MakeLinear:
-    """Return what makes a backend from a weight and a bias.
+    """Return a function that makes a back end from a weight and a bias.
 
-    ``auto`` takes, of the backends that give the right product here, the fastest on the CPU and
-    torch's linear elsewhere. Where other processes do not let that be measured, it is the first.
-    ``kept``: where it is kept what was measured; None = nowhere.
-    Raises ConfigError if a backend is asked for that cannot work here. The probe compiles kernels.
+    ``auto`` takes, on the CPU, the fastest back end that gives the right product, and elsewhere
+    torch's linear. If other processes disturb the measurement, it is the first one.
+    ``kept``: the folder of stored measurements; None = nothing is stored.
+    Raises ConfigError if the configured back end cannot work here. The probe compiles kernels.
     """
     device = torch.device(device)
     if name not in {"auto", *BACKENDS}:
@@ -63,7 +63,7 @@ def select_linear_backend(
     if name != "auto":
         if reasons[name] is not None:
             raise ConfigError(f"--linear-backend {name} cannot be used: {reasons[name]}")
-        return _chosen(name, "as asked")
+        return _chosen(name, "configured")
     refused = [f"not {other}: {reason}" for other, reason in reasons.items() if reason is not None]
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if len(able) == 1:
@@ -71,10 +71,10 @@ def select_linear_backend(
     path = choice_path(kept, "linear", str(dtype), num_kernel_threads(), able)
     known = None if path is None else read_kept(path, str)
     if known in able:
-        return _chosen(known, "; ".join(["as measured before", *refused]))
+        return _chosen(known, "; ".join(["measured at an earlier start", *refused]))
     times = _measure_ms(able, dtype)
     if not all(map(math.isfinite, itertools.chain(*times.values()))):
-        busy = "not measured, since other processes use the CPU cores"
+        busy = "not measured, because other processes use the CPU cores"
         return _chosen(able[0], "; ".join([busy, *refused]))
     best = fastest(times)
     if path is not None:
@@ -93,7 +93,7 @@ def _chosen(name: str, reason: str) -> MakeLinear:
 
 
 def fastest(times: Mapping[str, list[float]]) -> str:
-    """The least product of times, that is geometric mean; ties go to who comes first."""
+    """The smallest product of times, that is geometric mean; the first one wins a tie."""
     best, *others = times
     for other in others:
         gain = 1 - (math.prod(times[other]) / math.prod(times[best])) ** (1 / len(times[best]))
@@ -103,19 +103,19 @@ def fastest(times: Mapping[str, list[float]]) -> str:
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot be used here; None if it can. Compares a few products."""
+    """Why a back end cannot be used here; None if it can. Compares a few products."""
     if name == "plain":
         return None
     if device.type != "cpu":
-        return f"it is for the CPU, the model runs on {device.type}"
+        return f"it supports only the CPU, the model runs on {device.type}"
     if name == "onednn" and not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     dtypes = BACKENDS[name].dtypes
     if dtypes is not None and dtype not in dtypes:
-        return f"it computes {', '.join(sorted(map(str, dtypes)))}, the model is {dtype}"
+        return f"it supports {', '.join(sorted(map(str, dtypes)))}, the model is {dtype}"
     try:
         is_right = all(_is_right(name, dtype, tokens) for tokens in _PROBE_TOKENS)
-    except Exception as error:  # whatever a compiler raises, the reason is logged or re-raised
+    except Exception as error:  # any error of a compiler; the reason is logged or raised
         return f"its probe with {dtype} failed: {str(error).partition(chr(10))[0]}"
     return None if is_right else f"its {dtype} product is wrong on this machine"
 
@@ -139,10 +139,10 @@ def _operands(features: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
-    """Quiet time of a product by backend and number of tokens; infinite where none was quiet.
+    """Quiet time of a product by back end and number of tokens; infinite if none was quiet.
 
-    One backend after the other, and all once more: helper threads of one library spin for
-    milliseconds after its last product, on the cores of the next one's, which is warmed up as long.
+    One back end after the other, in two rounds: helper threads of one library spin for milliseconds
+    after its last product, on the cores of the next one, which is warmed up as long.
     """
     weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
     backends = {name: BACKENDS[name](weight, None) for name in names}

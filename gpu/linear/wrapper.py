@@ -1,6 +1,6 @@
-"""The one module that stands for every linear of the base model, and how it gets there.
+"""The module that replaces every linear of the base model, and the replacement.
 
-Knows nothing of adapters' names, requests or attention; products and deltas are its group's.
+Independent of adapters' names, requests and attention; its group computes products and deltas.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -28,7 +28,7 @@ class CorunLinear(nn.Module):
         group: InputGroup,
         target_index: int | None,
     ) -> None:
-        """Take the place of ``linear`` in ``group``; it is a target if it has an index."""
+        """Replace ``linear`` in ``group``; it is a target if it has an index."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -39,12 +39,12 @@ class CorunLinear(nn.Module):
 
     @property
     def backend(self) -> LinearBackend:
-        """What computes the base product."""
+        """The back end of the base product."""
         return self._backend
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base weight [out_features, in_features]; perhaps unpacked at each access."""
+        """The base weight [out_features, in_features]; may be unpacked at each access."""
         return self._backend.weight
 
     @property
@@ -57,13 +57,13 @@ class CorunLinear(nn.Module):
         return self._group.product(self._member, x)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """The text that ``print(model)`` shows."""
         target = "" if self._target_index is None else f", target_index={self._target_index}"
         return f"{self.in_features}, {self.out_features}, backend={self._backend.name}{target}"
 
 
 def _make_backend(linear: nn.Linear, make_backend: MakeLinear) -> LinearBackend:
-    """What was chosen for the model's type, unless this linear is kept in one it does not have."""
+    """The back end for the model's type, unless this linear is stored in an unsupported one."""
     dtypes = make_backend.dtypes
     if dtypes is None or linear.weight.dtype in dtypes:
         return make_backend(linear.weight, linear.bias)
@@ -78,15 +78,14 @@ def wrap_linears(
     group_of: Mapping[str, Hashable],
     make_at: MakeAt = lambda _path, _linear: None,
 ) -> int:
-    """Replace every ``nn.Linear`` of ``model`` in place and return how many there were.
+    """Replace every ``nn.Linear`` of ``model`` in place and return their number.
 
     Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
     ``target_of`` maps module paths to target indices; all of them must be replaced. Linears with
-    the same value in ``group_of`` read the same x and are computed together. ``make_at`` is asked
-    first for what stands at a path; None leaves it to ``make_backend``. Weights are
-    taken over one by one, so that a packed copy and its original coexist for one linear only. An
-    embedding that is tied to a linear reads its rows from the packed copy, where it can; elsewhere
-    the weight stays alive through it.
+    the same value in ``group_of`` read the same x and are computed together. ``make_at`` may return
+    the back end of a path; with None ``make_backend`` makes it. Weights are replaced one by one, so
+    a packed copy and its original coexist for only one linear. An embedding tied to a linear reads
+    its rows from the packed copy if possible; otherwise it keeps the weight alive.
     """
     missing = set(target_of)
     groups: dict[Hashable, InputGroup] = {}
@@ -116,10 +115,10 @@ def wrap_linears(
 
 
 def leave_weight_files(model: nn.Module) -> None:
-    """Copy what is left of the model's tensors into memory of its own, in place.
+    """Copy the remaining tensors of the model into their own memory, in place.
 
-    Tensors that were read through a mapping of their file keep all of it mapped, and so what the
-    linears have packed in memory twice.
+    A tensor read through a mapping of its file keeps all of it mapped, so the linears' packed
+    weights would be in memory twice.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -131,7 +130,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _linear_paths(model: nn.Module) -> list[list[str]]:
-    """The paths of each linear: names and not modules, so that nothing here keeps them alive."""
+    """The paths of each linear: names instead of modules, so that nothing here keeps them alive."""
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if type(module) is nn.Linear:

@@ -1,8 +1,8 @@
-"""Where every matrix of an adapter goes in the host arena, and back from there to tensors.
+"""Places an adapter's matrices in the host arena, and reads them back as tensors.
 
-One region per (layer, input group) that the adapter changes, with all targets of the group in it:
-those that the adapter leaves alone have rank 0, so that deltas of a group lie side by side the same
-way for every adapter. Knows nothing of files or of room in the arena.
+There is one region per (layer, input group) that the adapter changes, with all targets of the
+group. Targets that the adapter does not change have rank 0, so the deltas of a group have the same
+columns for every adapter. Independent of files and of free memory in the arena.
 """
 
 import math
@@ -25,12 +25,12 @@ from .matrix_layout import MatrixLayout, bits_of
 
 GroupKey = tuple[int, int]  # layer, input group
 
-_MAX_KEPT = 32  # adapters that were planned
+_MAX_KEPT = 32  # cached plans
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One region that is to be made."""
+    """One region to be made."""
 
     key: GroupKey
     region: Region
@@ -38,13 +38,13 @@ class GroupPlan:
 
     @property
     def spec(self) -> RegionSpec:
-        """What the arena is asked for."""
+        """The specification of the region for the arena."""
         return RegionSpec(*self.key, self.region.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetMatrices:
-    """Where one target's matrices lie in a region, in bytes from its start."""
+    """The places of one target's matrices in a region, in bytes from its start."""
 
     target: Target
     rank: int
@@ -54,10 +54,10 @@ class TargetMatrices:
 
 
 class AdapterLayout:
-    """The layout of all adapters of one model; ``matrices`` says how A and B lie."""
+    """The layout of all adapters of one model; ``matrices`` defines the layout of A and B."""
 
     def __init__(self, target_map: TargetMap, matrices: MatrixLayout, dtype: torch.dtype) -> None:
-        """``dtype``: of the matrices, the model's."""
+        """``dtype``: of the matrices; the model's."""
         self.matrices = matrices
         self.dtype = dtype
         groups: dict[GroupKey, list[Target]] = defaultdict(list)
@@ -67,7 +67,7 @@ class AdapterLayout:
         self._plan_once = lru_cache(_MAX_KEPT)(self._plan)
 
     def plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
-        """The regions of an adapter, layers ascending; those of one recipe are planned once."""
+        """The regions of an adapter, layers ascending; adapters of one recipe share the plan."""
         return self._plan_once(adapter)
 
     def _plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
@@ -93,7 +93,7 @@ class AdapterLayout:
         )
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
-        """What fills regions. ``parts``: of each plan its region's bytes, uint8."""
+        """A writer of regions. ``parts``: the bytes of each plan's region, uint8."""
         places: dict[str, tuple[np.ndarray, bool]] = {}
         for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
@@ -101,15 +101,15 @@ class AdapterLayout:
         return RegionWriter(self, places)
 
     def check(self, raw: RawTensor, data: memoryview) -> None:
-        """Do what the writer does, but for the writing."""
+        """Check everything that the writer checks, without writing."""
         to_tensor(raw, data, self.dtype)
 
     def matrices_in(self, place: RegionPlace, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
-        """What a filled region holds (``part``: its bytes on the CPU), by its own header."""
+        """The contents of a filled region (``part``: its bytes on the CPU), by its own header."""
         return self.matrices_of((place.layer, place.input_group), read_header(part.numpy().data))
 
     def matrices_of(self, key: GroupKey, region: Region) -> tuple[TargetMatrices, ...]:
-        """What a region of an input group holds."""
+        """The contents of a region of an input group."""
         targets = self._groups[key]
         return tuple(
             TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset)
@@ -118,7 +118,7 @@ class AdapterLayout:
         )
 
     def views(self, found: TargetMatrices, part: torch.Tensor) -> PackedLora:
-        """One target's matrices as views of a region, or of its copy on some device."""
+        """One target's matrices as views of a region, or of its copy on a device."""
         target, rank = found.target, found.rank
         return PackedLora(
             a=self._view(part, found.a_offset, self._a_shape(target, rank)),
@@ -137,7 +137,7 @@ class AdapterLayout:
             return TargetSize(0, columns, 0.0, 0, 0)
         a_bytes = math.prod(self._a_shape(target, rank)) * itemsize
         b_bytes = math.prod(self._b_shape(target, rank)) * itemsize
-        # As the header holds it, so that what is read back is equal.
+        # Stored in the header's form, so that reading it back gives an equal value.
         return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes)
 
     def _places_of(
@@ -166,7 +166,7 @@ class RegionWriter:
     """Writes an adapter's tensors to their places in regions, in any order."""
 
     def __init__(self, layout: AdapterLayout, places: dict[str, tuple[np.ndarray, bool]]) -> None:
-        """``places``: by a tensor's name the bits of its matrix, and whether it is an A."""
+        """``places``: by tensor name the bits of its matrix, and whether it is an A."""
         self._layout = layout
         self._places = places
 

@@ -13,7 +13,7 @@ from .matrix_layout import ROWS, MatrixLayout
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
-    """A and B of one target in the layout of one backend."""
+    """A and B of one target in the layout of one back end."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -25,13 +25,13 @@ class LoraBackend(Protocol):
     """Computes deltas with the adapters of a ``LoraTable``."""
 
     name: str
-    layout: MatrixLayout  # what it reads A and B in
+    layout: MatrixLayout  # the layout of A and B
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
-        """Lay out A [rank, in_features] and B [out_features, rank] for this backend.
+        """Lay out A [rank, in_features] and B [out_features, rank] for this back end.
 
-        The result lies on the backend's device in the model's dtype; the rank is not padded
-        beyond what a vector register needs.
+        The result is on the back end's device in the model's dtype; the rank is padded only as far
+        as a vector register needs.
         """
         ...
 
@@ -58,7 +58,7 @@ class LoraBackend(Protocol):
 
 
 class TargetByTarget(ABC):
-    """Base of backends that read plain rows and gain nothing from targets that read the same x."""
+    """Base of back ends that read plain rows and do not benefit from targets with the same x."""
 
     layout: MatrixLayout = ROWS
 
@@ -75,6 +75,6 @@ class TargetByTarget(ABC):
         target_indices: Sequence[int],
         batch: LoraBatch,
     ) -> None:
-        """Add the deltas of one target after the other; see ``LoraBackend``."""
+        """Add the deltas of one target at a time; see ``LoraBackend``."""
         for y, target_index in zip(ys, target_indices, strict=True):
             self.add_delta(x, y, target_index, batch)

@@ -1,6 +1,6 @@
-"""Turns the bytes of an adapter's tensors into tensors of the type that they are served in.
+"""Converts the bytes of an adapter's tensors to tensors of the model's type.
 
-Knows nothing of files, names in requests or memory budgets.
+Independent of files, names and memory budgets.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 from ...runtime.adapters.resolved import RawTensor
 from ...runtime.adapters.values import check_values
 
-STORED_DTYPES: Mapping[str, torch.dtype] = {  # by their names in safetensors
+STORED_DTYPES: Mapping[str, torch.dtype] = {  # by name in safetensors
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -18,7 +18,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {  # by their names in safetensors
 
 
 def to_tensor(raw: RawTensor, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of ``raw`` as a CPU tensor [*raw.shape] of ``dtype``, over ``data`` if they can be.
+    """``raw`` as a CPU tensor [*raw.shape] of ``dtype``, over ``data`` if possible.
 
     Raises ``AdapterError`` naming the tensor if ``check_values`` does.
     """

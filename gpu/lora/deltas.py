@@ -9,7 +9,7 @@ from .base import LoraBackend
 
 
 class ResidentDeltas:
-    """See ``DeltaPass``."""
+    """Implements ``DeltaPass``."""
 
     is_repeatable = True
 
@@ -18,7 +18,7 @@ class ResidentDeltas:
         self._batch = batch
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
-        """Nothing is computed elsewhere."""
+        """Do nothing: no deltas are computed elsewhere."""
 
     def add(
         self,

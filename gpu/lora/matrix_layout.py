@@ -1,6 +1,6 @@
-"""How the matrices A and B of a target lie in memory: packed for the CPU's kernels, or as rows.
+"""Memory layouts of the matrices A and B of a target: packed for the CPU's kernels, or as rows.
 
-Everything is bytes here: a layout moves values of 2 or 4 bytes and does not look at them.
+Layouts move values of 2 or 4 bytes and do not interpret them.
 """
 
 from typing import Protocol
@@ -10,34 +10,34 @@ import torch
 
 from ...cpu_workers.kernels.simd import layout
 
-_BITS = {2: np.uint16, 4: np.float32}  # what the packing functions take, by bytes of a value
+_BITS = {2: np.uint16, 4: np.float32}  # dtypes of the packing functions, by bytes of a value
 _TORCH_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class MatrixLayout(Protocol):
-    """One way to lay out A [rank, in_features] and B [out_features, rank]."""
+    """A layout of A [rank, in_features] and B [out_features, rank]."""
 
     name: str
 
     def a_shape(self, rank: int, in_features: int, itemsize: int) -> tuple[int, ...]:
-        """The shape of A as it lies, row-major, padding included."""
+        """The stored shape of A, row-major, including padding."""
         ...
 
     def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]:
-        """The shape of B as it lies."""
+        """The stored shape of B."""
         ...
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
-        """Write A to ``place``, of its type and ``a_shape``; all of it is written."""
+        """Write A to ``place``, of its type and ``a_shape``; fills all of it."""
         ...
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
-        """Write B to ``place``, of its type and ``b_shape``; all of it is written."""
+        """Write B to ``place``, of its type and ``b_shape``; fills all of it."""
         ...
 
 
 class PackedLayout:
-    """What ``cpu_workers.kernels.simd.layout`` says; the kernels on CPUs read it."""
+    """The layout of ``cpu_workers.kernels.simd.layout``, for the kernels on CPUs."""
 
     name = "packed"
 
@@ -57,7 +57,7 @@ class PackedLayout:
 
 
 class RowsLayout:
-    """A as it is and B transposed, row-major; Triton's kernels and torch read it."""
+    """A as it is and B transposed, row-major, for Triton's kernels and torch."""
 
     name = "rows"
 
@@ -66,7 +66,7 @@ class RowsLayout:
         return rank, in_features
 
     def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]:
-        """[rank, out]: a row is read in vectors, however odd the rank."""
+        """[rank, out]: rows are read in vectors, also for odd ranks."""
         return rank, out_features
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
@@ -81,22 +81,22 @@ ROWS = RowsLayout()
 
 
 def bits_of(matrix: torch.Tensor) -> np.ndarray:
-    """A CPU matrix as numpy has it, which knows no bfloat16; over the same memory if contiguous."""
+    """A CPU matrix for numpy, which has no bfloat16; over the same memory if contiguous."""
     matrix = matrix.detach().contiguous()
     return matrix.view(_TORCH_BITS[matrix.itemsize]).numpy().view(_BITS[matrix.itemsize])
 
 
 def unpack(packed: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write A or B to ``rows`` [height, width] from how ``PACKED`` lays it out.
+    """Write A or B to ``rows`` [height, width] from the layout of ``PACKED``.
 
-    It lies in tiles [height / h, width / w, h, w], the last ones padded. No memory is taken: each
+    Its tiles are [height / h, width / w, h, w], the last ones padded. Allocates no memory: each
     copy is from one view to another.
     """
     tiles = packed.permute(0, 2, 1, 3)  # [height / h, h, width / w, w]
     _, tile_height, _, tile_width = tiles.shape
     num_rows, more_rows = divmod(rows.shape[0], tile_height)
     num_columns, more_columns = divmod(rows.shape[1], tile_width)
-    if not (more_rows or more_columns):  # as good as always
+    if not (more_rows or more_columns):  # the usual case
         whole = tiles[:num_rows, :, :num_columns]
         rows.view(num_rows, tile_height, num_columns, tile_width).copy_(whole)
         return

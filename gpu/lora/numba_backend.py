@@ -1,4 +1,4 @@
-"""LoRA products on the CPU through the grouped kernels that CPU workers use, too."""
+"""LoRA products on the CPU by the grouped kernels that CPU workers use, too."""
 
 from array import array
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .table import LoraTable
 class NumbaLora:
     """One kernel call per input group, over all segments; bfloat16 or float32.
 
-    Not to be called from two threads at once: it owns the scratch memory of a call.
+    Must not be called from two threads at once: it owns the scratch memory of a call.
     """
 
     name = "numba"
@@ -32,7 +32,7 @@ class NumbaLora:
     ) -> None:
         """Serve the adapters of ``table``, in ``dtype``.
 
-        ``tag``: the arithmetic for bfloat16, of ``layout``; None = what pays here.
+        ``tag``: the arithmetic for bfloat16, of ``layout``; None = the fastest here.
         """
         assert dtype in {torch.bfloat16, torch.float32}, dtype
         assert table.device.type == "cpu", table.device
@@ -41,17 +41,17 @@ class NumbaLora:
         self._tag: np.generic = layout.FLOAT32
         if dtype == torch.bfloat16:
             self._tag = bfloat16_tag() if tag is None else tag
-        # Scratch of a call: x A^T, and x in float32, for a processor that multiplies nothing else.
+        # Scratch of a call: x A^T, and x in float32, for a processor that only multiplies float32.
         self._wide = torch.empty(0, dtype=torch.float32)
         self._hidden = torch.empty(0, dtype=torch.float32)
-        # Of a call so far; scratch has room for as many.
+        # Largest call so far; scratch memory is large enough for it.
         self._most_targets = self._most_features = 0
-        self._seen: LoraBatch | None = None  # what the following two are of
+        self._seen: LoraBatch | None = None  # the batch of the next two fields
         self._has_rank: list[bool] = []  # by target: whether an adapter of the batch has it
-        self._batch_fields = array("q", [0] * BATCH_FIELDS)  # stays at one address
+        self._batch_fields = array("q", [0] * BATCH_FIELDS)  # at a fixed address
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
-        """Lay out A and B as ``kernels.simd.layout`` says; the rank is padded to 8 and 2."""
+        """Lay out A and B as in ``kernels.simd.layout``; the rank is padded to 8 and 2."""
         # Clones, because torch aligns to the 64 bytes of a vector load and numpy does not.
         packed_a = torch.from_numpy(layout.pack_a(self._bits(a).numpy())).clone()
         packed_b = torch.from_numpy(layout.pack_b(self._bits(b).numpy())).clone()
@@ -83,7 +83,7 @@ class NumbaLora:
         self._prepare(batch, x.shape[0], len(ys), in_features)
         launcher = current_launcher()
         if not (launcher.is_noting or any(self._has_rank[index] for index in target_indices)):
-            return  # a call for nothing costs as much as a small one
+            return  # an empty call would cost as much as a small one
         if in_features != x.shape[1]:
             x = F.pad(x, (0, in_features - x.shape[1]))
         padded = [self._padded(y, x.shape[0]) for y in ys]
@@ -117,13 +117,13 @@ class NumbaLora:
                 result.copy_(y[:, : result.shape[1]])
 
     def _prepare_replay(self, metadata: PassMetadata) -> None:
-        assert metadata.lora is not None, "a pass with adapters was captured"
+        assert metadata.lora is not None, "the captured pass has adapters"
         self._prepare(metadata.lora, metadata.attention.num_tokens, 0, 0)
 
     def _prepare(
         self, batch: LoraBatch, num_tokens: int, num_targets: int, in_features: int
     ) -> None:
-        """Tell the kernel of a batch, and that a call has so many targets and features at most."""
+        """Set the kernel's fields for a batch, and the largest number of targets and features."""
         has_room = num_targets <= self._most_targets and in_features <= self._most_features
         if batch is self._seen and has_room:
             return
@@ -148,7 +148,7 @@ class NumbaLora:
             self._batch_fields[field] = value
 
     def _padded(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Y, or a copy that is as wide as kernels write."""
+        """Y, or a copy that is as wide as the kernels write."""
         assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
         assert y.shape[0] == num_tokens, (y.shape, num_tokens)
         _, out_features = layout.padded_features(0, y.shape[1], y.element_size())

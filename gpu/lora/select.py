@@ -1,4 +1,4 @@
-"""Which backend computes LoRA products: as told, or the first that passes a probe."""
+"""Chooses the back end of LoRA products: as configured, or the first that passes a probe."""
 
 import logging
 
@@ -17,23 +17,23 @@ _LOGGER = logging.getLogger(__name__)
 def select_lora_backend(
     name: str, *, table: LoraTable, device: torch.device | str, dtype: torch.dtype
 ) -> LoraBackend:
-    """Return the backend that serves the adapters of ``table``.
+    """Return the back end that serves the adapters of ``table``.
 
     ``auto`` takes the grouped kernels of the device (Triton on CUDA, numba on the CPU) if a small
-    product agrees with torch, else torch, with a warning. Raises ConfigError if a backend is asked
-    for that cannot work here. The probe compiles the kernels.
+    product agrees with torch, otherwise torch, with a warning. Raises ConfigError if the configured
+    back end cannot work here. The probe compiles the kernels.
     """
     device = torch.device(device)
     if name not in LORA_BACKENDS:
         known = ", ".join(LORA_BACKENDS)
         raise ConfigError(f"--lora-backend {name!r} is unknown; choose one of {known}")
     if name == "torch":
-        return _chosen(TorchLora(table, dtype=dtype), "as asked")
+        return _chosen(TorchLora(table, dtype=dtype), "configured")
     wanted = name if name != "auto" else "triton" if device.type == "cuda" else "numba"
     reason = _why_not(wanted, device, dtype)
     if reason is None:
         return _chosen(
-            _make(wanted, table, dtype), "as asked" if name != "auto" else "probe passed"
+            _make(wanted, table, dtype), "configured" if name != "auto" else "probe passed"
         )
     if name != "auto":
         raise ConfigError(f"--lora-backend {name} cannot be used: {reason}")
@@ -61,22 +61,22 @@ def _make(name: str, table: LoraTable, dtype: torch.dtype) -> LoraBackend:
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot be used here; None if it can."""
+    """Why a back end cannot be used here; None if it can."""
     if name == "numba" and device.type != "cpu":
-        return f"it is for the CPU, the model runs on {device.type}"
+        return f"it supports only the CPU, the model runs on {device.type}"
     if name == "numba" and dtype not in {torch.float32, torch.bfloat16}:
-        return f"it computes float32 and bfloat16, the model is {dtype}"
+        return f"it supports float32 and bfloat16, the model is {dtype}"
     if name == "triton" and device.type != "cuda":
-        return f"it is for CUDA, the model runs on {device.type}"
+        return f"it supports only CUDA, the model runs on {device.type}"
     try:
         agrees = _probe(name, device, dtype)
-    except Exception as error:  # whatever a compiler raises, the reason is logged or re-raised
+    except Exception as error:  # any error of a compiler; the reason is logged or raised
         return f"its probe failed: {type(error).__name__}: {error}"
     return None if agrees else "its product is wrong on this machine"
 
 
 def _probe(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether two adapters, one token and seventeen, give what torch gives."""
+    """Whether two adapters, with one token and seventeen, give the same result as torch."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Where the kernels find the adapters on the device: pointers, ranks and scalings by table row.
+"""The kernels' table of adapters on the device: pointers, ranks and scalings by row.
 
-Owns the rows and keeps the adapters' tensors alive; knows nothing of requests, steps or the memory
-budget. A row that a step in flight refers to must not be removed: that is the caller's concern.
+Owns the rows and keeps the adapters' tensors alive. Independent of requests, steps and the memory
+budget. The caller must not remove a row that a running step refers to.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from .base import PackedLora
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableEntries:
-    """The values of one row of a ``LoraTable``, of some targets: arrays of their number."""
+    """The values of one row of a ``LoraTable`` for some targets: one array element per target."""
 
     target_indices: np.ndarray  # int64
     a_pointers: np.ndarray  # int64
@@ -28,7 +28,7 @@ class TableEntries:
 
     @classmethod
     def of(cls, targets: Mapping[int, PackedLora]) -> Self:
-        """Those of matrices by target index."""
+        """Entries of matrices by target index."""
         matrices = targets.values()
         return cls(
             np.array(list(targets), np.int64),
@@ -45,14 +45,14 @@ class DeviceAdapter:
     """One adapter on the device: its packed matrices by target index."""
 
     targets: Mapping[int, PackedLora]
-    # Called when no kernel reads the matrices any more, if they are somebody else's memory.
+    # Called when no kernel reads the matrices any more, if they are borrowed memory.
     release: Callable[[], None] | None = None
-    # What the table is told of the targets, where that is known without viewing the matrices.
+    # The table's values for the targets, if they are known without viewing the matrices.
     known_entries: TableEntries | None = None
 
     @property
     def entries(self) -> TableEntries:
-        """What the table is told of the targets."""
+        """The table's values for the targets."""
         return self.known_entries or TableEntries.of(self.targets)
 
     @property
@@ -66,7 +66,7 @@ class DeviceAdapter:
 class LoraTable:
     """Per (row, target): base pointers of A and B, rank, scaling; rank 0 = nothing to add.
 
-    Every array is [capacity, num_targets] and stays at one address for life, so that captured
+    Every array is [capacity, num_targets] and stays at one address permanently, so that captured
     graphs may read it: ``a_pointers`` and ``b_pointers`` int64, ``ranks`` int32, ``scalings``
     float32, all on ``device``. ``host_*`` are the same values as numpy arrays (on the CPU they
     share the memory).
@@ -93,11 +93,11 @@ class LoraTable:
 
     @property
     def num_free_rows(self) -> int:
-        """Adapters that can still be added."""
+        """The number of adapters that can still be added."""
         return len(self._free_rows)
 
     def add(self, adapter: DeviceAdapter) -> int:
-        """Enter an adapter and return its row, which stays its until ``remove``.
+        """Add an adapter and return its row, which it keeps until ``remove``.
 
         Raises ResourceError if the table is full.
         """
@@ -117,7 +117,7 @@ class LoraTable:
         return row
 
     def remove(self, row: int) -> None:
-        """Forget the adapter of ``row`` and release its tensors; the row may be given out again."""
+        """Remove the adapter of ``row`` and release its tensors; the row may be reused."""
         assert self._adapters[row] is not None, f"table row {row} is empty"
         for host in self._host_arrays():
             host[row] = 0

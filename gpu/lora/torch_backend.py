@@ -1,6 +1,6 @@
-"""LoRA products with torch alone: any device and dtype, one segment after the other.
+"""LoRA products with torch alone: any device and dtype, one segment at a time.
 
-The plain reading of the formula, accumulated in float32. Other backends are held to it.
+The reference implementation of the formula, accumulated in float32.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """LoRA products through Triton: two launches per target, any mixture of ranks, no atomics.
 
-Importing this module imports Triton; ``select`` does so only where it is wanted.
+Importing this module imports Triton; ``select`` does so only if needed.
 """
 
 from typing import NamedTuple
@@ -31,8 +31,8 @@ PREFILL_TILES = Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_spl
 class TritonLora(TargetByTarget):
     """Shrink and expand over segments; float32, float16 or bfloat16.
 
-    Not to be called from two streams at once: it owns the scratch memory of a call, which grows to
-    the largest batch seen; run that batch once before capturing a graph.
+    Must not be called from two streams at once: it owns the scratch memory of a call, which grows
+    to the largest batch seen; run that batch once before capturing a graph.
     """
 
     name = "triton"

@@ -1,9 +1,9 @@
-"""Triton kernels of LoRA products; imported only where Triton is to be used.
+"""Triton kernels of LoRA products; imported only if Triton is used.
 
 Both read base pointers, rank and scaling per (table row, target) from the ``LoraTable``: A is
 [rank, in_features] and B, transposed, [rank, out_features], both contiguous. So rows are read in
-vectors whatever the rank is, which is padded inside a tile only. A program of a segment or rank
-tile that does not exist returns at once, so the grid may be the largest one of a batch.
+vectors for every rank, which is padded only inside a tile. A program of a segment or rank tile that
+does not exist returns at once, so the grid may be the largest one of a batch.
 """
 
 import triton
@@ -49,8 +49,8 @@ def shrink_kernel(
         return
     if start >= end:
         return
-    # The allocator's alignment, told of the pointer: of the number it would be forgotten, and loads
-    # would neither be vectors nor run ahead.
+    # The allocator's alignment, stated of the pointer: stated of the number it would be lost, and
+    # loads would be neither vectorised nor pipelined.
     a = tl.load(a_pointers + entry).to(tl.pointer_type(x.dtype.element_ty))
     a = tl.multiple_of(a, 16)
     token = start + tl.arange(0, BLOCK_TOKENS)
@@ -61,7 +61,7 @@ def shrink_kernel(
     total = tl.zeros((BLOCK_TOKENS, BLOCK_RANKS), tl.float32)
     x_rows = x + token.to(tl.int64)[:, None] * x_stride
     a_rows = a + r.to(tl.int64)[None, :] * in_features
-    # Splits take every NUM_SPLITS-th block, so that they are equal whatever in_features is.
+    # Splits take every NUM_SPLITS-th block, so that they are equal for every in_features.
     for first in range(split * BLOCK_IN, in_features, NUM_SPLITS * BLOCK_IN):
         column = first + k
         column_ok = column < in_features

@@ -1,12 +1,12 @@
 """corun's side of transformers' ``AttentionInterface``: one registered function per model.
 
-The function refuses every argument that would change attention in a way it does not know: an
-argument that is ignored is a wrong answer without an error.
+The function refuses every argument that would change attention in an unknown way: an ignored
+argument would give a wrong answer without an error.
 
-transformers' own attention sees what the mask shows, and many models say a window or a chunk in
-their mask alone. While a pass is recorded, a mask function is registered beside the attention
-function: it notes what each mask shows and hands out a tensor by which the layer is known that
-attends with it. When requests are served, no mask is made.
+transformers' own attention uses the mask, and many models define a window or a chunk only in their
+mask. While a pass is recorded, a mask function is registered beside the attention function: it
+records what each mask shows and returns a tensor that identifies the mask to the layers using it.
+When requests are served, no mask is made.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from .mask import MaskFunction, Sight, read_mask
 _IDS = itertools.count()
 
 # Arguments that do not change the result of causal attention over the pool: positions are already
-# in the keys, the cache is the pool, and the rest asks for outputs that nobody reads here.
+# in the keys, the pool is the cache, and the others request outputs that are not used here.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions",
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(slots=True)
 class AttentionRecord:
-    """What the layers asked of attention during one recorded pass."""
+    """The layers' calls of attention during one recorded pass."""
 
     layer_indices: list[int] = field(default_factory=list)  # in the order of the calls
     shapes: dict[int, LayerKvShape] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class AttentionRecord:
 
     @property
     def max_chunk_len(self) -> int | None:
-        """Tokens up to which chunked layers see all that is before them; None = any number."""
+        """Tokens up to which chunked layers see all earlier tokens; None = any number."""
         chunks = [sight.chunk for sight in self.sights.values() if sight.chunk is not None]
         return min(chunks, default=None)
 
@@ -68,7 +68,7 @@ class PagedAttentionHook:
         self._backend: AttentionBackend | None = None
         self._pool: KvPool | None = None
         self._record: AttentionRecord | None = None
-        self._windows: dict[int, int | None] = {}  # of layers whose mask is known
+        self._windows: dict[int, int | None] = {}  # by layer, if its mask is known
         AttentionInterface.register(self.name, self._attend)
 
     def attach(self, backend: AttentionBackend, pool: KvPool) -> None:
@@ -77,7 +77,7 @@ class PagedAttentionHook:
         self._pool = pool
 
     def close(self) -> None:
-        """Take the function out of transformers' table; the model cannot run any more."""
+        """Remove the function from transformers' table; the model cannot run afterwards."""
         _forget(AttentionInterface, self.name)
         self._pool = None
 
@@ -123,7 +123,7 @@ class PagedAttentionHook:
     def _params(
         self, module: nn.Module, layer: int, query: torch.Tensor, kwargs: dict[str, Any]
     ) -> AttentionParams:
-        """Translate a call; what the layer's mask shows goes before what its call says."""
+        """Translate a call; the layer's mask takes precedence over the call's arguments."""
         params = _read_params(module, query, kwargs)
         window = self._windows.get(layer, params.sliding_window)
         return params if window == params.sliding_window else replace(params, sliding_window=window)
@@ -143,7 +143,7 @@ class PagedAttentionHook:
         return mask
 
     def _sight(self, module: nn.Module, mask: torch.Tensor | None) -> Sight | None:
-        """What ``mask`` shows; None without a mask. Raises ``ModelError`` if it is not known."""
+        """The sight of ``mask``; None without a mask. Raises ``ModelError`` if it is unknown."""
         if mask is None:
             return None
         assert self._record is not None
@@ -161,13 +161,13 @@ class PagedAttentionHook:
 
 
 def _own_mask(module: nn.Module) -> ModelError:
-    return ModelError(f"{type(module).__name__} brings an attention mask of its own")
+    return ModelError(f"{type(module).__name__} brings its own attention mask")
 
 
 def _read_params(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> AttentionParams:
-    """Translate the call's arguments. Raises ``ModelError`` for one that is not known."""
+    """Translate the call's arguments. Raises ``ModelError`` for an unknown one."""
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__} asks for attention that is not causal")
+        raise ModelError(f"{type(module).__name__} uses attention that is not causal")
     scaling, window, softcap, sinks = None, None, None, None
     for name, argument in kwargs.items():
         if name == "scaling":
@@ -204,6 +204,6 @@ def _plain_causal(
 
 
 def _forget(interface: Any, name: str) -> None:
-    """Remove a registered function; the tables have no public way to do it."""
+    """Remove a registered function; the tables have no public method for it."""
     table: dict[str, Callable[..., Any]] = interface._global_mapping
     table.pop(name, None)

@@ -1,4 +1,4 @@
-"""Compares tensors beside an adapter's LoRA with the weights of the base model, in its files."""
+"""Compares an adapter's tensors other than LoRA with the base model's weights, in its files."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -15,10 +15,10 @@ _BITS = {4: torch.int32, 2: torch.int16}  # by bytes of an element
 
 
 class StoredBaseWeights:
-    """The weight files of one model; see ``resolved.BaseWeights``. Opened when they are needed."""
+    """The weight files of one model; see ``resolved.BaseWeights``. Opened on first use."""
 
     def __init__(self, source: ModelSource, dtype: torch.dtype) -> None:
-        """``dtype``: what the model is served in."""
+        """``dtype``: the dtype in which the model is served."""
         self._source = source
         self._dtype = dtype
 

@@ -1,14 +1,14 @@
-"""GPT-2's linears: the library's ``Conv1D`` keeps the weight of a linear transposed."""
+"""GPT-2's linears: the library's ``Conv1D`` stores the weight of a linear transposed."""
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
 def linears_for_conv1d(model: nn.Module) -> frozenset[str]:
-    """Put an ``nn.Linear`` that computes the same in the place of every ``Conv1D`` of ``model``.
+    """Replace every ``Conv1D`` of ``model`` by an equivalent ``nn.Linear``.
 
-    The weight [in_features, out_features] stays where it is in memory, and is looked at transposed.
-    Returns the paths of what was replaced.
+    The weight [in_features, out_features] is not copied, but viewed transposed. Returns the paths
+    of the replaced modules.
     """
     paths = [path for path, module in model.named_modules() if type(module) is Conv1D]
     for path in paths:

@@ -1,4 +1,4 @@
-"""Names a base model's content for the KV namespaces, and its code, without reading its weights."""
+"""Identifies a base model's content for KV namespaces, and its code, without reading weights."""
 
 import hashlib
 import sys
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def model_fingerprint(source: ModelSource, config: Any, quantization: str = "") -> str:
-    """Hash the configuration with what identifies the weights: hexadecimal SHA-256.
+    """Hash the configuration with the identity of the weights: hexadecimal SHA-256.
 
-    For a hub model that is its commit; for a directory the name, size and modification time of
-    its weight files. ``quantization``: what the weights in the files were made of at start.
+    For a hub model that is its commit; for a directory the name, size and modification time of its
+    weight files. ``quantization``: the format to which the weights are converted at start.
     """
     digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
     digest.update(quantization.encode())
@@ -29,9 +29,9 @@ def model_fingerprint(source: ModelSource, config: Any, quantization: str = "") 
 
 
 def code_files(model: "PreTrainedModel") -> tuple[Path, ...]:
-    """The files that the classes of a model and of its configuration come from.
+    """The source files of the classes of a model and of its configuration.
 
-    Without torch's and ours, which have versions.
+    Excludes torch and corun, which have versions.
     """
     classes = {type(model.config), *map(type, model.modules())}
     names = {base.__module__ for cls in classes for base in cls.__mro__}

@@ -1,9 +1,9 @@
-"""Checkpoints of bitsandbytes in 4 bits (nf4, fp4), read as the matrices that they stand for.
+"""Reads checkpoints of bitsandbytes in 4 bits (nf4, fp4) as full matrices.
 
-A matrix lies on disk as two codes a byte, the first in the upper half, with one scale for each
-block of neighbours; these scales may be codes of 8 bits with scales of their own (nested). What is
-read is what bitsandbytes dequantises, bit for bit: table[code] * scale in float32, rounded to the
-type that the matrix had before.
+A matrix is stored as two codes a byte, the first in the upper half, with one scale for each block
+of neighbours. These scales may be codes of 8 bits with their own scales (nested). The result is
+what bitsandbytes dequantises, bit for bit: table[code] * scale in float32, rounded to the original
+type of the matrix.
 """
 
 import json
@@ -29,13 +29,13 @@ _KINDS = ("nf4", "fp4")
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors names them
 _STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-_ELEMENTS_AT_ONCE = 1 << 22  # that are float32 for a moment; a multiple of all sizes of blocks
+_ELEMENTS_AT_ONCE = 1 << 22  # converted at a time; a multiple of all sizes of blocks
 _MAX_BLOCK_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """What is known of a matrix before its codes are read."""
+    """The parameters of a matrix, known before its codes are read."""
 
     shape: tuple[int, ...]
     dtype: str  # before it was quantised, as torch names it
@@ -53,10 +53,10 @@ class _Matrix:
 
 
 class FourBitFiles(WeightFiles):
-    """The *.safetensors of a model, with a full matrix in the place of each in 4 bits."""
+    """The *.safetensors of a model, with a full matrix in place of each one in 4 bits."""
 
     def __init__(self, source: ModelSource) -> None:
-        """Read all that is known of matrices but codes and scales. Raises ``ModelError``."""
+        """Read all parameters of matrices except codes and scales. Raises ``ModelError``."""
         super().__init__(source)
         self._matrices: dict[str, _Matrix] = {}
         parts = set()
@@ -86,7 +86,7 @@ class FourBitFiles(WeightFiles):
         else:
             _LOG.warning(
                 "config.json of %s says that the checkpoint is in 4 bits (bitsandbytes), but no "
-                "tensor is; the weights are served as they are", source.path,
+                "tensor is; the weights are served as stored", source.path,
             )  # fmt: skip
 
     @property
@@ -109,12 +109,12 @@ class FourBitFiles(WeightFiles):
         row_elements = matrix.num_elements // matrix.shape[0]
         start, stop = start * row_elements, stop * row_elements
         dtype = getattr(torch, matrix.dtype)
-        # In a mapping of its own, which goes back to the system when its linear has been packed.
+        # In its own mapping, which returns to the system when its linear has been packed.
         found = huge_pages.zeros((stop - start) * dtype.itemsize).view(dtype)
         table = super().read(f"{name}.quant_map").float().numpy()
         # Two at once, as a byte has them.
         pairs = np.stack((np.repeat(table, 16), np.tile(table, 16)), axis=-1).view(np.uint64)[:, 0]
-        # Codes of a block begin with a byte, those of a row perhaps not.
+        # Codes of a block start at a byte, those of a row may not.
         begin = start - start % matrix.block_size
         for first in range(begin, stop, _ELEMENTS_AT_ONCE):
             last = min(first + _ELEMENTS_AT_ONCE, -(-stop // matrix.block_size) * matrix.block_size)
@@ -124,9 +124,9 @@ class FourBitFiles(WeightFiles):
         return found.reshape(-1, *matrix.shape[1:])
 
     def transpose(self, paths: Iterable[str]) -> None:
-        """Let transformers load the matrices of these modules as ``Conv1D`` keeps them.
+        """Make transformers load the matrices of these modules in the layout of ``Conv1D``.
 
-        On disk they lie as those of linears, because bitsandbytes puts its own in their place.
+        On disk they have the layout of linears, because bitsandbytes replaces ``Conv1D``.
         """
         weights = tuple(f".{path}.weight" for path in paths)
         self._transposed = frozenset(
@@ -145,7 +145,7 @@ class FourBitFiles(WeightFiles):
     def _dequantize(
         self, name: str, matrix: _Matrix, pairs: np.ndarray, first: int, last: int
     ) -> torch.Tensor:
-        """Whole blocks of elements, float32; of the last one also what lies beyond the matrix."""
+        """Whole blocks of elements, float32; of the last one also elements beyond the matrix."""
         size = _STORAGE_BYTES[super().dtype(name)]
         words = super().read(name, slice(first // 2 // size, -(-last // 2 // size)))
         codes = np.zeros((last - first) // 2, dtype=np.uint8)
@@ -165,13 +165,13 @@ class FourBitFiles(WeightFiles):
             scales = table[scales.int()] * outer[places // matrix.nested_block_size]
             scales += matrix.nested_offset
         if not bool(scales.isfinite().all()):
-            raise _wrong(name, "scales that are not finite (NaN or infinity)")
+            raise _wrong(name, "it has scales that are not finite (NaN or infinity)")
         return scales.float().numpy()
 
     def _read_matrix(self, name: str, kind: str) -> _Matrix:
         state = f"{name}{_STATE}{kind}"
         if super().shape(name) is None:
-            raise _wrong(name, "no tensor of its codes")
+            raise _wrong(name, "there is no tensor of its codes")
         try:
             fields = json.loads(super().read(state).numpy().tobytes())
             nested_block_size = 0
@@ -185,28 +185,31 @@ class FourBitFiles(WeightFiles):
             raise _wrong(name, f"{state} is not valid: {error!r}") from error
         for found in (kind, fields.get("quant_type", kind)):
             if found not in _KINDS:
-                raise _wrong(name, f"codes of the kind {found!r}; corun takes {', '.join(_KINDS)}")
+                known = ", ".join(_KINDS)
+                raise _wrong(name, f"its codes are of the kind {found!r}; corun supports {known}")
         self._check(name, matrix)
         return matrix
 
     def _check(self, name: str, matrix: _Matrix) -> None:
-        """Hold what the files have of a matrix to what is said of it."""
+        """Compare the tensors of a matrix with its parameters."""
         if matrix.dtype not in _DTYPES:
-            raise _wrong(name, f"values of {matrix.dtype}; corun takes {', '.join(_DTYPES)}")
+            known = ", ".join(_DTYPES)
+            raise _wrong(name, f"its values are {matrix.dtype}; corun supports {known}")
         if not matrix.shape or min(matrix.shape) < 1:
-            raise _wrong(name, f"a matrix of shape {list(matrix.shape)}")
+            raise _wrong(name, f"its shape is {list(matrix.shape)}")
         size = matrix.block_size
         if size < 2 or _MAX_BLOCK_SIZE % size or matrix.nested_block_size < 0:
-            raise _wrong(name, f"blocks of {size}; corun takes powers of 2 to {_MAX_BLOCK_SIZE}")
+            limit = f"corun supports powers of 2 up to {_MAX_BLOCK_SIZE}"
+            raise _wrong(name, f"its blocks have {size} elements; {limit}")
         storage = super().dtype(name)
         if storage not in _STORAGE_BYTES:
-            raise _wrong(name, f"codes that are stored as {storage}")
+            raise _wrong(name, f"its codes are stored as {storage}")
         num_bytes = -(-matrix.num_elements // 2)
         self._check_shape(name, (-(-num_bytes // _STORAGE_BYTES[storage]), 1))
         self._check_shape(f"{name}.absmax", (matrix.num_blocks,))
         self._check_shape(f"{name}.quant_map", (16,))
         if (super().dtype(f"{name}.absmax") == "U8") != bool(matrix.nested_block_size):
-            raise _wrong(name, f"nested scales, but no tensor {name}.nested_absmax")
+            raise _wrong(name, f"it has nested scales, but no tensor {name}.nested_absmax")
         if matrix.nested_block_size:
             num_scales = -(-matrix.num_blocks // matrix.nested_block_size)
             self._check_shape(f"{name}.nested_absmax", (num_scales,))
@@ -221,7 +224,7 @@ class FourBitFiles(WeightFiles):
 
 
 class _Lazy:
-    """A matrix that is read when transformers slices into it."""
+    """A matrix that is read when transformers slices it."""
 
     def __init__(self, files: FourBitFiles, name: str, *, is_transposed: bool) -> None:
         self._files = files
@@ -234,4 +237,4 @@ class _Lazy:
 
 
 def _wrong(name: str, what: str) -> ModelError:
-    return ModelError(f"the quantised tensor {name} cannot be taken: {what}")
+    return ModelError(f"the quantised tensor {name} cannot be read: {what}")

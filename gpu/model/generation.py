@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of end tokens and default sampling."""
+"""Reads end tokens and default sampling from a model's generation_config.json."""
 
 import logging
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# What transformers' generate applies and corun does not, with the value that changes no answer.
+# Settings of transformers' generate that corun does not apply, with the neutral value of each.
 _NOT_APPLIED: dict[str, object] = {
     "bad_words_ids": None, "begin_suppress_tokens": None, "constraints": None, "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
@@ -27,21 +27,21 @@ _NOT_APPLIED: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults for requests that do not say otherwise."""
+    """Defaults for requests that do not set a value."""
 
     eos_token_ids: tuple[int, ...]
-    sampling: dict[str, float]  # only what the model's author set
+    sampling: dict[str, float]  # only values set in the file
 
 
 def read_generation_defaults(
     source: ModelSource, config: Any, tokenizer_eos_id: int | None
 ) -> GenerationDefaults:
-    """Read the defaults of a model, whose tokenizer names an end token of its own, if any.
+    """Read the defaults of a model, whose tokenizer may define its own end token.
 
-    Only values that the file states count, because the library's own defaults are nobody's choice;
-    ``do_sample: false`` stands for temperature 0. Values that no request may have are left out with
-    a warning, and a warning names values that would change answers and are not applied. Raises
-    ``ModelError`` if the file cannot be read.
+    Only values that the file states count, not the library's own defaults; ``do_sample: false``
+    means temperature 0. Values that no request may have are skipped with a warning. Another warning
+    names values that would change answers and are not applied. Raises ``ModelError`` if the file
+    cannot be read.
     """
     generation = load_generation_config(source, config)
     stated = generation.to_diff_dict()
@@ -61,13 +61,13 @@ def read_generation_defaults(
 
 
 def _is_usable(name: str, stated: dict[str, Any], source: ModelSource) -> bool:
-    """Whether a default is stated that requests may ask for; others would refuse every request."""
+    """Whether a stated default is valid for requests; an invalid one would refuse every request."""
     if stated.get(name) is None:
         return False
     try:
         SamplingParams(**{name: stated[name]})
     except (RequestError, TypeError) as error:
-        _LOG.warning("generation_config.json of %s: %s; it is left out", source.path, error)
+        _LOG.warning("generation_config.json of %s: %s; the value is ignored", source.path, error)
         return False
     return True
 

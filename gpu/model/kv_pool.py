@@ -1,6 +1,6 @@
-"""The paged KV pool: one slab of bytes, a block holding the keys and values of all layers.
+"""The paged KV pool: one slab of bytes; a block holds the keys and values of all layers.
 
-Owns the memory and its layout; knows nothing of requests or of which block is free.
+Owns the memory and its layout. Does not track requests or free blocks.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Of the keys and values of one token, whatever the block."""
+        """Bytes of the keys and values of one token, for any block size."""
         values = sum(one.num_kv_heads * (one.key_dim + one.value_dim) for one in self.layers)
         return values * self.dtype.itemsize
 
@@ -65,11 +65,11 @@ class KvLayout:
 class KvPool:
     """``num_blocks`` blocks on ``device`` and the views that the layers read and write.
 
-    On the CPU the slab is an anonymous mapping: memory is taken from the machine when a block is
-    first written and given back by ``release``, so that adapters and KV can share one budget
-    without either being laid out in advance. Huge pages are asked for, because the blocks of a
-    context lie far apart and would each be several small pages to find; memory then comes in
-    pieces of 2 MiB. On CUDA the whole slab is allocated.
+    On the CPU the slab is an anonymous mapping: a block's memory is allocated when it is first
+    written and returned by ``release``, so adapters and KV share one budget without a fixed split.
+    Huge pages are requested, because the blocks of a context are scattered and each would span
+    several small pages; memory is then allocated in pieces of 2 MiB. On CUDA the whole slab is
+    allocated.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -93,13 +93,13 @@ class KvPool:
         return self._views[index]
 
     def bytes_of(self, first: int, num_blocks: int) -> torch.Tensor:
-        """All layers' keys and values of neighbouring blocks, uint8."""
+        """All layers' keys and values of adjacent blocks, uint8."""
         end = first + num_blocks
         assert 0 <= first < end <= self.num_blocks, (first, end, self.num_blocks)
         return self._slab[first * self.block_bytes : end * self.block_bytes]
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Give the memory of blocks that nobody uses back to the machine (CPU only).
+        """Return the memory of unused blocks to the machine (CPU only).
 
         Whole memory pages inside each block are returned; the blocks can be written again.
         """

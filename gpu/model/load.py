@@ -1,6 +1,6 @@
 """Loads the text model of a checkpoint with corun's attention in place.
 
-What can be refused without weights, ``skeleton.py`` refuses; the parity probe refuses the rest.
+``skeleton.py`` refuses models that need no weights for the decision; the parity probe the rest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +24,9 @@ _DTYPES: Mapping[str, torch.dtype] = {
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``--device`` into a device; "auto" takes CUDA where there is one.
+    """Turn ``--device`` into a device; "auto" takes CUDA if available.
 
-    Raises ``ConfigError`` if CUDA is asked for and there is none.
+    Raises ``ConfigError`` if CUDA is configured and not available.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
@@ -54,9 +54,9 @@ def load_model(
 ) -> PreTrainedModel:  # fmt: skip
     """Load the weights with the registered attention function ``attention``.
 
-    ``tensors``: what to load in place of all that the files of ``source`` hold, by the names on
-    disk: tensors, or what slices into tensors. Raises ``ModelError`` naming the architecture and
-    the reason.
+    ``tensors``: to be loaded instead of the files of ``source``, by their names on disk: tensors,
+    or objects that slice into tensors. Raises ``ModelError`` naming the architecture and the
+    reason.
     """
     warn_of_adapter(source)
     skeleton = build_skeleton(source, config, attention)
@@ -66,7 +66,7 @@ def load_model(
             tensors = stack.enter_context(files.lazily(files.names))
         stack.enter_context(quiet_library())
         try:
-            # Of a path it would apply an adapter that lies there.
+            # Given a path, it would apply an adapter stored there.
             model, loading = without_initial_values(
                 lambda: skeleton.model_class.from_pretrained(
                     None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
@@ -74,9 +74,9 @@ def load_model(
                     ignore_mismatched_sizes=True,
                 )
             )  # fmt: skip
-        except ModelError:  # of a tensor that was read
+        except ModelError:  # raised while reading a tensor
             raise
-        except Exception as error:  # foreign code and files: whatever it raises, there is no model
+        except Exception as error:  # any error of the model's code and files
             raise ModelError(
                 f"cannot load {source.path!r} ({describe(config)}): {type(error).__name__}: {error}"
             ) from error
@@ -91,7 +91,7 @@ def load_model(
 def quiet_library() -> Iterator[None]:
     """Keep transformers' bars, warnings and tables of unused tensors off the terminal.
 
-    What is being done is told by ``on_progress``, and what is wrong with a model by an error.
+    ``on_progress`` reports progress instead, and errors report problems of a model.
     """
     was_enabled, verbosity = (
         transformers_logging.is_progress_bar_enabled(),
@@ -108,7 +108,7 @@ def quiet_library() -> Iterator[None]:
 
 
 def _check_sizes(source: ModelSource, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Refuse weights that the library made up because those in the files have another size."""
+    """Refuse weights that the library initialised because the sizes in the files differ."""
     for name, found, expected in sorted(mismatched):
         raise ModelError(
             f"{name} of {source.path!r} is {list(found)}, but config.json asks for {list(expected)}"
@@ -116,7 +116,7 @@ def _check_sizes(source: ModelSource, mismatched: Iterable[tuple[str, Any, Any]]
 
 
 def _check_nothing_missing(source: ModelSource, missing: Iterable[str]) -> None:
-    """Refuse weights that the library made up because the files lack them."""
+    """Refuse weights that the library initialised because the files lack them."""
     names = sorted(missing)
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

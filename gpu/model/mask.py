@@ -1,7 +1,7 @@
-"""What an attention mask of transformers lets tokens see, read from its function of two indices.
+"""Determines which tokens an attention mask of transformers shows, from its index function.
 
-No mask is ever built here: the function is asked about indices on both sides of every edge, so the
-length of a window or a chunk costs nothing.
+No mask is built: the function is evaluated at indices on both sides of every edge, so the length
+of a window or a chunk costs nothing.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ...runtime.errors import ModelError
 # Of batch, head, query and key, which broadcast; True where the query sees the key.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_NUM_PERIODS = 4  # of a window or a chunk, whose edges are looked at
+_NUM_PERIODS = 4  # periods of a window or a chunk whose edges are evaluated
 _MAX_POSITION_BITS = 24
 
 
@@ -22,20 +22,20 @@ _MAX_POSITION_BITS = 24
 class Sight:
     """Which earlier tokens a causal layer sees."""
 
-    window: int | None = None  # so many last ones, its own included
-    chunk: int | None = None  # those from the last multiple of this position on
+    window: int | None = None  # this many last positions, including its own
+    chunk: int | None = None  # positions from the last multiple of this number on
 
 
 class _NotOfPositionsError(ModelError):
-    """The mask also depends on tensors of one pass."""
+    """The mask also depends on tensors of a pass."""
 
 
 def read_mask(mask: MaskFunction, local_size: int | None, device: str = "cpu") -> Sight:
     """Find the ``Sight`` that ``mask`` describes.
 
-    ``local_size``: the window or chunk that transformers says the mask has, or None.
-    ``device``: of the model; on "meta", where tensors have no values, a mask that depends on some
-    is taken for a chunk of that size.
+    ``local_size``: the size of the mask's window or chunk according to transformers, or None.
+    ``device``: the model's. On "meta", where tensors have no values, a mask that depends on tensors
+    is treated as a chunk of that size.
 
     Raises ``ModelError`` if the mask is neither causal, nor a causal window or chunk of that size.
     """

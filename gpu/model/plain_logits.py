@@ -1,9 +1,9 @@
-"""What plain transformers computes, and how far rounding alone may move it.
+"""Computes logits with plain transformers, and how far rounding alone may change them.
 
-Two right ways to add the same numbers differ in last places, and a deep model or a router that
-decides by a small margin makes more of that. How much more is measured: the embeddings are moved
-by about one last place, at random, and what comes out at a position says how far a right result
-may lie from another one there.
+Two correct orders of adding the same numbers differ in the last places, and a deep model or a
+router that decides by a small margin amplifies this. The amplification is measured: the embeddings
+are changed at random by about one last place, and the change of the logits at a position shows how
+far apart two correct results may be there.
 """
 
 import math
@@ -22,13 +22,13 @@ from .source import describe
 # Relative errors that need no measuring. In float32 any real difference is far above.
 _FLOOR = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _NUM_MOVED = 4
-_NOISE_FACTOR = 3.0  # of the largest; right results were off by up to 1.9 times as much
-_MAX_LIMIT = 1.0  # logits that have nothing to do with each other are further apart
+_NOISE_FACTOR = 3.0  # of the largest change; correct results differed by up to 1.9 times as much
+_MAX_LIMIT = 1.0  # unrelated logits differ more
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Errors at one position: shares of the largest logit that is expected there."""
+    """Errors at one position, as shares of the largest expected logit."""
 
     error: float
     limit: float
@@ -61,7 +61,7 @@ class PlainLogits:
         self._moved: list[list[torch.Tensor]] = []
 
     def compare(self, sequence: int, token: int, actual: torch.Tensor) -> Comparison:
-        """Hold ``actual``, float32 [vocabulary], to what follows ``token`` of ``sequence``."""
+        """Compare ``actual``, float32 [vocabulary], with the logits after ``token``."""
         expected = self._expected[sequence][token]
         error = _relative_error(actual, expected)
         limit = _FLOOR[self._model.dtype]
@@ -72,7 +72,7 @@ class PlainLogits:
         return Comparison(error, limit)
 
     def _run(self, seed: int | None = None) -> list[torch.Tensor]:
-        """Logits [tokens, vocabulary] of each sequence; ``seed``: with moved embeddings."""
+        """Logits [tokens, vocabulary] of each sequence; ``seed``: with changed embeddings."""
         model = self._model
         model.set_attn_implementation("eager")
         try:
@@ -83,11 +83,10 @@ class PlainLogits:
                     ).logits[0]
                     for tokens in self._sequences
                 ]
-        except Exception as error:  # foreign code: whatever it raises, there is nothing to hold to
+        except Exception as error:  # any error of the model's code: there is no reference
             raise ModelError(
                 f"{describe(model.config)} cannot be compared with plain transformers, where it "
-                f"fails ({type(error).__name__}: {error}); --skip-parity-probe serves it all the "
-                "same"
+                f"fails ({type(error).__name__}: {error}); --skip-parity-probe serves it anyway"
             ) from error
         finally:
             model.set_attn_implementation(self._hook.name)

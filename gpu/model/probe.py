@@ -1,8 +1,8 @@
-"""The start-up parity probe: may this model be served from packed rows and a paged pool?
+"""The start-up parity probe: does this model work with packed rows and a paged pool?
 
-No list of architectures: a short packed run through the engine's own path is compared with the
-same modules under plain attention and a plain cache. What differs is refused by name and reason,
-because it would otherwise answer wrongly without an error.
+There is no list of architectures: a short packed run through the engine's own path is compared with
+the same modules under plain attention and a plain cache. Models that differ are refused with the
+reason, because they would give wrong answers without an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _PROMPT_LENGTHS = (7, 21)  # one within a block, one that crosses a block's end
 _NUM_DECODE_STEPS = 2
 NUM_PROBE_SEQUENCES = len(_PROMPT_LENGTHS)
 MAX_PROBE_TOKENS = max(_PROMPT_LENGTHS) + _NUM_DECODE_STEPS  # per sequence
-_NUM_DRAWS = 3  # of tokens; a fault shows with any of them, a rounding that decides with few
+_NUM_DRAWS = 3  # of tokens; a fault shows in all draws, rounding in few
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ProbeRow:
     sequence: int
     start: int
     token_ids: tuple[int, ...]
-    known_len: int | None = None  # tokens that the sequence is known to come to; None = these
+    known_len: int | None = None  # known final number of tokens; None = these
 
 
 # Runs one packed step; returns the logits [rows, vocabulary] of each row's last token.
@@ -42,10 +42,10 @@ PackedStep = Callable[[Sequence[ProbeRow]], torch.Tensor]
 def record_attention(
     model: PreTrainedModel, hook: PagedAttentionHook, *, with_padding_mask: bool = False
 ) -> AttentionRecord:
-    """Run a few tokens and see which layers call the attention interface.
+    """Run a few tokens and record which layers call the attention interface.
 
-    ``with_padding_mask``: say to the model that no token is padding. Without, it looks at the
-    values of positions, which on the meta device there are none of.
+    ``with_padding_mask``: pass a mask that marks no token as padding. Without it the model reads
+    the values of positions, which do not exist on the meta device.
 
     Raises ``ModelError`` if not every layer does so exactly once.
     """
@@ -60,7 +60,7 @@ def record_attention(
             )  # fmt: skip
     except ModelError as error:
         raise ModelError(f"{describe(model.config)} cannot be served: {error}") from error
-    except Exception as error:  # foreign code: whatever it raises, the model cannot be served
+    except Exception as error:  # any error of the model's code: it cannot be served
         raise ModelError(
             f"{describe(model.config)} cannot be served: it fails on packed rows "
             f"without mask and cache ({type(error).__name__}: {error})"
@@ -97,9 +97,9 @@ def check_parity(model: PreTrainedModel, hook: PagedAttentionHook, step: PackedS
             break
     worst = max(wrong, key=lambda one: one.share)
     raise ModelError(
-        f"{describe(model.config)} computes other logits from packed rows than on its own "
+        f"logits of {describe(model.config)} from packed rows differ from plain transformers "
         f"(relative error {worst.error:.2g}, limit {worst.limit:.2g}), so corun would answer "
-        "wrongly; --skip-parity-probe serves it all the same"
+        "wrongly; --skip-parity-probe serves it anyway"
     )
 
 
@@ -120,7 +120,7 @@ def _check_calls(config: Any, record: AttentionRecord, num_layers: int) -> None:
 
 
 def _check_sights(config: Any, record: AttentionRecord) -> None:
-    """A window or chunk that neither mask nor call says would be lost."""
+    """Refuse windows and chunks that neither the mask nor the call states: they would be lost."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
         sight = record.sights[layer]

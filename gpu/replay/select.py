@@ -24,7 +24,7 @@ def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
         f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"
     ]
     if name == "off":
-        others = ["as asked"]
+        others = ["configured"]
     if others:
         _LOG.info("decode graphs: off (%s)", ", ".join(others))
         return OFF

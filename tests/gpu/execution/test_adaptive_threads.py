@@ -84,7 +84,10 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("max_threads", "is_fixed", "consequence"),
-    [(2, True, "with 2 threads (--fixed-cpu-threads)"), (1, False, "already computes with one thread")],
+    [
+        (2, True, "with 2 threads (--fixed-cpu-threads)"),
+        (1, False, "already computes with one thread"),
+    ],
 )
 def test_a_number_that_cannot_change_is_told_of(
     machine: Machine, caplog: pytest.LogCaptureFixture,

@@ -250,7 +250,7 @@ def test_a_feed_forward_knows_its_layout() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "reason"),
-    [("off", torch.bfloat16, "as asked"), ("auto", torch.float32, "they compute bfloat16")],
+    [("off", torch.bfloat16, "configured"), ("auto", torch.float32, "they compute bfloat16")],
 )
 def test_nothing_is_replaced_where_it_is_not_wanted_or_not_served(
     name: str, dtype: torch.dtype, reason: str, caplog: pytest.LogCaptureFixture

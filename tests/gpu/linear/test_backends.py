@@ -80,7 +80,7 @@ def test_choice(
     ("name", "dtype", "device", "reason"),
     [
         ("onednn", torch.float32, "cuda", "for the CPU"),
-        ("onednn", torch.float64, "cpu", "it computes .*float32.*, the model is torch.float64"),
+        ("onednn", torch.float64, "cpu", "it supports .*float32.*, the model is torch.float64"),
         ("numba", torch.float32, "cpu", "it computes torch.bfloat16"),
         ("numba", torch.bfloat16, "cuda", "for the CPU"),
         ("cublas", torch.float32, "cpu", "unknown"),
@@ -157,7 +157,7 @@ def test_noise_chooses_nothing_and_is_not_kept(
         for _ in range(2):
             make = select_linear_backend("auto", device="cpu", dtype=dtype, kept=tmp_path)
             assert make.name == preferred
-    assert caplog.text.count("not measured, since other processes use the CPU cores") == 2
+    assert caplog.text.count("not measured, because other processes use the CPU cores") == 2
     assert len(count) % 2 == 0 and len(count) > 0
     assert not list(tmp_path.rglob("*.json"))
 
@@ -172,7 +172,7 @@ def test_a_quiet_choice_is_kept(
     with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):
         again = select_linear_backend("auto", device="cpu", dtype=torch.float32, kept=tmp_path)
     assert again is first
-    assert len(count) == measured and "as measured before" in caplog.text
+    assert len(count) == measured and "measured at an earlier start" in caplog.text
     (file,) = tmp_path.rglob("*.json")
     file.write_text('"cublas"')
     select_linear_backend("auto", device="cpu", dtype=torch.float32, kept=tmp_path)

@@ -74,7 +74,7 @@ def test_a_damaged_file_is_noticed(
         content[8 : 8 + length] = b"[]".ljust(length)
     path.write_bytes(content)
     assert read(tmp_path)["b.c"] is None
-    assert "is damaged and is made again" in caplog.text
+    assert "is damaged and will be made again" in caplog.text
     assert is_whole(read(tmp_path)) is False
     put(tmp_path)
     assert is_whole(read(tmp_path))

@@ -41,7 +41,7 @@ def test_choice_on_the_cpu(
     [
         ("numba", torch.float16, "cpu", "float32 and bfloat16"),
         ("numba", torch.float32, "cuda", "for the CPU"),
-        ("triton", torch.float32, "cpu", "for CUDA"),
+        ("triton", torch.float32, "cpu", "supports only CUDA"),
         ("cutlass", torch.float32, "cpu", "unknown"),
     ],
 )

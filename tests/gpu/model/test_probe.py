@@ -137,7 +137,7 @@ def test_a_mask_goes_before_what_the_call_says() -> None:
         attend(module, part, part, part, mask, sliding_window=7)
         assert record.sights[0].window == 12
         attend(module, part, part, part, mask[:, :, :, :1])
-        with pytest.raises(ModelError, match="mask of its own"):
+        with pytest.raises(ModelError, match="its own attention mask"):
             attend(module, part, part, part, mask + 1)
         attend(module, part, part, part, None, sliding_window=9)
         assert record.sights[0].window == 12

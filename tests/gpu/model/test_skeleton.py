@@ -40,7 +40,7 @@ REFUSED = {
     "falcon_h1": "hybrid",
     "deepseek_v32": "indexed_attention",
     "diffllama": "more than once in a layer",
-    "doge": "mask of its own",
+    "doge": "its own attention mask",
     "hrm_text": "list of its 16 decoder layers",
     "paligemma": "not causal",
     "mllama": "1 of 2 layers",

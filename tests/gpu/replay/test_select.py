@@ -14,5 +14,5 @@ def test_graphs_are_off_for_backends_that_do_not_launch(caplog: pytest.LogCaptur
         assert select_decode_graphs("auto", numba) == ONCE_VERIFIED
     assert [record.getMessage() for record in caplog.records] == [
         "decode graphs: off (LoRA torch)",
-        "decode graphs: off (as asked)",
+        "decode graphs: off (configured)",
     ]
