@@ -1,4 +1,4 @@
-"""How long something takes on a quiet machine, measured on one that may not be quiet."""
+"""Measures durations as on a quiet machine, on one that may not be quiet."""
 
 import math
 import resource
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ..cpu_workers.run_queue import RunQueue, all_thread_ids
 
-# A sample counts if the process's threads waited for cores for less than this part of it.
+# A sample counts if the process's threads waited for cores for less than this share of it.
 _MAX_WAITED_SHARE = 0.05
-_LEAST_SAMPLES = 3  # quiet ones: fewer say nothing
+_LEAST_SAMPLES = 3  # minimal number of quiet samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,27 +18,27 @@ class Sample:
     """One call."""
 
     took_s: float
-    waited_s: float | None  # threads of the process were runnable without a core; None = not known
-    num_preempted: int = 0  # how often a thread of the process had to leave its core
+    waited_s: float | None  # runnable time of the process's threads without a core; None = unknown
+    num_preempted: int = 0  # how often a thread of the process was preempted
 
     @property
     def is_quiet(self) -> bool:
-        """Whether other processes did not delay the call, as far as is known."""
+        """Whether other processes did not delay the call, as far as known."""
         if self.waited_s is None:
             return self.num_preempted == 0
         return self.waited_s <= _MAX_WAITED_SHARE * self.took_s
 
 
 def quiet_s(samples: Iterable[Sample]) -> float:
-    """The shortest quiet sample; infinite if too few were quiet to say anything. Pure."""
+    """The shortest quiet sample; infinite if there are too few. Pure."""
     quiet = [sample.took_s for sample in samples if sample.is_quiet]
     return min(quiet) if len(quiet) >= _LEAST_SAMPLES else math.inf
 
 
 def take_samples(call: Callable[[], object], num_quiet: int, limit_s: float) -> list[Sample]:
-    """Call until so many samples were quiet, but for no longer than ``limit_s``.
+    """Call until this many samples are quiet, but for at most ``limit_s``.
 
-    The threads that compute must have started.
+    The computing threads must already run.
     """
     samples: list[Sample] = []
     queue = RunQueue(all_thread_ids())

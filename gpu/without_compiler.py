@@ -1,8 +1,8 @@
-"""A start without the parts of torch and scipy that no engine uses.
+"""Starts without the parts of torch and scipy that no engine uses.
 
-transformers imports torch's compiler, its tensors over several devices and scipy's optimisers for
-decorators, training and several processes: a third of the time of a start. What asks for them by
-itself gets them.
+transformers imports torch's compiler, its distributed tensors and scipy's optimisers for
+decorators, training and several processes: a third of the start time. Code that uses them directly
+still gets them.
 """
 
 import importlib
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 _COMPILER = "torch._dynamo"
-_NOT_USED = "scipy"  # transformers does without it where it is not installed
+_NOT_USED = "scipy"  # optional for transformers
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let transformers be imported, and a model be built, as if torch had no compiler.
+    """Allow importing transformers and building a model as if torch had no compiler.
 
-    For a process that compiles nothing: functions that are defined inside are not marked as what
-    torch.compile leaves alone, and transformers knows one device for good. Does nothing where
-    transformers has been imported.
+    For a process that compiles nothing: functions defined inside are not marked for exclusion from
+    torch.compile, and transformers permanently assumes one device. Has no effect if transformers is
+    already imported.
     """
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         yield
@@ -46,9 +46,9 @@ def without_compiler() -> Iterator[None]:
 
 
 class _Compiler(ModuleType):
-    """Stands for the compiler while its decorators are applied; what else it is asked for is real.
+    """Replaces the compiler while its decorators are applied; other attributes are the real ones.
 
-    Its modules can be imported: they do not need the package.
+    Its submodules can be imported: they do not need the package.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Compiler(ModuleType):
 
     @staticmethod
     def disable(function: Any = None, *_options: Any, **_named: Any) -> Any:
-        """Decorate nothing: nothing is compiled that a function could be excepted from."""
+        """Decorate nothing: nothing is compiled, so nothing needs to be excluded."""
         return _unchanged if function is None else function
 
     assume_constant_result = allow_in_graph = disable
@@ -69,7 +69,7 @@ class _Compiler(ModuleType):
         return getattr(importlib.import_module(_COMPILER), name)
 
     def leave(self) -> None:
-        """Make way for the real one, which is imported when something asks for it. Idempotent."""
+        """Restore the real module, which is imported on the next use. Idempotent."""
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
 

@@ -1,8 +1,8 @@
 """The base's linears in 8 or 4 bits: which of them, from which tensors, and how they are made.
 
 Full weights are read and quantised matrix by matrix, some rows at a time, so that a start needs
-little more memory than what it leaves behind. The rest of the model is loaded by transformers as
-ever, with nothing in the place of these matrices.
+little more memory than serving. transformers loads the rest of the model as usual, with
+placeholders for these matrices.
 """
 
 import hashlib
@@ -43,20 +43,20 @@ from .weight_files import WeightFiles
 
 _LOG = logging.getLogger(__name__)
 
-_WEIGHTS_AT_ONCE = 1 << 22  # that are float32 for a moment
+_WEIGHTS_AT_ONCE = 1 << 22  # converted at a time
 _CHECKED_TOKENS = 3
-# Of the length of the matrix's row, for normal x. The worst of millions of right products is off by
-# 0.05 with x in 8 bits; one that lacks a group, by more than 1.
+# Relative to the length of the matrix's row, for normal x. The worst of millions of correct
+# products is off by 0.05 with x in 8 bits; one that lacks a group, by more than 1.
 _MAX_PRODUCT_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What is to be in how many bits."""
+    """Which linears get how many bits."""
 
-    bits: int | None  # of linears that are in none yet; None = they stay as they are
+    bits: int | None  # of linears that are not quantised yet; None = unchanged
     head_bits: int | None  # of lm_head, likewise
-    stored: StoredQuantization | None  # what the checkpoint says of its own
+    stored: StoredQuantization | None  # the checkpoint's own quantisation
 
     @property
     def has_integers(self) -> bool:
@@ -65,27 +65,27 @@ class Quantization:
 
     @property
     def label(self) -> str:
-        """What shapes the weights beside their files."""
+        """Identifies the conversion of the weights, besides their files."""
         return f"linears {self.bits}, head {self.head_bits}, groups of {GROUP_SIZE}"
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What all weights of a model in memory come to."""
+    """The memory of all weights of a model."""
 
     num_bytes: int
-    quantized_bytes: int = 0  # of them, of linears in 8 or 4 bits
-    kind: str = ""  # of those, for people; "" = there are none
-    label: str = ""  # names what was made of the files, for the KV computed with it
+    quantized_bytes: int = 0  # the part of linears in 8 or 4 bits
+    kind: str = ""  # their format, for logs; "" = there are none
+    label: str = ""  # identifies the conversion of the files, for KV namespaces
 
 
 def plan_quantization(
     config: EngineConfig, hf_config: Any, device: torch.device
 ) -> Quantization | None:
-    """Say what is quantised; None if nothing.
+    """Decide what is quantised; None if nothing.
 
-    Raises ``ConfigError`` for options that the device or the checkpoint contradicts, ``ModelError``
-    for a quantised checkpoint that cannot be taken.
+    Raises ``ConfigError`` for options that contradict the device or the checkpoint, ``ModelError``
+    for an unsupported quantised checkpoint.
     """
     stored = read_stored_quantization(hf_config)
     integers = stored if stored is not None and stored.bits else None
@@ -99,7 +99,7 @@ def plan_quantization(
     if asked is not None and integers is not None and integers.bits != {_BITS[asked]}:
         found = " and ".join(f"int{bits}" for bits in sorted(integers.bits))
         raise ConfigError(
-            f"--quantization is {asked}, but the checkpoint is in {found} already "
+            f"--quantization is {asked}, but the checkpoint is already in {found} "
             f"({integers.method}); leave it out"
         )
     bits = _BITS[asked] if asked is not None and integers is None else None
@@ -109,7 +109,7 @@ def plan_quantization(
         what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
         if integers is not None:
             what = f"a checkpoint of {integers.method}"
-        raise ConfigError(f"{what} is served on the CPU alone so far; use --device cpu")
+        raise ConfigError(f"{what} is supported only on the CPU; use --device cpu")
     return plan
 
 
@@ -117,9 +117,9 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> torch.dtype:
-    """The type that a quantised model computes in, beside its integers.
+    """The dtype in which a quantised model computes, besides its integers.
 
-    ``dtype``: what it is without; ``is_chosen``: by the user, who gets it.
+    ``dtype``: the dtype without quantisation; ``is_chosen``: set by the user, and then used.
     """
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.bfloat16:
@@ -128,7 +128,7 @@ def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> t
         if plan.has_integers:
             _LOG.warning(
                 "--dtype %s with quantised weights dequantises them for each product, which is "
-                "exact and many times slower than --dtype bfloat16", name,
+                "exact, but many times slower than --dtype bfloat16", name,
             )  # fmt: skip
         return dtype
     _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
@@ -136,15 +136,15 @@ def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> t
 
 
 class QuantizedLinears:
-    """Makes the matrices of one model, and keeps what it has made for the next start."""
+    """Makes the matrices of one model, and stores them for later starts."""
 
     def __init__(
         self, source: ModelSource, config: Any, quantization: Quantization,
         directory: Path | None,
     ) -> None:  # fmt: skip
-        """Read what tensors there are. Raises ``ModelError``.
+        """Read the list of tensors. Raises ``ModelError``.
 
-        ``directory``: where matrices are kept for the next start; None = they are not.
+        ``directory``: for storing matrices; None = nothing is stored.
         """
         self._directory = directory
         self._source = source
@@ -153,22 +153,22 @@ class QuantizedLinears:
         in_full = quantization.stored is not None and not quantization.stored.bits
         self._files = FourBitFiles(source) if in_full else WeightFiles(source)
         self._bits: dict[str, int | None] = {}  # by path; None = as stored
-        self._stored: dict[str, str] = {}  # paths on disk of what is quantised there, by path
-        self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another one
+        self._stored: dict[str, str] = {}  # quantised paths on disk, by path
+        self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another name
         self._kept: KeptWeights | None = None
         self._made: dict[str, PackedWeight] = {}
         self._num_read = 0
-        self._narrow: list[str] = []  # linears whose inputs are no whole groups
+        self._narrow: list[str] = []  # linears with inputs that are not whole groups
 
     def load_rest(
         self, dtype: torch.dtype, device: torch.device, attention: str
     ) -> PreTrainedModel:
-        """Load the model as ``load_model`` does, with zeros of no size where ``make`` has more.
+        """Load the model like ``load_model``, with placeholders for the matrices of ``make``.
 
         Raises ``ModelError``.
         """
         if self._quantization.stored is not None:
-            # Or transformers wants the method's own library.
+            # Otherwise transformers requires the method's own library.
             for name in ("quantization_config", "compression_config"):
                 if hasattr(self._config, name):
                     delattr(self._config, name)
@@ -199,7 +199,7 @@ class QuantizedLinears:
 
     @property
     def kind(self) -> str:
-        """What most weights are of, for people, such as "int4, head int8"; "" = all in full."""
+        """The format of most weights, for logs, such as "int4, head int8"; "" = all in full."""
         plan = self._quantization
         stored_bits = frozenset() if plan.stored is None else plan.stored.bits
         bits = stored_bits if plan.bits is None else {plan.bits}
@@ -211,11 +211,11 @@ class QuantizedLinears:
         return ", ".join(kinds)
 
     def takes_all(self, model: nn.Module) -> bool:
-        """Whether no linear of ``model`` stays as it is."""
+        """Whether every linear of ``model`` is quantised."""
         return all(path in self._bits for path in _linears(model))
 
     def make(self, path: str, linear: nn.Linear) -> LinearBackend | None:
-        """The backend of the linear at ``path``; None if it stays as it is. ``ModelError``."""
+        """The back end of the linear at ``path``; None if it is unchanged. ``ModelError``."""
         if path not in self._bits:
             return None
         if self._directory is not None and self._kept is None:
@@ -233,14 +233,14 @@ class QuantizedLinears:
                 self._check_products(path, packed, packed.unpacked())
             self._num_read += 1
         self._made[path] = packed
-        # Not the bias itself, which would keep all of its file mapped.
+        # A copy: the bias itself would keep all of its file mapped.
         bias = None if linear.bias is None else linear.bias.clone()
         return (QuantizedLinear if has_kernel else DequantizedLinear)(packed, bias)
 
     def finish(self, full_bytes: Mapping[str, int]) -> Weights:
-        """Keep what was made for the next start.
+        """Store the matrices for later starts.
 
-        ``full_bytes``: of all parameters of the model before, by name.
+        ``full_bytes``: of all original parameters of the model, by name.
         """
         made, self._made = self._made, {}
         if self._kept is not None:
@@ -249,7 +249,7 @@ class QuantizedLinears:
                 self._kept.write({path: _arrays(packed) for path, packed in made.items()})
         if self._narrow:
             _LOG.warning(
-                "%d linears stay as they are, because their inputs are no whole groups of %d: "
+                "%d linears are not quantised, because their inputs are not multiples of %d: "
                 "%s%s", len(self._narrow), GROUP_SIZE, ", ".join(self._narrow[:3]),
                 " and more" if len(self._narrow) > 3 else "",
             )  # fmt: skip
@@ -263,7 +263,7 @@ class QuantizedLinears:
         )
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
-        """Say which of ``linears`` are quantised."""
+        """Choose which of ``linears`` are quantised."""
         if self._quantization.stored is not None:
             left_out = [one.path for one in left_out_parts(skeleton.model)]
             self._stored = stored_linears(self._files, linears, left_out)
@@ -283,7 +283,7 @@ class QuantizedLinears:
                 self._bits[path] = bits
         for path in stored:
             self._check_bias(path, linears[path])
-        # A head that is tied to an embedding lies on disk under the embedding's name.
+        # A head that is tied to an embedding has the embedding's name on disk.
         shared: dict[int, list[str]] = {}
         for name, parameter in skeleton.model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
@@ -295,7 +295,7 @@ class QuantizedLinears:
                     break
 
     def _check_bias(self, path: str, linear: nn.Linear) -> None:
-        """Some write zeros where a linear has no bias; anything else would be lost."""
+        """Refuse a bias that would be lost; some tools write zeros for a linear without bias."""
         name = f"{self._stored[path]}.bias"
         is_lost = linear.bias is None and self._files.shape(name) is not None
         if is_lost and bool(self._files.read(name).any()):
@@ -309,9 +309,9 @@ class QuantizedLinears:
         return KeptWeights(directory, hashlib.sha256(repr(parts).encode()).hexdigest())
 
     def _check_products(self, path: str, packed: PackedWeight, weight: QuantizedWeight) -> None:
-        """Hold what kernels compute to the dequantised matrix. Raises ``ModelError``.
+        """Compare the kernels' products with the dequantised matrix. Raises ``ModelError``.
 
-        Between the two is the rounding of x to integers, and that of y.
+        They differ by the rounding of x to integers, and that of y.
         """
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_CHECKED_TOKENS, weight.codes.shape[1], generator=generator)
@@ -353,12 +353,12 @@ class QuantizedLinears:
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """By their first path: all that are replaced."""
+    """All linears to be replaced, by their first path."""
     return {path: one for path, one in model.named_modules() if type(one) is nn.Linear}
 
 
 def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) -> list[str]:
-    """Paths of linears in the decoder layers; routers, which decide by small margins, are none."""
+    """Paths of linears in the decoder layers, without routers, which decide by small margins."""
     target_map = build_target_map(skeleton)
     paths = {target.physical_path for target in target_map.targets}
     paths |= {path for path, reason in target_map.refused.items() if reason == EXPERTS_REASON}

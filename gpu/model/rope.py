@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies depend on a sequence's length, in a packed row.
 
-``longrope`` takes its long factors as soon as the longest position of the *call* passes the
-original context, so in a packed row one request would change another's keys. The guard calls the
-module once for the rows below the limit and once for those above. A request that crosses the limit
-has to be recomputed from its first token; the scheduler is told the length at which.
+``longrope`` uses its long factors as soon as the longest position of the *call* passes the original
+context, so in a packed row one request would change another's keys. The guard calls the module once
+for the rows below the limit and once for those above. A request that crosses the limit must be
+recomputed from its first token; the scheduler is given this length.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class _PerRequestRope:
         mask = torch.zeros(position_ids.shape[-1], dtype=torch.bool, device=x.device)
         for row, long in enumerate(is_long):
             mask[starts[row] : starts[row + 1]] = long
-        # Positions of long rows would switch the factors; their values here are thrown away.
+        # Positions of long rows would switch the factors; their values here are discarded.
         short_positions = position_ids.masked_fill(mask, 0)
         cos_short, sin_short = self._forward(x, short_positions, *args, **kwargs)
         select = mask[None, :, None]
@@ -74,7 +74,7 @@ class _PerRequestRope:
     def _long(
         self, x: torch.Tensor, position_ids: torch.Tensor, args: Any, kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call with an extra last position beyond the limit, and cut it off again."""
+        """Call with an extra last position beyond the limit, and remove it from the result."""
         beyond = position_ids.new_full((position_ids.shape[0], 1), self._original_length)
         cos, sin = self._forward(x, torch.cat([position_ids, beyond], dim=1), *args, **kwargs)
         return cos[:, :-1], sin[:, :-1]
@@ -90,7 +90,7 @@ def _rotary_modules(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _original_length(module: nn.Module) -> int:
-    """Context of the original training, as the module itself compares it."""
+    """The context of the original training, as the module itself compares it."""
     parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     lengths = [item.get("original_max_position_embeddings") for item in nested or [parameters]]

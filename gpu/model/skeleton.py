@@ -1,6 +1,6 @@
-"""Builds a model's modules without its weights: what is served of it, or why it is not.
+"""Builds a model's modules without its weights, or gives the reason why it is not supported.
 
-``corun serve`` and ``corun check`` both ask here, so that one cannot take what the other refuses.
+Used by both ``corun serve`` and ``corun check``, so that they agree.
 """
 
 import copy
@@ -38,18 +38,18 @@ _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model as it is served, on the meta device."""
+    """A model as it will be served, on the meta device."""
 
     model: PreTrainedModel
-    model_class: type[PreTrainedModel]  # what loads its weights
+    model_class: type[PreTrainedModel]  # loads its weights
     transposed: frozenset[str]  # paths of linears whose weights are [in, out] on disk
 
 
 class _WithoutInitialValues(TorchFunctionMode):
-    """Leaves out what modules set their weights to on the meta device: there are no values."""
+    """Skips initial values of modules on the meta device, where there are no values."""
 
     def __init__(self, *, ranges_on_cpu: bool) -> None:
-        """``ranges_on_cpu``: and what modules compute of them, as rotary embeddings do."""
+        """``ranges_on_cpu``: also skips what modules compute from them, as rotary embeddings do."""
         super().__init__()
         self._ranges_on_cpu = ranges_on_cpu
 
@@ -73,11 +73,11 @@ class _WithoutInitialValues(TorchFunctionMode):
 
 
 def without_initial_values(build: Callable[[], _T]) -> _T:
-    """Return what ``build`` makes of modules on the meta device, which get no initial values.
+    """Return the result of ``build``, whose modules on the meta device get no initial values.
 
-    Random values and arithmetic on that device are Python in torch, which imports sympy: 35 MiB and
-    a quarter of a second. So modules compute with ranges on the CPU; those that cannot, because
-    they combine them with tensors of the meta device, are built again with all there.
+    torch implements random values and arithmetic on that device in Python, which imports sympy:
+    35 MiB and a quarter of a second. So modules compute with ranges on the CPU. Those that fail,
+    because they combine them with tensors of the meta device, are built again without this.
     """
     try:
         with _WithoutInitialValues(ranges_on_cpu=True):
@@ -93,12 +93,12 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
     """Build the model from its configuration alone; no weights are read.
 
     ``attention``: the name of a registered attention function. Raises ``ModelError`` naming the
-    architecture and why it cannot be served.
+    architecture and the reason.
     """
     _check_layer_types(config)
     auto_class = _auto_class(source, config)
     try:
-        # In bfloat16, because some products of experts know no other type on the meta device.
+        # In bfloat16, because some products of experts support no other type on the meta device.
         with torch.device("meta"):
             model: PreTrainedModel = without_initial_values(
                 lambda: auto_class.from_config(
@@ -106,10 +106,10 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
                     trust_remote_code=source.trust_remote_code,
                 )
             ).to("meta")  # fmt: skip
-    except Exception as error:  # foreign code: whatever it raises, there is no model
+    except Exception as error:  # any error of the model's code
         reason = f"{type(error).__name__}: {error}"
-        if attention in reason:  # its attention classes are a fixed table of its own
-            reason = "its attention does not go through transformers' attention interface"
+        if attention in reason:  # it has a fixed table of attention classes
+            reason = "its attention does not use transformers' attention interface"
         raise ModelError(f"cannot build {source.path!r} ({describe(config)}): {reason}") from error
     model_class = type(model)
     if leave_out_other_parts(model):
@@ -125,7 +125,7 @@ def target_map_of(source: ModelSource) -> TargetMap:
 def target_map_and_code_of(source: ModelSource) -> tuple[TargetMap, tuple[Path, ...]]:
     """The targets of a model whose weights are not needed, and the files of its classes.
 
-    Raises ``ModelError`` for all that a start refuses, as far as it shows without weights.
+    Raises ``ModelError`` for everything that a start refuses and that needs no weights to detect.
     """
     config = load_config(source)
     warn_of_adapter(source)
@@ -141,7 +141,7 @@ def target_map_and_code_of(source: ModelSource) -> tuple[TargetMap, tuple[Path, 
 def _as_called(
     target_map: TargetMap, model: PreTrainedModel, hook: PagedAttentionHook
 ) -> TargetMap:
-    """Run the model without weights; only what it calls is a target."""
+    """Run the model without weights; only modules that it calls are targets."""
     paths = [target.path for target in target_map.targets]
 
     def run(with_padding_mask: bool) -> None:
@@ -160,13 +160,13 @@ def _as_called(
 
 
 def _needs_values(error: BaseException | None) -> bool:
-    """Whether a pass failed because it decides by values of tensors, which have none here."""
+    """Whether a pass failed because it reads values of tensors, which have none here."""
     is_of_values = isinstance(error, RuntimeError) and "meta" in str(error)
     return is_of_values or isinstance(error, NotImplementedError)
 
 
 def _auto_class(source: ModelSource, config: Any) -> Any:
-    """What builds the model: as a causal language model, or as one of text beside images."""
+    """The auto class: for a causal language model, or for one of text and images."""
     auto_map = getattr(config, "auto_map", None) or {}
     is_remote = source.trust_remote_code and AutoModelForCausalLM.__name__ in auto_map
     if is_remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

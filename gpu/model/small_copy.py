@@ -1,9 +1,9 @@
-"""A small copy of a model: the same class with few layers, narrow ones, and thresholds close by.
+"""A small copy of a model: the same class with few, narrow layers, and small thresholds.
 
-A threshold is a number in the configuration at which a model begins to compute differently: a
-window, a chunk, the context of its first training, a number of keys that an indexer keeps, a step
-of a temperature. Which numbers may be thresholds is not looked up by name: those that no tensor
-has for a size.
+A threshold is a number in the configuration at which a model starts to compute differently: a
+window, a chunk, the context of its first training, the number of keys that an indexer selects, a
+step of a temperature. Candidates are not looked up by name: they are the numbers that are not the
+size of any tensor.
 """
 
 import copy
@@ -23,10 +23,10 @@ _VOCAB_SIZE = 64
 _MIN_HEADS = 2
 _INTERMEDIATE_SIZE = 96
 _MAX_PARAMETERS = 300_000_000
-_FIRST_THRESHOLD = 32  # of the copy; the next ones follow in steps
+_FIRST_THRESHOLD = 32  # in the copy; further ones follow in steps
 _THRESHOLD_STEP = 8
 _TRIED_TOKENS = 5
-# What is no threshold although no tensor has it for a size.
+# Not thresholds, although they are not the size of any tensor.
 _NO_THRESHOLD = re.compile(r".*_token_id|.*vocab_size.*|.*_dim|max_position_embeddings")
 
 _Field = tuple[str, ...]  # a field of the configuration, or an entry of a dictionary in it
@@ -52,7 +52,7 @@ class SmallCopy:
 def make_small_copy(model: PreTrainedModel, min_threshold: int, limit: int) -> SmallCopy | None:
     """Make a copy if ``model`` has thresholds from ``min_threshold`` to ``limit``, both included.
 
-    None: there is no such number that could be a threshold.
+    Returns None if no number can be a threshold.
 
     Raises ``ValueError`` with the reason if no copy of the class can be made and run.
     """
@@ -75,7 +75,7 @@ def make_small_copy(model: PreTrainedModel, min_threshold: int, limit: int) -> S
 
 
 def _numbers(config: Any, minimum: int, maximum: int) -> Iterator[tuple[_Field, int]]:
-    """Whole numbers of a configuration, by field."""
+    """Integers of a configuration, by field."""
     for field, value in _entries(vars(config)):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if is_number and minimum <= value <= maximum and not _NO_THRESHOLD.fullmatch(field[-1]):
@@ -83,7 +83,7 @@ def _numbers(config: Any, minimum: int, maximum: int) -> Iterator[tuple[_Field, 
 
 
 def _entries(mapping: Mapping[Any, Any], path: _Field = ()) -> Iterator[tuple[_Field, Any]]:
-    """What is in ``mapping`` and in dictionaries in it."""
+    """Entries of ``mapping`` and of dictionaries in it."""
     for name, value in mapping.items():
         yield (*path, str(name)), value
         if isinstance(value, dict):
@@ -108,7 +108,7 @@ def _small_configs(config: Any) -> Iterator[Any]:
 
 
 def _shrink_towers(config: Any) -> None:
-    """Leave a layer of parts that are made and left out again."""
+    """Reduce parts that are made and then removed to one layer."""
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     for part in parts:
         for name in {"depth", "num_hidden_layers"} & vars(part).keys():
@@ -117,7 +117,7 @@ def _shrink_towers(config: Any) -> None:
 
 
 def _prefix(text: Any) -> int:
-    """So many first layers that every kind of layer is among them."""
+    """The number of first layers that includes every kind of layer."""
     num_layers = int(text.num_hidden_layers)
     per_layer = [
         [repr(item) for item in value]
@@ -127,13 +127,13 @@ def _prefix(text: Any) -> int:
     needed = [
         max((items.index(item) + 1 for item in set(items)), default=1)
         for items in per_layer
-        if len(set(items)) <= num_layers // 2  # not a list of the layers' own numbers
+        if len(set(items)) <= num_layers // 2  # otherwise a list of layer numbers
     ]
     return min(num_layers, max([2, *needed]))
 
 
 def _shrink(text: Any, num_layers: int, divisor: int) -> None:
-    """Leave the first layers, and divide what may be divided."""
+    """Reduce to the first layers, and divide sizes that can be divided."""
     all_layers = int(text.num_hidden_layers)
     num_heads = int(text.num_attention_heads)
     num_kv_heads = getattr(text, "num_key_value_heads", None)
@@ -146,7 +146,7 @@ def _shrink(text: Any, num_layers: int, divisor: int) -> None:
         if "vocab_size" in name and isinstance(value, int):
             setattr(text, name, min(value, _VOCAB_SIZE))
         elif name.endswith("_layers") and isinstance(value, int) and num_layers < all_layers:
-            setattr(text, name, min(value, num_layers // 2))  # that share KV, have a window
+            setattr(text, name, min(value, num_layers // 2))  # sharing KV, or windowed
         elif "intermediate_size" in name and isinstance(value, int):
             setattr(text, name, min(value, _INTERMEDIATE_SIZE))
         elif "intermediate_size" in name and isinstance(value, list | tuple):
@@ -164,7 +164,7 @@ def _shrink_thresholds(
     kind: type[PreTrainedModel], config: Any, shapes: Mapping[str, tuple[int, ...]],
     fields: Mapping[_Field, int],
 ) -> tuple[Threshold, ...]:  # fmt: skip
-    """Set every number of ``fields`` that is no tensor's size to a small one, in the same order."""
+    """Set all numbers of ``fields`` that are no tensor's size to small ones, in the same order."""
     names: dict[int, list[_Field]] = {}
     for field, value in fields.items():
         if _read(config, field) == value and _is_no_size(kind, config, shapes, field):
@@ -190,7 +190,7 @@ def _is_no_size(
         _write(changed, field, _FIRST_THRESHOLD + _THRESHOLD_STEP)
     try:
         return _shapes(kind, changed) == shapes
-    except Exception:  # sizes no longer fit one another, so it is one
+    except Exception:  # sizes no longer match, so it is a size
         return False
 
 
@@ -201,7 +201,7 @@ def _shapes(kind: type[PreTrainedModel], config: Any) -> dict[str, tuple[int, ..
 
 
 def _build(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """A model that has been seen to run, with attention that is far from flat."""
+    """A model that has run once, with attention that is far from uniform."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         model = kind(config).float().eval()

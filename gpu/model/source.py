@@ -1,6 +1,6 @@
-"""Where a base model comes from, and what its configuration files say.
+"""The location of a base model, and its configuration files.
 
-Importing it imports no transformers: ``corun check`` needs none for a model that it knows.
+Importing this module does not import transformers: ``corun check`` mostly works without it.
 """
 
 import logging
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# What names of repositories say of weights that are not full, e.g. "-unsloth-bnb-4bit".
+# Parts of repository names for weights that are not full, e.g. "-unsloth-bnb-4bit".
 _QUANTIZED_NAME = re.compile(
     r"([-_.](unsloth|bnb|[48]-?bits?|bitsandbytes|nf4|fp[48]|nvfp4|mxfp4|int[48]|awq|gptq|gguf|hqq"
     r"|quanto|torchao|ao|exl[23]|w[48]a(8|16)|g\d+|q[2-8](_\w+)?|dynamic|block))+$",
@@ -29,7 +29,7 @@ _ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from; ``path`` is a directory or the id of a hub repository."""
+    """The location of a model; ``path`` is a directory or the id of a hub repository."""
 
     path: str
     revision: str | None = None
@@ -47,7 +47,7 @@ def load_config(source: ModelSource) -> Any:
 
     try:
         return AutoConfig.from_pretrained(source.path, **source.hub_arguments())
-    except Exception as error:  # foreign code: whatever it raises, there is no configuration
+    except Exception as error:  # any error of the model's code
         reason = f"cannot read the configuration of {source.path!r}: {error}"
         if not Path(source.path).exists():
             reason += "\nThere is no directory of this name either"
@@ -65,7 +65,7 @@ def load_generation_config(source: ModelSource, config: Any) -> "GenerationConfi
 
     try:
         return GenerationConfig.from_pretrained(source.path, **source.hub_arguments())
-    except Exception as error:  # OSError also if there is no such file
+    except Exception as error:  # also OSError if there is no such file
         file = Path(source.path) / "generation_config.json"
         if file.exists() or not isinstance(error, OSError):
             raise ModelError(
@@ -75,11 +75,11 @@ def load_generation_config(source: ModelSource, config: Any) -> "GenerationConfi
 
 
 def warn_of_adapter(source: ModelSource) -> None:
-    """Say that an adapter beside the base's weights is not applied, if there is one."""
+    """Log a warning if there is an adapter beside the base's weights: it is not applied."""
     if _has_adapter(source):
         _LOG.warning(
             "%s also holds an adapter (adapter_config.json). The base is served without it; "
-            "--lora-modules NAME=%s serves the adapter under a name of its own",
+            "--lora-modules NAME=%s serves the adapter under its own name",
             source.path, source.path,
         )  # fmt: skip
 
@@ -94,9 +94,9 @@ def _has_adapter(source: ModelSource) -> bool:
 
 
 def way_to_full_weights(path: str) -> str:
-    """What to do with a checkpoint that is not read, for a message: serve which model how.
+    """Advice for an unsupported checkpoint: which model to serve, and how.
 
-    That model is named by the checkpoint's card (README.md), or by its own name without endings
+    The model is named by the checkpoint's card (README.md), or by its own name without endings
     of quantisation.
     """
     name = Path(path).name.removesuffix(".gguf")
@@ -109,7 +109,7 @@ def way_to_full_weights(path: str) -> str:
 
 
 def _base_of_card(path: Path) -> str | None:
-    """The model that README.md names as the base of the one at ``path``, if there is one."""
+    """The base model that README.md states for the model at ``path``, if any."""
     card = (path if path.is_dir() else path.parent) / "README.md"
     try:
         with card.open(encoding="utf-8", errors="replace") as file:
@@ -127,7 +127,7 @@ def describe(config: Any) -> str:
 
 
 def check_directory(source: ModelSource) -> None:
-    """Tell a directory that is no model's, and a path that does not exist, from a hub id.
+    """Refuse a directory that is not a model, and a missing path, as these are no hub ids.
 
     Raises ``ModelError``.
     """
@@ -143,7 +143,7 @@ def check_directory(source: ModelSource) -> None:
                     f"--lora-modules NAME={source.path}"
                 )
             raise ModelError(
-                f"{source.path!r} holds no config.json, so it is no model directory{hint}"
+                f"{source.path!r} has no config.json, so it is not a model directory{hint}"
             )
     elif path.is_file():
         _check_gguf(path)
@@ -153,7 +153,7 @@ def check_directory(source: ModelSource) -> None:
 
 
 def _check_gguf(path: Path) -> None:
-    """Refuse a GGUF file, and a directory whose weights are in such files alone."""
+    """Refuse a GGUF file, and a directory whose weights are only in such files."""
     found = [path] if path.is_file() else [*path.iterdir()]
     of_gguf = sorted(one.name for one in found if one.suffix.lower() == ".gguf")
     if of_gguf and not any(one.suffix == ".safetensors" for one in found):

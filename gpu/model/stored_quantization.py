@@ -1,9 +1,9 @@
-"""Checkpoints whose linears are already quantised: which are taken, and what their tensors mean.
+"""Quantised checkpoints: which formats are supported, and how their tensors are read.
 
-GPTQ, AWQ and compressed-tensors, weights alone, in groups that whole groups of ours divide, or one
-scale a channel. Their codes and scales are taken as they are, never dequantised and quantised
-again. bitsandbytes in 4 bits, whose levels are no whole numbers, is read as full matrices
-(``four_bit_files.py``). All that would change the result and is not understood is refused by name.
+GPTQ, AWQ and compressed-tensors, weights only, in groups that are multiples of corun's, or with one
+scale per channel. Their codes and scales are used unchanged, without dequantising. bitsandbytes in
+4 bits, whose levels are not integers, is read as full matrices (``four_bit_files.py``). Unknown
+settings that would change the result are refused by name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,9 +21,9 @@ from .source import way_to_full_weights
 from .weight_files import WeightFiles
 
 _WORD_BITS = 32
-# Where AWQ puts column c of eight: at this place of the word.
+# The position of AWQ's column c of eight in the word.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-_GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what the zero points on disk lack
+_GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # added to the zero points on disk
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized")
 _COMPRESSED_FIELDS = frozenset(
     {
@@ -40,17 +40,17 @@ _SUFFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """What config.json says of all linears."""
+    """The quantisation of all linears according to config.json."""
 
     method: str  # as config.json calls it
-    bits: frozenset[int]  # of its integers; none = its matrices are read in full
-    zero_offset: int = 0  # what zero points on disk lack
+    bits: frozenset[int]  # of its integers; empty = its matrices are read in full
+    zero_offset: int = 0  # added to the zero points on disk
 
 
 def read_stored_quantization(config: Any) -> StoredQuantization | None:
-    """What ``config`` says of quantised weights; None if nothing.
+    """The quantisation that ``config`` describes; None if there is none.
 
-    Raises ``ModelError`` with what is not taken and what to do.
+    Raises ``ModelError`` with the unsupported setting and advice.
     """
     try:
         return _read(config)
@@ -66,14 +66,14 @@ def _read(config: Any) -> StoredQuantization | None:
     if found is None:
         return None
     fields: dict[str, Any] = dict(found if isinstance(found, Mapping) else found.to_dict())
-    method = str(fields.get("quant_method") or "bitsandbytes")  # which once did not name itself
+    method = str(fields.get("quant_method") or "bitsandbytes")  # early versions have no name
     read = {
         "gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed,
         "bitsandbytes": _read_bitsandbytes,
     }  # fmt: skip
     if method not in read:
         raise ModelError(
-            f"the checkpoint is quantised by {method!r}; corun takes {', '.join(read)} and "
+            f"the checkpoint is quantised by {method!r}; corun supports {', '.join(read)} and "
             "checkpoints that are not quantised"
         )
     try:
@@ -85,8 +85,8 @@ def _read(config: Any) -> StoredQuantization | None:
 def _read_gptq(fields: dict[str, Any]) -> StoredQuantization:
     form = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if form not in _GPTQ_OFFSETS:
-        raise _refused(f"GPTQ in the format {form!r}; it takes {', '.join(_GPTQ_OFFSETS)}")
-    for name in ("adapter", "rotation"):  # computed beside the weights, or in their place
+        raise _refused(f"GPTQ in the format {form!r}; corun supports {', '.join(_GPTQ_OFFSETS)}")
+    for name in ("adapter", "rotation"):  # computed beside the weights, or instead of them
         if fields.get(name):
             raise _refused(f"GPTQ with {name} {fields[name]!r}")
     bits = _checked_bits("GPTQ", fields["bits"])
@@ -98,7 +98,7 @@ def _read_awq(fields: dict[str, Any]) -> StoredQuantization:
     version = str(fields.get("version", "gemm")).lower()
     bits = fields.get("bits", fields.get("w_bit"))
     if version != "gemm" or bits != 4:
-        raise _refused(f"AWQ version {version!r} in {bits} bits; it takes 'gemm' in 4")
+        raise _refused(f"AWQ version {version!r} in {bits} bits; corun supports 'gemm' in 4")
     _check_group_size("AWQ", fields.get("group_size", fields.get("q_group_size", -1)))
     return StoredQuantization("awq", frozenset({4}))
 
@@ -116,7 +116,7 @@ def _read_compressed(fields: dict[str, Any]) -> StoredQuantization:
         form = group.get("format") or fields["format"]
         if form not in _COMPRESSED_FORMATS:
             raise _refused(
-                f"compressed-tensors in the format {form!r}; it takes "
+                f"compressed-tensors in the format {form!r}; corun supports "
                 f"{', '.join(_COMPRESSED_FORMATS)}"
             )
         bits.add(_read_scheme(group))
@@ -127,13 +127,13 @@ def _read_scheme(group: dict[str, Any]) -> int:
     """Check one group of the configuration; return its number of bits."""
     for name in ("input_activations", "output_activations"):
         if group.get(name):
-            raise _refused(f"compressed-tensors with {name}: activations that are quantised")
+            raise _refused(f"compressed-tensors with {name}: quantised activations")
     weights: dict[str, Any] = group["weights"]
     strategy = weights.get("strategy")
     if weights.get("type", "int") != "int" or strategy not in ("group", "channel"):
         raise _refused(
-            f"compressed-tensors of type {weights.get('type')!r} by {strategy!r}; it takes 'int' "
-            "by 'group' or 'channel'"
+            f"compressed-tensors of type {weights.get('type')!r} by {strategy!r}; corun supports "
+            "'int' by 'group' or 'channel'"
         )
     if strategy == "group":
         _check_group_size("compressed-tensors", weights["group_size"])
@@ -141,9 +141,9 @@ def _read_scheme(group: dict[str, Any]) -> int:
 
 
 def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
-    """Kinds of codes, blocks and types are read from the files, matrix by matrix."""
+    """Kinds of codes, blocks and types are read from the files, per matrix."""
     if fields.get("load_in_8bit"):
-        raise _refused("bitsandbytes in 8 bits; it takes nf4 and fp4 in 4")
+        raise _refused("bitsandbytes in 8 bits; corun supports nf4 and fp4 in 4")
     if not fields.get("load_in_4bit"):
         raise _refused("a quantization_config that names neither a quant_method nor load_in_4bit")
     return StoredQuantization("bitsandbytes", frozenset())
@@ -151,7 +151,7 @@ def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
 
 def _checked_bits(method: str, bits: object) -> int:
     if bits not in BITS:
-        raise _refused(f"{method} in {bits} bits; it takes 8 and 4")
+        raise _refused(f"{method} in {bits} bits; corun supports 8 and 4")
     assert isinstance(bits, int)
     return bits
 
@@ -159,7 +159,7 @@ def _checked_bits(method: str, bits: object) -> int:
 def _check_group_size(method: str, size: int) -> None:
     if size != -1 and (size <= 0 or size % GROUP_SIZE):
         raise _refused(
-            f"{method} in groups of {size}; it takes multiples of {GROUP_SIZE}, and one a channel"
+            f"{method} in groups of {size}; corun supports multiples of {GROUP_SIZE}, and channels"
         )
 
 
@@ -168,7 +168,7 @@ def _refused(what: str) -> ModelError:
 
 
 def is_stored_tensor(name: str) -> bool:
-    """Whether a tensor is part of a quantised linear, and nothing that modules have."""
+    """Whether a tensor belongs to a quantised linear, and not to the model's modules."""
     return name.rpartition(".")[2] in _SUFFIXES
 
 
@@ -188,8 +188,8 @@ def stored_linears(
 ) -> dict[str, str]:
     """Paths on disk of those of ``linears`` that are quantised there, by their paths in the model.
 
-    Files of multi-modal models have the names of older releases, and linears of the parts that are
-    ``left_out``. Raises ``ModelError`` for a path that is neither.
+    Files of multi-modal models use names of older releases, and contain linears of the parts that
+    are ``left_out``. Raises ``ModelError`` for a path that is neither.
     """
     known = PathIndex({path: path for path in linears})
     unused = PathIndex({path: path for path in left_out})
@@ -200,8 +200,8 @@ def stored_linears(
             found[path] = stored
         elif unused.find_holder(stored) is None:
             raise ModelError(
-                f"the checkpoint has quantised weights that are no plain linear's: {stored}; corun "
-                "does not serve them"
+                f"the checkpoint has quantised weights that belong to no plain linear: {stored}; "
+                "corun does not support them"
             )
     return found
 
@@ -227,7 +227,7 @@ class _StoredLinear:
         self._path = path
         self._out, self._in = shape
         if self._in % GROUP_SIZE:
-            raise self._wrong(f"its {self._in} inputs are no whole groups of {GROUP_SIZE}")
+            raise self._wrong(f"its {self._in} inputs are not a multiple of {GROUP_SIZE}")
 
     def gptq(self, zero_offset: int) -> QuantizedWeight:
         words = self._read("qweight")  # [in * bits / 32, out]
@@ -267,10 +267,10 @@ class _StoredLinear:
         return self._weight(bits, codes, scales, zeros)
 
     def _unsigned(self, name: str, bits: int) -> np.ndarray:
-        """Codes on disk that are signed bytes, from 0 on."""
+        """Unsigned codes for signed bytes on disk."""
         codes = self._read(name).numpy().astype(np.int16) + (1 << (bits - 1))
         if codes.min() < 0 or codes.max() >= 1 << bits:
-            raise self._wrong(f"codes beyond {bits} bits")
+            raise self._wrong(f"its codes exceed {bits} bits")
         return codes.astype(np.uint8)
 
     def _weight(
@@ -286,7 +286,7 @@ class _StoredLinear:
                 f"multiples of {GROUP_SIZE}"
             )
         if not np.isfinite(scales).all():
-            raise self._wrong("scales that are not finite (NaN or infinity)")
+            raise self._wrong("its scales are not finite (NaN or infinity)")
         repeats = self._in // GROUP_SIZE // groups
         scales = np.ascontiguousarray(np.repeat(scales, repeats, axis=1))
         middle = 1 << (bits - 1)
@@ -295,7 +295,7 @@ class _StoredLinear:
             zeros = None if (zeros == middle).all() else np.repeat(zeros, repeats, axis=1)
         if bits == 8:
             if zeros is not None:
-                raise self._wrong("8 bits with zero points; corun takes symmetric ones")
+                raise self._wrong("it has 8 bits and zero points; corun supports symmetric codes")
             return QuantizedWeight(8, (codes ^ 128).view(np.int8), scales)
         return QuantizedWeight(4, np.ascontiguousarray(codes), scales, zeros)
 
@@ -309,7 +309,7 @@ class _StoredLinear:
         return zeros.astype(np.uint8)
 
     def _bits(self, num_words: int, *, fits: bool) -> int:
-        """How many bits a code has, if so many words hold all of a row or column."""
+        """Bits of a code, if this many words hold a whole row or column."""
         bits = num_words * _WORD_BITS // self._in
         if not fits or bits not in BITS or num_words * _WORD_BITS != bits * self._in:
             raise self._wrong(
@@ -318,12 +318,12 @@ class _StoredLinear:
         return bits
 
     def _check_order(self, name: str, group_size: int) -> None:
-        """Groups must be of neighbours: no act-order."""
+        """Groups must consist of neighbours: act-order is not supported."""
         if not self._has(name):
             return
         expected = torch.arange(self._in) // group_size
         if not torch.equal(self._read(name).long(), expected):
-            raise self._wrong(f"groups that are not of neighbours (act-order, {name})")
+            raise self._wrong(f"its groups are not neighbours (act-order, {name})")
 
     def _has(self, name: str) -> bool:
         return self._files.shape(f"{self._path}.{name}") is not None
@@ -334,7 +334,7 @@ class _StoredLinear:
         return self._files.read(f"{self._path}.{name}")
 
     def _wrong(self, what: str) -> ModelError:
-        return ModelError(f"the quantised linear {self._path} cannot be taken: {what}")
+        return ModelError(f"the quantised linear {self._path} cannot be read: {what}")
 
 
 def _fields(words: np.ndarray, bits: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Finds the linear modules of a transformers decoder that adapters may change.
 
-Owns what is a target and why other modules are not. Knows nothing of adapters or kernels.
+Decides which modules are targets, and why others are not. Independent of adapters and kernels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,30 +21,30 @@ from ...runtime.adapters.target_map import (
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
-_NO_TEXT_REASON = "no text passes there"
+_NO_TEXT_REASON = "it is not used for text"
 _SHARED_KV = "is_kv_shared_layer"  # of attention modules, in models whose layers share KV
-_SHARED_KV_REASON = "the layer takes its keys and values from another one"
+_SHARED_KV_REASON = "the layer shares the keys and values of another one"
 
 
 class LeftOut(nn.Module):
-    """Stands where a part was that text never reaches, such as a vision tower."""
+    """Replaces a part that is not used for text, such as a vision tower."""
 
     def __init__(self, path: str, part: nn.Module) -> None:
-        """``part``: what was at ``path`` of the model."""
+        """``part``: the module at ``path`` of the model."""
         super().__init__()
         self.unused = _unused_module(path, part, _NO_TEXT_REASON)
 
     def forward(self, *_inputs: object, **_arguments: object) -> NoReturn:
-        """Raise ``ModelError``: the model needs for text what was left out as useless for it."""
-        raise ModelError(f"the model runs {self.unused.path} for text, too, which is not loaded")
+        """Raise ``ModelError``: the model uses for text a part that was not loaded."""
+        raise ModelError(f"the model runs {self.unused.path} for text, but this part is not loaded")
 
 
 def build_target_map(model: PreTrainedModel) -> TargetMap:
     """List the targets of a causal language model of transformers, in the order of its modules.
 
-    Every ``nn.Linear`` inside the decoder layers is one, fused projections included, unless it is
-    an expert or a router. Each is an input group of its own until ``with_input_groups`` says which
-    share an input. What was left out of the model, and what its layers need not have, is unused.
+    Every ``nn.Linear`` inside the decoder layers is one, including fused projections, unless it is
+    an expert or a router. Each is its own input group until ``with_input_groups`` states which ones
+    share an input. Omitted parts of the model, and modules that layers may lack, are unused.
     Raises ``ModelError`` if the model has no decoder layers.
     """
     layers_path = find_layers(model)
@@ -111,7 +111,7 @@ def record_input_groups(
     Returns a number per path; paths whose module is not called are missing in the result.
     """
     records: list[tuple[str, int]] = []
-    alive: list[torch.Tensor] = []  # an identity is only unique while the tensor lives
+    alive: list[torch.Tensor] = []  # an identity is unique only while the tensor lives
 
     def hook_for(path: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -135,8 +135,8 @@ def record_input_groups(
 def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> TargetMap:
     """Return the map with ``groups`` (path -> number) as input groups, numbered within each layer.
 
-    A target that is missing in ``groups`` was not called, so an adapter on it would change
-    nothing: it becomes refused.
+    A target that is missing in ``groups`` was not called, so an adapter on it would have no effect:
+    it becomes refused.
     """
     numbers: dict[int, dict[int, int]] = {}
     targets: list[Target] = []
@@ -152,16 +152,16 @@ def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> Targe
 
 
 def left_out_parts(model: nn.Module) -> Iterator[UnusedModule]:
-    """What text never reaches and was not loaded."""
+    """The parts that are not used for text and were not loaded."""
     return (module.unused for module in model.modules() if isinstance(module, LeftOut))
 
 
 def _of_shared_kv(model: nn.Module, layers_path: str) -> Iterator[UnusedModule]:
-    """The projections that layers lack which take their keys and values from another one.
+    """The projections missing in layers that share the keys and values of another layer.
 
-    Versions of a model that had them did not call them, and trainers have saved LoRA for them.
+    Older versions of the model had but did not call them, and trainers have saved LoRA for them.
     """
-    peers: dict[type[nn.Module], dict[str, nn.Module]] = {}  # what others of a class have
+    peers: dict[type[nn.Module], dict[str, nn.Module]] = {}  # modules of other instances of a class
     sharing: list[tuple[str, nn.Module]] = []
     for path, module in model.get_submodule(layers_path).named_modules():
         is_shared = getattr(module, _SHARED_KV, None)
@@ -185,7 +185,7 @@ def _vocabularies(model: PreTrainedModel) -> Mapping[str, Vocabulary]:
     """The embeddings of tokens and the output head, by path."""
     head = model.get_output_embeddings()
     found: dict[str, Vocabulary] = {}
-    path_of: dict[int, str] = {}  # of the first module that has a weight
+    path_of: dict[int, str] = {}  # path of the first module with a weight
     for path, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding):
             shapes = {
@@ -216,7 +216,7 @@ def _target(index: int, path: str, layer: int, group: int, module: nn.Linear) ->
 def _refusal(
     model: nn.Module, path: str, module: nn.Module, layers_path: str, *, is_head: bool
 ) -> str | None:
-    """Why a module that holds matrices is no target; None for targets and all other modules."""
+    """Why a module with matrices is not a target; None for targets and all other modules."""
     reason = None
     if is_head:
         reason = "the output head (lm_head) is not served as a target"
@@ -227,13 +227,13 @@ def _refusal(
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
         reason = None
     elif not path.startswith(f"{layers_path}."):
-        reason = "it lies outside the decoder layers"
+        reason = "it is outside of the decoder layers"
     elif "experts" in path.split(".") or _holds_stacked_matrices(module):
         reason = EXPERTS_REASON
     elif _is_router(model, path):
         reason = "expert routers are not served as targets"
     elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        reason = f"{type(module).__name__} is no plain linear module"
+        reason = f"{type(module).__name__} is not a plain linear module"
     return reason
 
 
@@ -242,7 +242,7 @@ def _holds_stacked_matrices(module: nn.Module) -> bool:
 
 
 def _is_router(model: nn.Module, path: str) -> bool:
-    """Whether the module is named like a router and lies beside experts."""
+    """Whether the module has a router's name and is next to experts."""
     parent, _, name = path.rpartition(".")
     return name in _ROUTER_NAMES and hasattr(model.get_submodule(parent), "experts")
 
@@ -252,7 +252,7 @@ def _layer_index(path: str, layers_path: str) -> int:
 
 
 def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Module lists that lie in no other list."""
+    """Module lists that are in no other list."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList):

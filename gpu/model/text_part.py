@@ -1,7 +1,7 @@
-"""Leaves out what text never reaches in a model of several modalities: towers and projectors.
+"""Removes the parts of a multi-modal model that text does not use: towers and projectors.
 
-A model without these parts answers text as the whole one does. One that needs them for text fails
-at the first pass, because a part that was left out refuses to be called.
+A model without these parts gives the same answers to text. One that needs them for text fails in
+the first pass, because a removed part refuses to be called.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from .targets import LeftOut, find_layers
 
 
 def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Put a ``LeftOut`` in the place of every part beside the text model; return their paths.
+    """Replace every part beside the text model by a ``LeftOut``; return their paths.
 
-    The text model is the outermost module around the decoder layers that has the configuration
-    of the text. Embeddings and the output head stay wherever they lie.
+    The text model is the outermost module around the decoder layers that has the text
+    configuration. Embeddings and the output head are not moved.
     """
     text_path = _text_model_path(model)
     kept = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -33,14 +33,14 @@ def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class whose models are made without these parts, so that no weights are read for them."""
+    """A class whose models are made without these parts, so that their weights are not read."""
 
     class TextOnly(model_class):  # type: ignore[misc]
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
             super().__init__(config, *inputs, **kwargs)
             leave_out_other_parts(self)
 
-    # The library finds how names on disk are rewritten by the name of the class and its module.
+    # The library finds the renaming of names on disk by the name of the class and its module.
     TextOnly.__name__ = model_class.__name__
     TextOnly.__qualname__ = model_class.__qualname__
     TextOnly.__module__ = model_class.__module__
@@ -58,7 +58,7 @@ def _text_model_path(model: PreTrainedModel) -> str:
 
 
 def _holders(path: str) -> list[str]:
-    """The paths of all modules that hold the module at ``path``, from the model itself ("") on."""
+    """The paths of all modules that contain the module at ``path``, from the model ("") on."""
     names = path.split(".") if path else []
     return [".".join(names[:end]) for end in range(len(names))]
 

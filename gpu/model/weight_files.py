@@ -1,4 +1,4 @@
-"""The weight files of a base model, tensor by tensor and in parts."""
+"""Reads the weight files of a base model, by tensor and in parts."""
 
 import hashlib
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ FileStamp = tuple[str, int, int, int]  # path, inode, bytes, time of the last ch
 class WeightFiles:
     """The *.safetensors of one model, by the names of their tensors.
 
-    A file is mapped only while some of it is being read, so that what has been read is not held.
+    A file is mapped only while a part of it is being read, so read data is not held.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -34,37 +34,37 @@ class WeightFiles:
                     for name in file.keys():  # noqa: SIM118 - it is no mapping
                         part = file.get_slice(name)
                         self._of[name] = path, tuple(part.get_shape()), part.get_dtype()
-        except Exception as error:  # foreign code and files: whatever it raises, there are none
+        except Exception as error:  # any error of the files
             raise ModelError(
                 f"cannot load {source.path!r}: {type(error).__name__}: {error}"
             ) from error
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._of.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None if there is none of this name."""
+        """The shape of a tensor; None if there is none of this name."""
         return self._of[name][1] if name in self._of else None
 
     def dtype(self, name: str) -> str:
-        """Of a tensor, as safetensors names it: such as BF16 or I8."""
+        """The dtype of a tensor, named as in safetensors: for example BF16 or I8."""
         return self._of[name][2]
 
     def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
-        """``rows`` of a tensor, in memory of their own. Raises ``ModelError``."""
+        """``rows`` of a tensor, in their own memory. Raises ``ModelError``."""
         path = self._of[name][0]
         try:
             with safe_open(path, framework="pt") as file:
                 part: torch.Tensor = file.get_slice(name)[rows]
                 return part.clone()
-        except Exception as error:  # foreign code and files
+        except Exception as error:  # any error of the files
             raise ModelError(f"cannot read {name} of {path}: {error}") from error
 
     @contextmanager
     def lazily(self, names: Collection[str]) -> Iterator[dict[str, Any]]:
-        """What transformers loads ``names`` from, tensor by tensor, while this is open."""
+        """A mapping from which transformers loads ``names``, tensor by tensor, while it is open."""
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -73,18 +73,18 @@ class WeightFiles:
             yield {name: files[self._of[name][0]].get_slice(name) for name in names}
 
     def stamps(self) -> tuple[FileStamp, ...]:
-        """What changes when somebody writes a file. Raises ``ModelError``."""
+        """Stamps that change when a file is written. Raises ``ModelError``."""
         try:
             found = [(path, path.stat()) for path in self._paths]
         except OSError as error:
             raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
-        # Unlike the time that writing sets, nobody can set this one back.
+        # Unlike the modification time, this time cannot be set back.
         return tuple(
             (str(path), stat.st_ino, stat.st_size, stat.st_ctime_ns) for path, stat in found
         )
 
     def digest(self) -> str:
-        """SHA-256 of all bytes, whatever the files are called: hexadecimal."""
+        """SHA-256 of all bytes, independent of file names: hexadecimal."""
         digest = hashlib.sha256()
         for path in self._paths:
             with path.open("rb") as file:
@@ -93,7 +93,7 @@ class WeightFiles:
 
 
 def _check_directory(source: ModelSource) -> None:
-    """Refuse pickled weights by name: loading them can run any code."""
+    """Refuse pickled weights by name: loading them can execute code."""
     directory = Path(source.path)
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         pickled = sorted(file.name for file in directory.glob("*.bin"))
@@ -105,7 +105,7 @@ def _check_directory(source: ModelSource) -> None:
 
 
 def _find(source: ModelSource) -> list[Path]:
-    """One file, or the shards that an index names; of the hub those that it keeps here."""
+    """One file, or the shards of an index; for a hub model its cached ones."""
     try:
         single = cached_file(source.path, SAFE_WEIGHTS_NAME, revision=source.revision)
     except OSError:

@@ -1,8 +1,9 @@
-"""Watches one pass of a model and notes what it computes.
+"""Observes one pass of a model and records what it computes.
 
-Kernels of ours note themselves (``launcher``). Operations of torch are seen where torch dispatches
-them. What cannot be repeated without Python between is refused: values that Python code read from
-tensors, shapes that depend on values, random numbers. The pass itself goes on then, unwatched.
+corun's kernels record themselves (``launcher``). Operations of torch are recorded where torch
+dispatches them. Anything that cannot be repeated without Python is refused: values that Python code
+reads from tensors, shapes that depend on values, random numbers. The pass itself then continues,
+unrecorded.
 """
 
 import struct
@@ -33,7 +34,7 @@ _NOT_REPEATABLE = frozenset(
         torch.Tag.nondeterministic_seeded,
     }
 )
-# What these return may hold anything, so there is nothing to repeat.
+# The results of these have arbitrary values, so there is nothing to repeat.
 _UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
 _READS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
@@ -51,9 +52,9 @@ _PACKED_AS = {
 
 
 class OutputMemory:
-    """Memory for what kernels compute, used again when torch lets go of it.
+    """Memory for kernels' results, reused when torch releases it.
 
-    Nothing but the kernels' calls keeps it alive in between, in whose order it is used again.
+    Only the kernels' calls refer to it meanwhile, and it is reused in their order.
     """
 
     def __init__(self) -> None:
@@ -61,13 +62,13 @@ class OutputMemory:
         self._all: list[np.ndarray] = []
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of any content, aligned to a cache line."""
+        """A contiguous tensor with arbitrary values, aligned to a cache line."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
         free = self._free[num_bytes]
         block = free.pop() if free else self._new_block(num_bytes)
-        # Torch holds this view, not the block, until the last tensor on it is gone.
+        # Torch holds this view, not the block, until the last tensor on it is released.
         view = block.view()
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
@@ -80,12 +81,12 @@ class OutputMemory:
 
 
 class Capture(Launcher):
-    """One pass while it is being captured: notes what it calls."""
+    """One pass while it is being captured: records its calls."""
 
     is_noting = True
 
     def __init__(self) -> None:
-        self.refusal: str | None = None  # what the pass does that a replay could not do
+        self.refusal: str | None = None  # an action of the pass that cannot be replayed
         self._parts: list[Part] = []
         self._is_paused = False
         self._memory = OutputMemory()
@@ -128,7 +129,7 @@ class Capture(Launcher):
 
     @property
     def is_watching(self) -> bool:
-        """Whether what is computed now belongs to the graph."""
+        """Whether current computations belong to the graph."""
         return self.refusal is None and not self._is_paused
 
     def refuse(self, reason: str) -> None:
@@ -140,7 +141,7 @@ class Capture(Launcher):
     # For torch.
 
     def operation(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call an operation of torch and note what repeats it."""
+        """Call an operation of torch and record how to repeat it."""
         if not self.is_watching:
             return function(*arguments, **named)
         if function is torch.ops.aten.add.Tensor and not named and residual.can_add(arguments):
@@ -160,7 +161,7 @@ class Capture(Launcher):
     def _note(
         self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
     ) -> None:
-        """Note an operation, unless it only made views."""
+        """Record an operation, unless it only made views."""
         is_writing = function._schema.is_mutable
         results = () if is_writing else tuple(_new_tensors(returned, (arguments, named)))
         if results and len(results) != sum(1 for _ in _tensors(returned)):
@@ -171,7 +172,7 @@ class Capture(Launcher):
     def end(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits: torch.Tensor
     ) -> CapturedPass | str:
-        """What was captured, or why it cannot be."""
+        """The captured pass, or the reason why there is none."""
         return self.refusal or CapturedPass(
             input_ids, position_ids, logits, self._parts, tuple(self._preparations.values()),
             self._kept,
@@ -179,7 +180,7 @@ class Capture(Launcher):
 
 
 class _WatchReads(TorchFunctionMode):
-    """Refuses what reads a tensor's values without computing anything."""
+    """Refuses reads of a tensor's values that compute nothing."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class _WatchReads(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Hands what torch computes in this thread to a capture."""
+    """Passes torch's operations of this thread to a capture."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,9 +203,9 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch excepts the method below from compilation: it imports its compiler for it.
+        """Whether torch excludes the method below from compilation, which imports its compiler.
 
-        That takes 100 MiB, and 0.7 s of the first request.
+        The import takes 100 MiB, and 0.7 s of the first request.
         """
         return False
 
@@ -219,7 +220,7 @@ def capture_pass(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
 ) -> tuple[torch.Tensor, CapturedPass | str]:
-    """Run a pass once, and capture it; returns its logits, and why there is no graph if so."""
+    """Run a pass once, and capture it; returns its logits, and the reason if there is no graph."""
     capture = Capture()
     input_ids, position_ids = input_ids.clone(), position_ids.clone()
     with launching(capture), _WatchReads(capture), _Watch(capture):
@@ -234,7 +235,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call repeats itself although the operation does not with other arguments."""
+    """Whether a call can be repeated although the operation cannot with other arguments."""
     if function is torch.ops.aten.index.Tensor:  # only masks make the shape depend on values
         indices = _tensors(arguments[1])
         return all(index.dtype not in (torch.bool, torch.uint8) for index in indices)
@@ -243,8 +244,8 @@ def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
 
 
 def _new_tensors(returned: Any, given: Any) -> Iterator[torch.Tensor]:
-    """Those tensors of what was returned that are not views of what was given."""
-    # Weights that oneDNN has packed are opaque, and nothing can be a view of them.
+    """The returned tensors that are not views of the arguments."""
+    # Weights packed by oneDNN are opaque, and have no views.
     known = {t.untyped_storage().data_ptr() for t in _tensors(given) if not t.is_mkldnn}
     for tensor in _tensors(returned):
         if tensor.untyped_storage().data_ptr() not in known:

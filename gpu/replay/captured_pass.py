@@ -1,7 +1,7 @@
-"""A pass of a model as the list of what it computes, to be computed again on other inputs.
+"""A pass of a model as a list of computations, which can be repeated on other inputs.
 
-Calls of compiled kernels that follow one another are made in one compiled loop; operations of
-torch between them are called one by one. Nothing of the model's modules runs.
+Consecutive calls of compiled kernels are made in one compiled loop; operations of torch between
+them are called one by one. No code of the model's modules runs.
 """
 
 from array import array
@@ -16,15 +16,15 @@ from .replay_kernel import replay
 
 
 class Part(Protocol):
-    """Something that a pass computes."""
+    """One computation of a pass."""
 
     def run(self) -> None:
-        """Compute it, from and to the memory that it was captured with."""
+        """Compute it, from and to the memory of the capture."""
         ...
 
 
 class KernelCalls:
-    """Calls of kernels, in their order."""
+    """Consecutive calls of kernels."""
 
     def __init__(self) -> None:
         self._calls = array("q")
@@ -45,7 +45,7 @@ class KernelCalls:
 
 @dataclass(frozen=True, slots=True)
 class TorchOperation:
-    """One operation of torch whose results go where they went when it was captured."""
+    """One operation of torch; its results are written to the memory of the captured ones."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -53,7 +53,7 @@ class TorchOperation:
     results: tuple[torch.Tensor, ...]  # () = it writes to its arguments
 
     def run(self) -> None:
-        """Call it and copy what it returns."""
+        """Call it and copy its results."""
         returned = self.function(*self.arguments, **self.named)
         if not self.results:
             return
@@ -71,21 +71,21 @@ class Callback:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedPass:
-    """What was captured, with the memory that it reads and writes."""
+    """A captured pass, with the memory that it reads and writes."""
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
     logits: torch.Tensor  # [1, logits, vocabulary]
     parts: Sequence[Part]
     preparations: Sequence[Callable[[PassMetadata], None]]
-    kept: Sequence[object]  # memory that is reached through addresses alone
+    kept: Sequence[object]  # memory that is accessed only by address
 
     def replay(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, metadata: PassMetadata
     ) -> torch.Tensor:
         """Compute the pass on other inputs of the same shapes; in inference mode.
 
-        Returns ``logits``, which the next replay overwrites. Raises what an operation raises.
+        Returns ``logits``, which the next replay overwrites. Raises the errors of operations.
         """
         self.input_ids.copy_(input_ids)
         self.position_ids.copy_(position_ids)

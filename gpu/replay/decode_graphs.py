@@ -1,9 +1,9 @@
-"""Replays decode passes that were captured, instead of running the model's modules again.
+"""Replays captured decode passes, instead of running the model's modules again.
 
-A decode pass of so many rows computes the same each time, on other numbers. Run by Python, a small
-model spends a quarter of it on being told so. A graph is captured when its number of rows comes for
-the second time, and replayed only after it has given the bits that the modules gave, for inputs
-that it was not captured with.
+A decode pass with the same number of rows repeats the same computation on other numbers. For a
+small model Python takes a quarter of the time. A graph is captured when a number of rows occurs for
+the second time, and replayed only after it has given the same bits as the modules, for inputs other
+than those of the capture.
 """
 
 import logging
@@ -20,7 +20,7 @@ from .captured_pass import CapturedPass
 
 _LOG = logging.getLogger(__name__)
 
-# Of a pass. With more, Python is a small part of the time, and each graph has memory of its own.
+# Tokens of a pass. With more, Python takes a small part of the time, and each graph needs memory.
 _MAX_TOKENS = 32
 
 
@@ -36,11 +36,11 @@ class RunPass(Protocol):
 
 
 class _Deltas(Enum):
-    """Whose deltas a pass adds."""
+    """The source of a pass's deltas."""
 
     NOBODY = auto()
     RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
-    OTHER = auto()  # the graph asks for them, group by group
+    OTHER = auto()  # the graph calls for them, group by group
 
     @classmethod
     def of(cls, metadata: PassMetadata) -> Self:
@@ -55,7 +55,7 @@ _Kind = tuple[int, int, _Deltas]
 
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Stands for ``run_modules``; one thread at a time."""
+    """Replaces ``run_modules``; one thread at a time."""
 
     run_modules: RunPass
     _met: set[_Kind] = field(default_factory=set)
@@ -65,7 +65,7 @@ class DecodeGraphs:
 
     @property
     def num_verified(self) -> int:
-        """Kinds of passes that are replayed."""
+        """The number of kinds of passes that are replayed."""
         return len(self._verified)
 
     def __call__(
@@ -91,8 +91,8 @@ class DecodeGraphs:
     def _may_capture(self, kind: _Kind) -> bool:
         *size, deltas = kind
         if deltas is _Deltas.OTHER:
-            # Such a pass cannot be computed twice for a check. But for the deltas it is one that
-            # has been checked.
+            # Such a pass cannot be computed twice for a check. Except for the deltas it equals one
+            # that was checked.
             return any((*size, known) in self._verified for known in _Deltas)
         return kind in self._met and kind not in self._captured
 
@@ -100,7 +100,7 @@ class DecodeGraphs:
         self, kind: _Kind, input_ids: torch.Tensor, position_ids: torch.Tensor,
         logit_indices: torch.Tensor, metadata: PassMetadata,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the modules and note what they do."""
+        """Run the modules and record their computations."""
         logits, graph = capture_pass(
             lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
             input_ids,
@@ -118,7 +118,7 @@ class DecodeGraphs:
         self, kind: _Kind, expected: torch.Tensor, input_ids: torch.Tensor,
         position_ids: torch.Tensor, metadata: PassMetadata,
     ) -> None:  # fmt: skip
-        """Compute the pass once more from the graph: keys and values are the same again."""
+        """Compute the pass again from the graph: it writes the same keys and values."""
         graph = self._captured.pop(kind)
         replayed = graph.replay(input_ids, position_ids, metadata)
         if torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8)):
@@ -130,7 +130,7 @@ class DecodeGraphs:
         )
 
     def _turn_off(self, reason: str) -> None:
-        """Once and for all: it was said at start that passes would be replayed."""
+        """Turn replays off permanently, with a warning, because the start announced them."""
         self._is_off = True
         self._captured.clear()
         self._verified.clear()

@@ -1,8 +1,7 @@
 """Makes a list of kernel calls in one compiled loop.
 
-A call is made through the address of the kernel's C function. What it is called with lies in
-memory, 8 bytes for each argument; which types these have is one of the ``SIGNATURES``. Knows
-nothing of what the kernels compute.
+A call uses the address of the kernel's C function. Its arguments are in memory, 8 bytes each; their
+types are one of the ``SIGNATURES``. Independent of what the kernels compute.
 """
 
 from llvmlite import ir
@@ -13,7 +12,7 @@ from ...cpu_workers.kernels.simd.emitter import I64, Emitter
 from ...cpu_workers.kernels.simd.intrinsics import ANY_FORMAT, emits
 from ...cpu_workers.kernels.simd.memory import int64_at
 
-# One letter for each argument. The first argument of some kernels selects code by its type alone.
+# One letter per argument. The first argument of some kernels selects code only by its type.
 LETTERS = {
     types.int64: "q",
     types.float64: "d",
@@ -46,7 +45,7 @@ SIGNATURES = (
     *(tag + _ATTEND for tag in "hHf"),
     *(tag + _ADD_DELTAS for tag in "hHf"),
 )
-# Of a call: the number of its signature, address of the C function, address of the arguments.
+# Fields of a call: number of its signature, address of the C function, address of the arguments.
 CALL_FIELDS = 3
 _SIGNATURE, _FUNCTION, _ARGUMENTS = range(CALL_FIELDS)
 
@@ -58,18 +57,18 @@ def _emit_call(
     values = []
     for index, kind in enumerate(kinds):
         place = builder.add(arguments, I64(8 * index))
-        # Of 8 bytes the lowest count; an i1 is a whole byte in memory.
+        # The lowest of 8 bytes counts; an i1 is a whole byte in memory.
         stored = ir.IntType(8) if kind == ir.IntType(1) else kind
         value = builder.load(builder.inttoptr(place, stored.as_pointer()))
         values.append(value if stored is kind else builder.trunc(value, kind))
-    # What a function of numba's that returns nothing returns in C.
+    # The C return value of a numba function that returns nothing.
     result = ir.IntType(8).as_pointer()
     builder.call(builder.inttoptr(function, ir.FunctionType(result, kinds).as_pointer()), values)
 
 
 @emits("signature", "function", "arguments", tag=ANY_FORMAT)
 def _call(emit: Emitter, signature: ir.Value, function: ir.Value, arguments: ir.Value) -> None:
-    """Call the C function at an address; the number of its signature says how."""
+    """Call the C function at an address, with the types of the numbered signature."""
     builder = emit.builder
     after = builder.append_basic_block("after")
     switch = builder.switch(signature, after)
@@ -84,7 +83,7 @@ def _call(emit: Emitter, signature: ir.Value, function: ir.Value, arguments: ir.
 
 @kernel()
 def replay(calls: int, num_calls: int) -> None:
-    """Make the calls, one after the other. calls: address of int64 [num_calls, CALL_FIELDS]."""
+    """Make the calls in order. calls: address of int64 [num_calls, CALL_FIELDS]."""
     for index in range(num_calls):
         call = calls + 8 * CALL_FIELDS * index
         _call(int64_at(call, _SIGNATURE), int64_at(call, _FUNCTION), int64_at(call, _ARGUMENTS))

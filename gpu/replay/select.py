@@ -13,12 +13,12 @@ OFF, ONCE_VERIFIED = "off", "once verified"
 
 
 def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
-    """Whether decode passes may be replayed; returns ``OFF`` or ``ONCE_VERIFIED``, for people.
+    """Whether decode passes may be replayed; returns ``OFF`` or ``ONCE_VERIFIED``, for logs.
 
-    What a model's passes can be is known only when they are captured, while requests run.
+    Which passes can be replayed is known only when they are captured, while requests run.
 
-    ``backend_names``: by what they compute. All that is not torch's own must be kernels that are
-    called through the launcher.
+    ``backend_names``: by part. All parts not computed by torch must be kernels that are called
+    through the launcher.
     """
     others = [
         f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"
@@ -28,7 +28,7 @@ def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
     if others:
         _LOG.info("decode graphs: off (%s)", ", ".join(others))
         return OFF
-    # What a capture adds to the kernels that run anyway; here nobody waits for a token.
+    # A capture compiles these in addition to the kernels in use; at start no token waits for it.
     replay(0, 0)
     residual.compile_kernel()
     return ONCE_VERIFIED

@@ -117,7 +117,7 @@ def left_out(engine: Engine, name: str) -> tuple[str, ...]:
 def test_a_list_of_names_that_the_tower_has_too(engine: Engine, base: Path, tmp_path: Path) -> None:
     adapter = save(base, tmp_path / "list", target_modules=_NAMES)
     assert error_against_peft(engine, base, adapter) < 1e-4
-    phrase = "12 tensors of model.vision_tower (no text passes there)"
+    phrase = "12 tensors of model.vision_tower (it is not used for text)"
     assert left_out(engine, "list") == (phrase,)
     report = run_check(adapter, str(base))
     assert f"  left out  {phrase}" in report.lines()

@@ -54,7 +54,8 @@ def test_memory_that_the_kernel_refuses_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_kv, "available_memory_bytes", lambda: 2**62)
-    with pytest.raises(ResourceError, match=r"--host-kv-bytes.* cannot be allocated: .*lower the value$"):
+    reason = r"--host-kv-bytes.* cannot be allocated: .*lower the value$"
+    with pytest.raises(ResourceError, match=reason):
         HostKv(CpuDevice(), 2**60 // BLOCK_BYTES, BLOCK_BYTES)
 
 

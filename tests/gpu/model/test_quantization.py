@@ -106,13 +106,13 @@ def test_nf4_is_full_weights_unless_integers_are_asked_for() -> None:
     ("config", "options", "reason"),
     [
         (PLAIN_CONFIG, {"lm_head_quantization": "int8"}, "needs --quantization"),
-        (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "CPU alone so far"),
-        (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is served on the CPU alone"),
+        (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "only on the CPU"),
+        (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is supported only on the CPU"),
         (nf4_config(), {"quantization": "int8", "device": "cuda"}, "--quantization int8 is served"),
         (
             nf4_config(),
             {"lm_head_quantization": "int8", "device": "cuda"},
-            "--lm-head-quantization int8 is served on the CPU alone",
+            "--lm-head-quantization int8 is supported only on the CPU",
         ),
         (gptq_config(8), {"quantization": "int4"}, "is int4, but the checkpoint is in int8"),
     ],
@@ -341,7 +341,7 @@ def test_quantised_weights_that_no_linear_takes_are_refused(model: Path) -> None
     save_file(tensors, file, metadata={"format": "pt"})
     planned = plan(load_config(ModelSource(str(model))))
     assert planned is not None
-    with pytest.raises(ModelError, match=r"no plain linear's: .*experts\.0\.gate_proj"):
+    with pytest.raises(ModelError, match=r"belong to no plain linear: .*experts\.0\.gate_proj"):
         load(model, planned)
 
 

@@ -22,8 +22,8 @@ from support.bases import TEXT_MODELS, WRAPPERS, auto_class, base_config
 # Their refusals: what the message says.
 REFUSED = {
     "bloom": "never calls transformers' attention interface",
-    "falcon": "does not go through transformers' attention interface",
-    "gpt_neo": "does not go through transformers' attention interface",
+    "falcon": "does not use transformers' attention interface",
+    "gpt_neo": "does not use transformers' attention interface",
     "xglm": "never calls transformers' attention interface",
     "rwkv": "never calls transformers' attention interface",
     "mpt": "fails on packed rows|never calls",
@@ -47,7 +47,7 @@ REFUSED = {
 }
 if Version(transformers.__version__) < Version("5.24"):
     REFUSED |= {
-        "gptj": "does not go through transformers' attention interface",
+        "gptj": "does not use transformers' attention interface",
         "codegen": "never calls transformers' attention interface",
     }
 

@@ -193,11 +193,11 @@ def test_bitsandbytes_is_read_in_full() -> None:
         ({"quant_method": "bitsandbytes"}, "neither a quant_method nor load_in_4bit"),
         (
             {"quant_method": "bitsandbytes", "load_in_8bit": True},
-            "bitsandbytes in 8 bits; it takes nf4 and fp4 in 4; serve the full model",
+            "bitsandbytes in 8 bits; corun supports nf4 and fp4 in 4; serve the full model",
         ),
-        ({"quant_method": "fp8"}, "'fp8'; corun takes gptq, awq, .*; serve the full model"),
+        ({"quant_method": "fp8"}, "'fp8'; corun supports gptq, awq, .*; serve the full model"),
         (gptq(bits=3), "GPTQ in 3 bits"),
-        (gptq(group_size=32), "groups of 32; it takes multiples of 64"),
+        (gptq(group_size=32), "groups of 32; corun supports multiples of 64"),
         (gptq(checkpoint_format="marlin"), "'marlin'"),
         (gptq(rotation="hadamard"), "rotation 'hadamard'"),
         (gptq(bits="four"), "GPTQ in four bits"),
@@ -244,17 +244,17 @@ def test_damaged_matrices_are_refused(
     tmp_path: Path, change: Callable[[Tensors], object], reason: str
 ) -> None:
     tensors, stored = damaged(change)
-    with pytest.raises(ModelError, match=f"linear layer cannot be taken: .*{reason}"):
+    with pytest.raises(ModelError, match=f"linear layer cannot be read: .*{reason}"):
         read_stored(files(tmp_path, tensors), "layer", (OUT, IN), stored)
 
 
 def test_8_bits_with_zero_points_are_refused(tmp_path: Path) -> None:
     found = files(tmp_path, Matrix(8).gptq())
-    with pytest.raises(ModelError, match="8 bits with zero points"):
+    with pytest.raises(ModelError, match="8 bits and zero points"):
         read_stored(found, "layer", (OUT, IN), StoredQuantization("gptq", frozenset({8}), 1))
 
 
 def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
     found = files(tmp_path, Matrix(4).gptq())
-    with pytest.raises(ModelError, match="96 inputs are no whole groups of 64"):
+    with pytest.raises(ModelError, match="96 inputs are not a multiple of 64"):
         read_stored(found, "layer", (OUT, 96), StoredQuantization("gptq", frozenset({4}), 1))

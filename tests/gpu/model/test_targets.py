@@ -122,14 +122,14 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     assert find_layers(model) == "model.language_model.layers"
     assert all("language_model" in target.path for target in target_map.targets)
     reason = target_map.refused["model.vision_tower.encoder.layers.0.self_attn.q_proj"]
-    assert reason == "it lies outside the decoder layers"
+    assert reason == "it is outside of the decoder layers"
     tower = list(model.model.vision_tower.parameters())
     leave_out_other_parts(model)
     target_map = build_target_map(model)
     assert not any("vision" in path for path in target_map.refused)
     first, second = target_map.unused
     assert (first.path, second.path) == ("model.vision_tower", "model.multi_modal_projector")
-    assert first.reason == "no text passes there"
+    assert first.reason == "it is not used for text"
     assert first.num_weights == sum(weight.numel() for weight in tower)
     assert 0 < first.num_features < first.num_weights
 
@@ -149,7 +149,7 @@ def test_projections_that_layers_with_shared_kv_lack(model_type: str) -> None:
         for name in ("k_proj", "v_proj")
     ]
     assert target_map.refused["model.per_layer_model_projection"] == (
-        "it lies outside the decoder layers"
+        "it is outside of the decoder layers"
     )
 
 

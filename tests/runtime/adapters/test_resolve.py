@@ -27,7 +27,7 @@ def make_map(prefix: str = "model.", num_layers: int = 2) -> TargetMap:
         f"{prefix}layers.0.mlp.gate": "a router",
         f"{prefix}layers.0.mlp.experts": "experts",
     }
-    tower = UnusedModule(f"{prefix}vision_tower", "no text passes there", 100, 1000)
+    tower = UnusedModule(f"{prefix}vision_tower", "it is not used for text", 100, 1000)
     shared = UnusedModule(f"{prefix}layers.1.self_attn.k_proj", "it shares KV", _IN + _OUT, 0)
     vocabularies = {
         path: Vocabulary(path, {"weight": (_VOCAB, _IN)})
@@ -260,7 +260,7 @@ def test_modules_that_no_text_passes_through_are_left_out() -> None:
     )
     assert [lora.target.index for lora in adapter.targets] == [0, 1, 3, 4]
     assert adapter.left_out == (
-        "5 tensors of model.vision_tower (no text passes there)",
+        "5 tensors of model.vision_tower (it is not used for text)",
         "2 tensors of model.layers.1.self_attn.k_proj (it shares KV)",
     )
     assert resolve(all_pairs()).left_out == ()
