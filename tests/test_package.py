@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import corun
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,8 @@ def test_what_a_policy_is_written_with_loads_next_to_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_cpu_build_that_the_readme_installs_is_the_tested_one() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/cpu.md"])
+def test_the_cpu_build_that_the_readme_installs_is_the_tested_one(page: str) -> None:
     tested = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    named = set(re.findall(r"torch==([\d.]+)\+cpu", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"torch==([\d.]+)\+cpu", (ROOT / page).read_text()))
     assert tested is not None and named == {tested[1]}

@@ -1,4 +1,4 @@
-"""``corun options``: tables of options for the README and the page of clusters, and of routes."""
+"""``corun options``: generates tables of options, routes and fields in Markdown pages."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""The examples of the README do what it says, as they stand there."""
+"""The examples of the README and of ``docs/`` do what these say, unchanged."""
 
 import re
 import shlex
@@ -13,7 +13,6 @@ from fastapi.testclient import TestClient
 from support.demo_answers import Question, ask_all
 from support.serving import Served
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ASKED = re.compile(r"^    ask (\S+) +'(.*)' +# (.*)$", re.MULTILINE)
 
 
@@ -22,26 +21,40 @@ def readme(repository: Path) -> str:
     return (repository / "README.md").read_text(encoding="utf-8")
 
 
-def python_example(readme: str, word: str) -> str:
-    """The one Python example that contains ``word``."""
-    (found,) = (block for block in _BLOCK.findall(readme) if word in block)
-    return str(found)
+@pytest.fixture
+def sizing(repository: Path) -> str:
+    return (repository / "docs" / "sizing.md").read_text(encoding="utf-8")
 
 
-def commands(readme: str, *names: str) -> list[list[str]]:
-    """All lines of the README that run one of these commands, as a shell takes them apart."""
-    joined = readme.replace("\\\n", " ")
+def run_example(repository: Path, name: str) -> dict[str, object]:
+    """Run a file of ``docs/examples`` in this process and return its names."""
+    path = repository / "docs" / "examples" / name
+    names: dict[str, object] = {"__name__": "example"}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+    return names
+
+
+def promised(repository: Path, name: str) -> list[str]:
+    """What the comments behind the example's ``print`` calls say that it prints, in order."""
+    source = (repository / "docs" / "examples" / name).read_text(encoding="utf-8")
+    comments = re.findall(r"^ +print\(.*\)  # (.*)$", source, re.MULTILINE)
+    return [line for comment in comments for line in comment.split(", then ")]
+
+
+def commands(text: str, *names: str) -> list[list[str]]:
+    """All lines of a page that run one of these commands, as a shell takes them apart."""
+    joined = text.replace("\\\n", " ")
     found = re.findall(rf"^    corun ((?:{'|'.join(names)}) .*)$", joined, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]
 
 
 @pytest.mark.usefixtures("own_logging")
 def test_simulations_work_where_nothing_was_measured(
-    readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sizing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    found = commands(readme, "simulate", "plan")
+    found = commands(sizing, "simulate", "plan")
     assert len(found) >= 3
     for arguments in found:
         small = ["--seeds", "1", "--requests", "30", "--jobs", "2"]
@@ -57,31 +70,44 @@ def test_answers_of_the_demo(server: Served, readme: str) -> None:
     assert ask_all(server.url, asked) == [question.answer for question in asked]
 
 
-def test_engine_example(readme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    source = python_example(readme, "with Engine(model")
-    exec(compile(source, "README.md", "exec"), {"__name__": "example"})
+def test_engine_example(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "offline_generation.py"
+    run_example(repository, name)
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["You said: hello world", "HELLO WORLD"]
-    promised = re.search(r"print\(.*# (.*), then (.*)$", source, re.MULTILINE)
-    assert promised is not None
-    assert list(promised.groups()) == printed
+    assert promised(repository, name) == printed
 
 
 def test_policy_example(
-    readme: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str, facts: PolicyFacts) -> SchedulerPolicy:
         raise AssertionError(f"the policy {name} was made")
 
     monkeypatch.setattr(scheduling, "make_policy", refuse)
-    source = python_example(readme, "def candidates")
-    exec(compile(source, "README.md", "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out.splitlines() == ["You said: one two three", "You said: one"]
+    name = "scheduling_policy.py"
+    run_example(repository, name)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["You said: one two three", "You said: one"]
+    assert promised(repository, name) == printed
 
 
-def test_fastapi_example(readme: str) -> None:
-    names: dict[str, object] = {"__name__": "example"}
-    exec(compile(python_example(readme, "FastAPI"), "README.md", "exec"), names)
+def test_client_example(
+    server: Served,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    run_example(repository, "openai_client.py")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "corun-demo"
+    assert {"add", "reverse", "upper", "vowels"} <= set(printed[1:-2])
+    assert printed[-2:] == ["HELLO WORLD", "stressed"]
+
+
+def test_fastapi_example(repository: Path) -> None:
+    names = run_example(repository, "fastapi_app.py")
     app = names["app"]
     assert isinstance(app, FastAPI)
     with TestClient(app) as client:

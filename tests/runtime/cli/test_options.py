@@ -13,7 +13,7 @@ from corun.runtime.server.reference import TABLES
 BEGIN = "<!-- options: written by `corun options --update FILE` -->"
 END = "<!-- end of options -->"
 PAGES = {
-    "README.md": {"options"},
+    "docs/options.md": {"options"},
     "runtime/cluster/README.md": {"cluster"},
     "runtime/server/README.md": set(TABLES),
 }
