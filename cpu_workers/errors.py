@@ -1,5 +1,5 @@
-"""What the CPU workers raise. This folder imports nothing of the runtime: it has its own tree."""
+"""Errors of the CPU workers. This folder has its own tree and imports nothing of the runtime."""
 
 
 class WorkerPoolError(Exception):
-    """The workers cannot be had: they do not start, or do not come back."""
+    """CPU workers are not available: they do not start, or do not restart."""

@@ -1,6 +1,6 @@
-"""Messages between two processes over a socket pair that keeps their boundaries.
+"""Messages between two processes over a socket pair that preserves message boundaries.
 
-One message is one packet, so nothing needs framing; whoever waits does so by ``fileno``.
+One message is one packet, so there is no framing. Callers wait for messages by ``fileno``.
 """
 
 import os
@@ -18,16 +18,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class IpcError(Exception):
-    """The peer sent what is no message of the protocol."""
+    """The peer sent bytes that are not a message of the protocol."""
 
 
 def link_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends; neither is inherited unless it is passed on by number."""
+    """Return the two ends; a child inherits one only if its number is passed on."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class Link(Generic[Received]):
-    """One end. ``received_type`` is what the peer sends (a msgspec union).
+    """One end. ``received_type`` is the type of the peer's messages (a msgspec union).
 
     Only ``wait_one`` blocks. A message may carry a descriptor, which the receiver then owns.
     """
@@ -41,16 +41,16 @@ class Link(Generic[Received]):
         self.at_end = False  # the peer is gone
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable with a message or at the end."""
+        """The descriptor that becomes readable on a message or at the end."""
         return self._sock.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether ``flush`` still has something to send."""
+        """Whether messages are queued for ``flush``."""
         return bool(self._unsent)
 
     def receive(self) -> list[Received]:
-        """Return what has arrived; sets ``at_end`` at the end. Raises ``IpcError``."""
+        """Return messages that have arrived; sets ``at_end`` at the end. Raises ``IpcError``."""
         messages = []
         for message, descriptor in self.receive_with_descriptors():
             if descriptor is not None:
@@ -59,13 +59,13 @@ class Link(Generic[Received]):
         return messages
 
     def receive_with_descriptors(self) -> list[tuple[Received, int | None]]:
-        """``receive``, each message with the descriptor that it carries."""
+        """Like ``receive``, each message with the descriptor that it carries."""
         self._read()
         messages, self._unread = self._unread, []
         return messages
 
     def wait_one(self, timeout_s: float) -> Received | None:
-        """Wait for the next message; None if none comes in time, or the peer is gone."""
+        """Wait for the next message; None on time-out, or if the peer is gone."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         deadline_s = time.monotonic() + timeout_s
@@ -81,9 +81,9 @@ class Link(Generic[Received]):
         return message
 
     def send(self, message: object, descriptor: int | None = None) -> None:
-        """Send ``message``; what the peer does not take now goes with a later ``flush``.
+        """Send ``message``; what the peer does not accept now is queued for ``flush``.
 
-        ``descriptor`` goes with it; the caller keeps its own.
+        ``descriptor`` is sent along; the caller keeps its own.
         """
         data = _encoder.encode(message)
         assert len(data) <= _MAX_MESSAGE_BYTES, f"{type(message).__name__} has {len(data)} bytes"
@@ -91,7 +91,7 @@ class Link(Generic[Received]):
         self.flush()
 
     def flush(self) -> None:
-        """Send what the peer takes of what was kept; drop everything once it is gone."""
+        """Send queued messages as far as the peer accepts them; drop them if it is gone."""
         while self._unsent:
             data, descriptor = self._unsent[0]
             try:
@@ -107,7 +107,7 @@ class Link(Generic[Received]):
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close this end and what was not taken. Idempotent."""
+        """Close this end and drop queued messages. Idempotent."""
         self.at_end = True
         self.flush()
         for _, descriptor in self._unread:

@@ -1,4 +1,4 @@
-"""What a worker does with its jobs: wait, compute, answer."""
+"""A worker's loop over its jobs: wait, compute, write the result."""
 
 import functools
 import gc
@@ -25,16 +25,16 @@ from .messages import WorkerSetup
 _MAX_KNOWN_SHAPES = 1024
 _WARM_UP_FEATURES = 32
 _RUNNING_TIMEOUT_S = 60.0
-_X_PATIENCE_S = 0.05  # how long to wait for x before looking whether this worker should still run
+_X_PATIENCE_S = 0.05  # how long to wait for x before checking the worker's state
 
 _LOG = logging.getLogger(__name__)
 
 
 class JobLoop:
-    """One worker's jobs. Attaches and loads everything when made, so that ``run`` loads nothing.
+    """One worker's jobs. Loads and attaches everything when made, so that ``run`` loads nothing.
 
-    Raises ``ShmError`` for descriptors of something else, ``ValueError`` and ``ImportError`` for a
-    back end that there is not.
+    Raises ``ShmError`` for wrong descriptors, ``ValueError`` and ``ImportError`` for a back end
+    that is not available.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -45,17 +45,17 @@ class JobLoop:
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
         for name in self._deltas.names:
             _warm_up(make_backend(name))
-        # A few shapes come again and again.
+        # The same few shapes occur repeatedly.
         self._choose = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._deltas.choose)
-        # What is loaded now stays: a collection in mid-job should not look at all of it again.
+        # Objects loaded so far are permanent: garbage collections during jobs should skip them.
         gc.freeze()
 
     def describe(self) -> str:
-        """Say how it computes."""
+        """The back ends, for logs."""
         return f"deltas by {', '.join(self._deltas.names)}"
 
     def run(self) -> bool:
-        """Take jobs until the supervisor says otherwise; False if it never said to begin."""
+        """Run jobs until the supervisor stops the worker; False if it never started it."""
         end = self._end
         if not end.wait_running(_RUNNING_TIMEOUT_S):
             return False
@@ -73,12 +73,12 @@ class JobLoop:
             end.finish(job, self._compute(job, task))
 
     def _prepare(self, job: Job) -> tuple[DeltaBackend, DeltaJob] | None:
-        """Look up, while x is on its way, what the job needs; None if it cannot be computed."""
+        """Prepare the job while x is being sent; None if it cannot be computed."""
         try:
             region = read_header(self._arena.buffer[job.arena_offset :])
             backend = self._choose(region, job.num_tokens)
         except FormatError as error:
-            _LOG.error("job %d is refused: %s", job.sequence, error)
+            _LOG.error("job %d is not computed: %s", job.sequence, error)
             return None
         rings, arena = self._rings.address, self._arena.address
         return backend, DeltaJob(
@@ -107,7 +107,7 @@ class JobLoop:
 
 
 def _warm_up(backend: DeltaBackend) -> None:
-    """Compute something small: the first job must not pay for compiling and loading."""
+    """Compute a small job, so that the first real one does not wait for compiling and loading."""
     region = plan_packed(_WARM_UP_FEATURES, ITEM_BYTES, [TargetShape(1, _WARM_UP_FEATURES, 1.0)])
     memory = np.zeros(region.num_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""What every way to compute a delta is given and asked for. Loads no numba, no torch."""
+"""The interface of back ends for deltas, and their jobs. Loads neither numba nor torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
@@ -34,7 +34,7 @@ class DeltaJob:
 
 
 class DeltaBackend(Protocol):
-    """One way to compute deltas on the calling thread. Owns scratch memory: one per thread."""
+    """Computes deltas on the calling thread. Owns scratch memory: one per thread."""
 
     name: str
 
@@ -46,9 +46,9 @@ class DeltaBackend(Protocol):
 
 
 def shape_of(region: Region, num_tokens: int) -> DeltaShape:
-    """What the time of a job depends on.
+    """The shape of a job, which determines its time.
 
-    Raises ``FormatError`` if the region is not for workers: they speak bfloat16, and ranks up to
+    Raises ``FormatError`` if workers do not support the region: they need bfloat16, and ranks up to
     256.
     """
     if region.item_bytes != ITEM_BYTES:
@@ -61,7 +61,7 @@ def shape_of(region: Region, num_tokens: int) -> DeltaShape:
 
 
 class _Foreign:
-    """Memory of somebody else, for ``np.asarray``: cheaper than an object of ctypes per job."""
+    """Borrowed memory for ``np.asarray``: cheaper than an object of ctypes per job."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__ = {
@@ -82,13 +82,13 @@ def values_at(address: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Scratch:
-    """Arrays that are used again: grown, never shrunk, so jobs like earlier ones allocate none."""
+    """Reusable arrays that grow and never shrink, so jobs of known shapes allocate nothing."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
 
     def take(self, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-        """An array with anything in it, the caller's until it asks for this name again."""
+        """An array with arbitrary contents, valid until the next call with this name."""
         count = int(np.prod(shape))
         array = self._arrays.get(name)
         if array is None or array.size < count:

@@ -1,7 +1,7 @@
 """Measures the back ends of this machine, once for all workers: ``python -m ... --cpu 3``.
 
-A process of its own: torch is heavy, and only workers that gain by it should load it. Prints the
-table as JSON on standard output, everything else on standard error.
+Runs in its own process: torch is large, and workers load it only if it is faster. Prints the table
+as JSON on standard output, and everything else on standard error.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .table import DeltaTable, DeltaTime
 _LOG = logging.getLogger(__name__)
 
 BUDGET_S = 1.0
-# Torch must win by this much somewhere to be worth the memory of every worker.
+# Torch must be faster by this factor for some shape to be worth its memory in every worker.
 TORCH_MARGIN = 0.1
 
 _TOKENS = (1, 8, 16, 64)
@@ -67,23 +67,23 @@ def measure(
 ) -> DeltaTable:
     """Time every back end at several numbers of tokens and ranks of one input group.
 
-    ``columns``: of each target (q, k, v). The smallest and the largest shape are measured first,
-    and what does not fit ``budget_s`` is left out: shapes as a whole, so that back ends stay
-    comparable. A shape's time is the least of up to five runs after one to warm up.
+    ``columns``: of each target (q, k, v). The smallest and the largest shape are measured first.
+    Shapes beyond ``budget_s`` are skipped for all back ends, so that these stay comparable. A
+    shape's time is the shortest of up to five runs after a warm-up.
     """
     order = sorted(
         ((tokens, rank) for rank in _RANKS for tokens in _TOKENS),
         key=lambda shape: (shape[0] not in {_TOKENS[0], _TOKENS[-1]}, shape),
     )
     places = {rank: _Workplace(in_features, columns, rank, max(_TOKENS)) for rank in _RANKS}
-    for backend in backends:  # compiling, or loading what was compiled, is not what jobs take
+    for backend in backends:  # compilation and loading do not count
         backend.compute(places[_RANKS[0]].job(1))
     points: list[DeltaTime] = []
     longest_s = 0.0
     start = clock()
     for num_done, (tokens, rank) in enumerate(order):
         before = clock()
-        # A shape costs no more than the largest did, which is among the first.
+        # A shape takes at most as long as the largest, which is among the first.
         if num_done >= 4 and before + longest_s - start > budget_s:
             _LOG.info("measured %d of %d shapes of deltas in time", num_done, len(order))
             break
@@ -113,25 +113,25 @@ def _time_us(
 
 
 def _random(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Bfloat16 of ordinary size; the top half of a float32 is one."""
+    """Bfloat16 of ordinary size: the top half of a float32."""
     values = rng.standard_normal((rows, columns), np.float32)
     return np.ascontiguousarray(values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _available(forced: str | None) -> list[DeltaBackend]:
-    """What can be measured here: numba and numpy are always there."""
+    """The back ends that can be measured here; numba and numpy are always available."""
     if forced:
         return [make_backend(forced)]
     backends = [make_backend("numba"), make_backend("numpy")]
     try:
         backends.append(make_backend("torch"))
     except ImportError as error:
-        _LOG.info("deltas are not measured with torch: %s", error)
+        _LOG.info("deltas are not measured with torch, which is not available: %s", error)
     return backends
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure on the CPU this process is told to use, and print the table."""
+    """Measure on the CPU given by ``--cpu``, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu", type=int, help="pin to this CPU")
     parser.add_argument("--in-features", type=int, default=4096)

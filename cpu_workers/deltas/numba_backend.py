@@ -1,4 +1,4 @@
-"""Deltas by the register tiles of ``kernels``: the packed layout is theirs."""
+"""Deltas by the register tiles of ``kernels``, which define the packed layout."""
 
 import numpy as np
 
@@ -9,21 +9,21 @@ from .unpack import padded_in
 
 
 class NumbaDelta:
-    """``tag``: the arithmetic, ``layout.BFLOAT16`` or ``BFLOAT16_DOT``; None = what pays here."""
+    """``tag``: the arithmetic, ``layout.BFLOAT16`` or ``BFLOAT16_DOT``; None = the fastest here."""
 
     name = "numba"
 
     def __init__(self, *, tag: np.generic | None = None) -> None:
         self._tag = bfloat16_tag() if tag is None else tag
         self._hidden = np.empty(SCRATCH_BYTES // 4, np.float32)
-        self._hidden_address = int(self._hidden.ctypes.data)  # asking costs a microsecond
+        self._hidden_address = int(self._hidden.ctypes.data)  # a query takes a microsecond
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
         width = padded_in(job)
         x_address, x_stride = job.x_address, job.x_stride_bytes
         if width != job.region.in_features:
-            # The kernel reads whole units of x; behind its width lies anything.
+            # The kernel reads whole units of x; values beyond its width are arbitrary.
             x = self._padded(job, width)
             x_address, x_stride = x.ctypes.data, x.strides[0]
         wide = self._scratch.take("wide", np.float32, (MAX_BLOCK_TOKENS, width))

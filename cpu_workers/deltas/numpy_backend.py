@@ -1,4 +1,4 @@
-"""Deltas by numpy's BLAS in float32. Everything of bfloat16 is done by hand: numpy has none."""
+"""Deltas by numpy's BLAS in float32. bfloat16 is converted here, as numpy does not support it."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class NumpyDelta:
     def __init__(self) -> None:
         self._scratch = Scratch()
 
-    @np.errstate(all="ignore")  # infinities and NaN are results, as on every other path
+    @np.errstate(all="ignore")  # infinities and NaN are valid results, as in other back ends
     def compute(self, job: DeltaJob) -> None:
         y = rows_at(job.y_address, job.num_tokens, job.region.y_columns, job.y_stride_bytes)
         in_features, ranks = job.region.in_features, padded_ranks(job)
@@ -62,7 +62,7 @@ class NumpyDelta:
         np.right_shift(bits, 16, out=half)
         np.bitwise_and(half, 1, out=half)
         np.add(half, 0x7FFF, out=half)
-        # A carry out of a NaN's bits would make it infinite or zero: it is made quiet instead.
+        # Rounding could carry a NaN into an infinity or zero, so NaNs are made quiet instead.
         np.copyto(half, 0, where=is_nan)
         np.bitwise_or(bits, 0x400000, out=bits, where=is_nan)
         np.add(bits, half, out=bits)

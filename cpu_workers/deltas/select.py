@@ -1,14 +1,14 @@
-"""The back ends of one worker, and which of them computes a job."""
+"""The back ends of one worker, and the choice for each job."""
 
 from ...shm.region import Region
 from .base import BACKEND_NAMES, BackendName, DeltaBackend, DeltaJob, shape_of
 from .table import DeltaTable
 
-_MAX_KEPT = 4096  # answers; an adapter's groups times the numbers of tokens that come along
+_MAX_KEPT = 4096  # cached choices: groups of adapters times numbers of tokens
 
 
 def make_backend(name: str) -> DeltaBackend:
-    """A back end by its name; imports what it is made of, torch for ``torch`` alone."""
+    """A back end by name; imports its libraries, torch only for ``torch``."""
     if name == "numba":
         from .numba_backend import NumbaDelta
 
@@ -25,13 +25,13 @@ def make_backend(name: str) -> DeltaBackend:
 
 
 class Deltas:
-    """Computes jobs, each with the back end that the table says is fastest for its shape.
+    """Computes jobs, each with the back end that the table predicts to be the fastest.
 
     For one thread: back ends own scratch memory.
     """
 
     def __init__(self, table: DeltaTable, forced: BackendName | None = None) -> None:
-        """``forced``: compute everything with this one; it need not be in the table."""
+        """``forced``: compute everything with this back end; it need not be in the table."""
         self._table = table
         names = (forced,) if forced else table.backends
         self._backends = {name: make_backend(name) for name in names}
@@ -40,13 +40,13 @@ class Deltas:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What may be chosen."""
+        """The back ends to choose from."""
         return tuple(self._backends)
 
     def choose(self, region: Region, num_tokens: int) -> DeltaBackend:
-        """Find the back end for a job; raises ``FormatError`` if the region is not for workers.
+        """Choose the back end for a job; raises ``FormatError`` if workers do not support it.
 
-        Answers are kept: all layers of an adapter ask the same.
+        Choices are cached: all layers of an adapter have the same shapes.
         """
         key = region, num_tokens
         backend = self._chosen.get(key)
@@ -59,5 +59,5 @@ class Deltas:
         return backend
 
     def compute(self, job: DeltaJob) -> None:
-        """Choose and compute."""
+        """Choose a back end and compute."""
         self.choose(job.region, job.num_tokens).compute(job)

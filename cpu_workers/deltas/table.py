@@ -1,4 +1,4 @@
-"""Which back end computes a delta fastest, and how long it takes: measured points, pure lookup."""
+"""Measured times of back ends for deltas: predicts the fastest one and its time. Pure lookup."""
 
 import math
 from collections.abc import Iterable
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """What the time of a job depends on.
+    """The shape of a job, which determines its time.
 
-    ``rank_sum``: ranks of all targets. ``num_values``: of all their matrices A and B, so that
-    ``num_values / rank_sum`` is the width that a rank is read and written with.
+    ``rank_sum``: ranks of all targets. ``num_values``: values of all their matrices A and B, so
+    ``num_values / rank_sum`` is the width that is read and written per rank.
     """
 
     num_tokens: int
@@ -37,11 +37,11 @@ class DeltaTime:
 class DeltaTable:
     """Measured times. Every back end in it has the same shapes.
 
-    A time is read off in two steps. Of the measured (rank sum, width) the nearest, by ratio, is
-    taken, of equally near ones the first measured; between its numbers of tokens the time is
-    interpolated, beyond the last it goes on with the last slope. Then it is scaled by the values of
-    A and B, which both arithmetic and memory traffic are proportional to, without the fixed cost of
-    a call.
+    A time is predicted in two steps. First the nearest measured (rank sum, width), by ratio, is
+    taken; of equally near ones the first measured. Between its numbers of tokens the time is
+    interpolated, beyond the last it is extrapolated with the last slope. Then the time without the
+    fixed cost of a call is scaled by the values of A and B, to which arithmetic and memory traffic
+    are proportional.
     """
 
     points: tuple[DeltaTime, ...]
@@ -55,11 +55,11 @@ class DeltaTable:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Names of what was measured, each once, in the order of the points."""
+        """Names of the measured back ends, in the order of the points."""
         return tuple(dict.fromkeys(point.backend for point in self.points))
 
     def best(self, shape: DeltaShape) -> str:
-        """The back end that is predicted to be the fastest; of equal ones the first measured."""
+        """The back end with the shortest predicted time; the first measured one wins a tie."""
         return min(self.backends, key=lambda name: self.predicted_us(name, shape))
 
     def predicted_us(self, backend: str, shape: DeltaShape) -> float:
@@ -67,7 +67,7 @@ class DeltaTable:
         points = [point for point in self.points if point.backend == backend]
         if not points:
             raise KeyError(backend)
-        # The smallest job is nearly all call.
+        # The smallest job consists almost only of the call.
         overhead_us = min(point.time_us for point in points)
         if shape.num_values == 0:
             return overhead_us
@@ -83,9 +83,9 @@ class DeltaTable:
         return overhead_us + max(0.0, at_point_us - overhead_us) * scale
 
     def without_losers(self, keep: str, margin: float) -> "DeltaTable":
-        """Only ``keep`` and what is faster than it by more than ``margin`` (0.1 = 10 %) somewhere.
+        """Only ``keep`` and back ends somewhere faster by more than ``margin`` (0.1 = 10 %).
 
-        For back ends that cost memory merely by being loaded.
+        Other back ends would only cost memory.
         """
         reference = {p.shape: p.time_us for p in self.points if p.backend == keep}
         winners = {
@@ -94,7 +94,7 @@ class DeltaTable:
         return DeltaTable(tuple(p for p in self.points if p.backend in winners))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The table as plain values."""
         return asdict(self)
 
     @classmethod

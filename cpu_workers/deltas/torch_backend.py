@@ -6,13 +6,13 @@ import torch
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import TargetViews, padded_in, padded_ranks, views
 
-_VALUES_AT_ONCE = 32  # of a row, that a matrix instruction reads
+_VALUES_AT_ONCE = 32  # values of a row that a matrix instruction reads
 
 
 class TorchDelta:
     """Sums are float32, but h is rounded to bfloat16, once before it is scaled and once after.
 
-    Uses as many threads as torch is set to: a worker's environment says one.
+    Uses torch's number of threads, which a worker's environment sets to one.
     """
 
     name = "torch"
@@ -43,10 +43,10 @@ class TorchDelta:
                 self._expand(target, hidden, y)
 
     def _before_zeros(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, copied to where zeros follow each.
+        """The rows, copied to memory in which zeros follow each row.
 
-        oneDNN with matrix instructions (AMX) multiplies what lies behind a row by zero, which makes
-        NaN of what is no number.
+        oneDNN with matrix instructions (AMX) multiplies values behind a row by zero, which gives
+        NaN if they are not finite.
         """
         num_rows, width = rows.shape
         padded = -(-width // _VALUES_AT_ONCE) * _VALUES_AT_ONCE

@@ -1,6 +1,6 @@
-"""Matrices out of a region, as BLAS wants them: for back ends that do not read the packed layout.
+"""Unpacks the matrices of a region for BLAS, for back ends that do not read the packed layout.
 
-A conversion of everything per job; what that costs is in the table that back ends are chosen by.
+Everything is converted for each job; the table of times includes this cost.
 """
 
 from collections.abc import Iterator

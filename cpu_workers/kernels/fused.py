@@ -1,9 +1,9 @@
-"""What a decoder computes between its products, in bfloat16: norms, rotations, gated activations.
+"""The operations of a decoder between its products, in bfloat16: norms, rotations, activations.
 
-Rows in, rows out, in one pass over memory, rounded where transformers' modules round. The kernels
-know nothing of modules or torch: they are handed raw addresses; strides are in values. Each thread
-takes one contiguous share of the rows; few rows are left to the caller's thread, because a second
-one would wake up for less than it costs.
+Each takes rows and writes rows in one pass over memory, and rounds where transformers' modules
+round. The kernels get raw addresses and know nothing of modules or torch; strides are in values.
+Each thread takes one contiguous share of the rows. Few rows are computed by the caller's thread
+alone, because waking a second one would take longer.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from .simd.bfloat16 import rounded, widened
 from .simd.compiled import address_of, call_function, kernel, part
 from .simd.memory import pointer
 
-# Values of a call below which one thread computes them all: about 10 us.
+# Calls with fewer values are computed by one thread: about 10 us.
 _SERIAL_VALUES = 32 * 1024
 
 _LOW_HALF, _HALF_BITS = np.uint32(0xFFFF), np.uint32(16)
 
 
-# Only sums may be taken in another order; NaN and infinities are as they are.
+# Only sums may be reordered; NaN and infinities are preserved.
 @njit(error_model="numpy", nogil=True, fastmath={"reassoc", "nsz", "contract"})
 def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
     total = np.float32(0)
@@ -109,7 +109,7 @@ def _gated_share(
         gates = carray(pointer(gate + 2 * row * gate_stride), (features,), np.uint16)
         ups = carray(pointer(up + 2 * row * up_stride), (features,), np.uint16)
         results = carray(pointer(y + 2 * row * features), (features,), np.uint16)
-        # Two loops: the first cannot use vectors, the second can. Pairs spare reads and writes.
+        # Two loops: the first cannot use vectors, the second can. Pairs save reads and writes.
         gate_pairs = carray(pointer(gate + 2 * row * gate_stride), (features // 2,), np.uint32)
         result_pairs = carray(pointer(y + 2 * row * features), (features // 2,), np.uint32)
         for i in range(features // 2):

@@ -38,7 +38,7 @@ def test_a_set_that_the_kernel_cuts_is_read_back() -> None:
     assert pinning.granted == (cpu,)
     assert pinning.error is None  # the kernel said nothing
     assert not pinning.is_exact
-    assert f"asked for CPU {cpu},{absent + 500}, runs on {cpu}" in pinning.describe()
+    assert f"requested CPU {cpu},{absent + 500}, runs on {cpu}" in pinning.describe()
 
 
 def test_an_absent_cpu_leaves_the_thread_as_it_was() -> None:

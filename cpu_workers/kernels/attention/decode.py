@@ -1,9 +1,9 @@
 """Decode attention of one item: a query token, some KV heads, a segment of the context.
 
-Device functions of numba over the tiles of ``decode_tiles``. The heads of an item read a block
-before the next block is read: they lie side by side in memory, while every block is a new place to
-find. While a block is read, the next one is asked for. Blocks that the query does not see and slots
-behind its context are never read.
+Device functions of numba over the tiles of ``decode_tiles``. All heads of an item read a block
+before the next block is read: heads of a block are adjacent in memory, while every block is at
+another address. While a block is read, the next one is prefetched. Blocks that the query does not
+see and slots behind its context are never read.
 
 The state of a KV head is, for each tile of heads of its group, peaks, totals and factors; then the
 sums of every head.
@@ -44,7 +44,7 @@ def state_bytes(shape: Shape) -> int:
 
 @part
 def work_bytes(shape: Shape) -> int:
-    """Bytes that an item needs beside its states: scores and then weights of all heads."""
+    """Bytes that an item needs besides its states: scores and then weights of all heads."""
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile
     total: int = shape.kv_heads * num_tiles * _TILE_BYTES
     return total
@@ -52,14 +52,14 @@ def work_bytes(shape: Shape) -> int:
 
 @part
 def _start(state: int, first_head: int, has_sinks: bool, rules: Rules, shape: Shape) -> None:
-    """Begin the softmax of one KV head's group."""
+    """Start the softmax of one KV head's group."""
     lanes = LANES // shape.heads_per_tile
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile
     for lane in range(num_tiles * LANES):
         head = lane // lanes
         peak, total = np.float32(LOWEST_PEAK), np.float32(0.0)
         if has_sinks and head < shape.group:
-            # A sink is a key without value: it counts in the total only, and there once.
+            # A sink is a key without value: it counts once, and only in the total.
             peak = float32_at(rules.sinks, first_head + head)
             total = np.float32(1.0) if lane % lanes == 0 else total
         place = state + lane // LANES * tiles.STATE_BYTES
@@ -99,14 +99,14 @@ def _score_group(
                 )  # fmt: skip
             scores += VECTOR_BYTES
         scores += _TILE_BYTES - per_tile * VECTOR_BYTES
-        ahead = 0  # asked for by the first heads
+        ahead = 0  # prefetched by the first heads
 
 
 @part
 def _softmax_group(
     tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape
 ) -> None:
-    """Make weights of the scores of one KV head; its sums are brought under peaks that rose."""
+    """Turn the scores of one KV head into weights; rescale its sums if peaks have risen."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
     num_tiles = (shape.group + per_tile - 1) // per_tile
     sums = state + num_tiles * tiles.STATE_BYTES
@@ -130,7 +130,7 @@ def _softmax_group(
 def _add_group(
     tag: Any, values: int, count: int, ahead: int, state: int, weights: int, shape: Shape
 ) -> None:
-    """Add the values of up to 16 keys, as they were weighed, to the sums of one KV head."""
+    """Add the weighted values of up to 16 keys to the sums of one KV head."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
     num_tiles = (shape.group + per_tile - 1) // per_tile
     sums = state + num_tiles * tiles.STATE_BYTES
@@ -199,8 +199,8 @@ def decode_attention(
 ) -> None:  # fmt: skip
     """Attend positions ``span`` of one query by KV heads ``heads``, each first and one past last.
 
-    table: address of the row's block numbers; states: of the states of these heads, one after the
-    other, which are begun here.
+    table: address of the row's block numbers; states: of the consecutive states of these heads,
+    which are initialised here.
     """
     size, own_bytes = shape.block_size, state_bytes(shape)
     num_tiles = (shape.group + shape.heads_per_tile - 1) // shape.heads_per_tile

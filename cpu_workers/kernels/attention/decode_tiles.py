@@ -46,9 +46,9 @@ def _make_score(num_heads: int) -> Any:
     def score(emit: Emitter, *values: Any) -> None:
         """Products of the heads' queries with 16 / H keys, one vector of ``scores``.
 
-        Heads after ``last_head`` and keys after ``last_key`` repeat it. What lies ``ahead`` bytes
-        behind the keys is asked for, line by line as they are read: many lines at once would keep
-        the keys waiting.
+        Heads after ``last_head`` and keys after ``last_key`` repeat it. Memory ``ahead`` bytes
+        behind the keys is prefetched, line by line as keys are read: many lines at once would delay
+        the keys.
         """
         queries, query_bytes, last_head, keys, key_bytes, last_key, dim, ahead, scores = values
         builder = emit.builder
@@ -95,7 +95,7 @@ def _make_softmax_tile(num_heads: int) -> Any:
         """Turn scores of ``count`` keys into weights; bring peaks and totals up to date.
 
         Weights are float32, or bfloat16 where products take pairs of them, in the lanes of their
-        scores. Returns whether a peak rose: then the sums so far are to be multiplied by the
+        scores. Returns whether a peak rose: then the sums so far must be multiplied by the
         factors.
         """
         scores, count, scaling, softcap, state, weights = values
@@ -159,7 +159,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
     def add_values(emit: Emitter, *values: Any) -> None:
         """Add weighted values, the row parts at ``values``, to the sums of the heads.
 
-        What lies ``ahead`` bytes behind the values is asked for.
+        Memory ``ahead`` bytes behind the values is prefetched.
         """
         base, value_bytes, last_key, rest, ahead, weights, sums, sum_bytes = values
         builder = emit.builder
@@ -271,7 +271,7 @@ def add_sums(
 def merge_states(emit: Emitter, state: ir.Value, other: ir.Value) -> None:
     """Join the softmax at ``other`` to that at ``state``.
 
-    The factors of both become what the sums of each are to be multiplied by.
+    The factors of both are set to the multipliers of their sums.
     """
     builder = emit.builder
     peaks = [emit.load(emit.offset(place, PEAKS), F32X16) for place in (state, other)]

@@ -1,11 +1,11 @@
 """The numba kernel of paged attention on the CPU: writes keys and values, then runs items.
 
 Owns no memory: tensors come as integer addresses with strides in bytes, and the caller keeps them
-alive for the duration of the call. Arithmetic accumulates in float32 whatever the elements are; a
-format tag of ``simd.layout`` says what they are and how they are multiplied.
+alive during the call. Arithmetic accumulates in float32 for all element types; a format tag of
+``simd.layout`` defines the elements and how they are multiplied.
 
-Threads take the next item when they are done with one, so that a thread that was held up, or got
-costlier items, does not hold up the others.
+A thread takes the next item when it has finished one, so a thread that was delayed, or got more
+expensive items, does not delay the others.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ def _run_items(
     tag: Any, query: Rows, key: Rows, value: Rows, keys: Blocks, values: Blocks, out: Rows,
     work: int, step: Step, rules: Rules, shape: Shape,
 ) -> None:  # fmt: skip
-    """Run the next item until there is none."""
+    """Run items until none is left."""
     own_bytes = state_bytes(shape)
     while True:
         number = next_number(step.counter)
@@ -150,10 +150,10 @@ def _results(attended: int, shape: Shape) -> Rows:
 
 @part
 def _start_pass(fields: int) -> tuple[int, int, int, int]:
-    """Make the first item the next one.
+    """Reset the shared counter to the first item.
 
-    Returns the address of the function that computes shares, and how many shares there are of
-    each phase.
+    Returns the address of the function that computes shares, and the number of shares of each
+    phase.
     """
     step = _read_step(fields)
     store_int64(step.counter, 0, 0)
@@ -194,7 +194,7 @@ def attend_share(
     value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
     attended: int, scaling: float, softcap: float, sinks: int,
 ) -> None:  # fmt: skip
-    """One share of a phase: writing, attending (items until there is none), or a merge."""
+    """One share of a phase: writing, attending (items until none is left), or a merge."""
     step = _read_step(fields)
     shape = _read_shape(fields)
     new_keys = Rows(key, key_token_bytes, key_head_bytes)
@@ -235,8 +235,8 @@ def attend(
 ) -> None:
     """Write this step's keys and values into the pool and attend over it.
 
-    ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba
-    takes microseconds to tell the type of a named tuple.
+    ``fields``: address of a ``Step`` and a ``Shape``, int64. Plain numbers, because numba takes
+    microseconds to determine the type of a named tuple.
     """
     function, num_writing, num_attending, num_merging = _start_pass(fields)
     for phase in range(_NUM_PHASES):
@@ -260,12 +260,12 @@ def attend(
 
 @kernel()
 def scratch_bytes(shape: Shape) -> tuple[int, int]:
-    """Bytes that each thread needs to work in, and those of one partial result."""
+    """Bytes of scratch memory that each thread needs, and bytes of one partial result."""
     decode = work_bytes(shape) + shape.kv_heads * state_bytes(shape)
     return max(decode, chunk_bytes(shape)), state_bytes(shape)
 
 
 def share_function(tag: np.generic) -> int:
-    """The address of what computes shares in the format ``tag``, for ``Step``; compiles it."""
+    """The address, for ``Step``, of the function that computes shares in format ``tag``."""
     kinds = (typeof(tag), *(types.int64,) * 15, types.float64, types.float64, types.int64)
     return function_address(attend_share, kinds)

@@ -1,4 +1,4 @@
-"""What the numba kernels of attention are told: sizes, addresses, strides in bytes, and items.
+"""Arguments of the numba kernels of attention: sizes, addresses, strides in bytes, and items.
 
 An *item* is a piece of work that one thread does. A decode item is one query token, a run of KV
 heads and a *segment* of its context; a chunk item is a few tokens of a row of several, one KV head
@@ -8,12 +8,12 @@ and the whole context. Plain numbers throughout: the caller keeps the memory ali
 from typing import NamedTuple
 
 NO_WINDOW = 2**31 - 1
-# Contexts are cut at fixed positions, so that what a row gets does not depend on its neighbours.
+# Contexts are cut at fixed positions, so that a row's result does not depend on its neighbours.
 SEGMENT_KEYS = 512
-# Queries of a chunk item, in rows of (token, head): keys and values are packed for so many at once.
+# Queries of a chunk item, in rows of (token, head): keys and values are packed once for all.
 MAX_CHUNK_ROWS = 256
 MIN_CHUNK_ROWS = 32
-ITEMS_PER_SHARE = 4  # as many at least, where there is enough to do, so that threads end together
+ITEMS_PER_SHARE = 4  # at least, if there is enough work, so that threads end together
 
 # Columns of the items, int32.
 ITEM_FIELDS = 9
@@ -26,7 +26,7 @@ ITEM_FIELDS = 9
     ITEM_END,  # one past the last position
     ITEM_HEAD,  # first KV head
     ITEM_END_HEAD,
-    ITEM_PARTIAL,  # where its partial results go; -1 = it is all of a query
+    ITEM_PARTIAL,  # index of its partial results; -1 = it is a whole query
 ) = range(ITEM_FIELDS)
 
 # Columns of the merges, int32: a query whose context was cut.
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one shape and window share during a step."""
+    """Values that all layers of one shape and window share during a step."""
 
     num_shares: int
     num_items: int
@@ -91,7 +91,7 @@ class Blocks(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What a layer asks of attention beside q, k and v."""
+    """Parameters of a layer's attention besides q, k and v."""
 
     scaling: float
     softcap: float  # 0 = none
@@ -110,7 +110,7 @@ def make_shape(
     element_bytes: int,
     block_strides: tuple[int, int, int, int],
 ) -> Shape:
-    """The shape of a layer by its query heads and its parts of the pool.
+    """The shape of a layer from its query heads and its parts of the pool.
 
     block_strides: elements from one block of keys, and one head of it, to the next; then of values.
     """

@@ -3,8 +3,8 @@
 Device functions of numba over the tiles of ``prefill_tiles``. Rows of the item are (token, head of
 the group), token by token; four of them are computed at once against 64 keys, which are packed
 once for all rows. Tiles of keys begin at multiples of 64 positions, so a row's result does not
-depend on how its prompt was cut into chunks. Tiles that a row does not see are passed over; what
-it does not see of a tile is masked before the softmax.
+depend on how its prompt was cut into chunks. Tiles that a row does not see are skipped; keys of a
+tile that it does not see are masked before the softmax.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def _max_rows(shape: Shape) -> int:
 @part
 def chunk_bytes(shape: Shape) -> int:
     """Bytes of scratch memory that an item needs."""
-    # Where pairs of elements are multiplied, rows of keys take half of this.
+    # If pairs of elements are multiplied, rows of keys take half of this.
     rows, key_row = _max_rows(shape), _padded_dim(shape) * tiles.STEP_BYTES
     total: int = (
         2 * tiles.TILE_KEYS * 8
@@ -69,8 +69,8 @@ def _find_rows(
 ) -> None:  # fmt: skip
     """Addresses of 64 positions' keys, then values, as int64s.
 
-    The nearest position of ``span`` stands in for one that is not in it: what else lies in the
-    pool may be no numbers.
+    A position outside of ``span`` is replaced by the nearest one inside: other slots of the pool
+    may contain values that are not numbers.
     """
     key_bytes = shape.key_dim * shape.element_bytes
     value_bytes = shape.value_dim * shape.element_bytes
@@ -94,7 +94,7 @@ def _find_rows(
 def _pack_tile(
     tag: Any, found: int, num_keys: int, packed_keys: int, packed_values: int, shape: Shape
 ) -> None:
-    """Pack the keys and values whose addresses were found, as many as are needed."""
+    """Pack the keys and values at the addresses found, as many as are needed."""
     for first in range(0, num_keys, LANES):
         target = packed_keys + first * tiles.STEP_BYTES
         tiles.pack_keys(tag, found + first * 8, shape.key_dim, target)
@@ -116,7 +116,7 @@ def _start_rows(
     tag: Any, item: Any, head: int, query: Rows, queries: int, limits: int, states: int,
     sums: int, key_row: int, rules: Rules, shape: Shape,
 ) -> int:  # fmt: skip
-    """Pack the queries, clear the sums, begin the softmax of every row; returns their number."""
+    """Pack the queries, clear the sums, start the softmax of every row; returns their number."""
     token, num_tokens, context = item
     num_rows = num_tokens * shape.group
     padded: int = (num_rows + tiles.TILE_ROWS - 1) // tiles.TILE_ROWS * tiles.TILE_ROWS
@@ -132,7 +132,7 @@ def _start_rows(
         state = states + row // tiles.TILE_ROWS * tiles.STATE_BYTES
         tiles.start_row(tag, state, row % tiles.TILE_ROWS, np.float32(LOWEST_PEAK), np.float32(0.0))
         if rules.sinks:
-            # A sink is a key without value: it counts in the total only, and there once.
+            # A sink is a key without value: it counts once, and only in the total.
             peak = float32_at(rules.sinks, own_head) * _LOG2_E
             tiles.start_row(tag, state, row % tiles.TILE_ROWS, peak, np.float32(1.0))
         # Rows that only fill up a tile repeat the last one.
@@ -214,9 +214,9 @@ def _fold_tile(
 ) -> None:  # fmt: skip
     """Fold packed keys and values into the rows of ``span``, first and one past the last.
 
-    Several times four rows at each stage: their chains of instructions overlap.
+    Each stage processes four rows several times: their chains of instructions overlap.
     """
-    # Scores are scaled to binary exponents; those that are capped are scaled already.
+    # Scores are scaled to binary exponents; capped scores are scaled already.
     scaling = _LOG2_E * (rules.scaling if rules.softcap == 0 else np.float32(1.0))
     sum_row = _sum_bytes(shape)
     for begin in range(span[0], span[1], _ROWS_AT_ONCE):
@@ -268,7 +268,7 @@ def prefill_attention(
         _find_rows(table, first_key, span, head, keys, values, shape, found)
         needed = _HALF_TILE_KEYS if span[1] - first_key <= _HALF_TILE_KEYS else tiles.TILE_KEYS
         _pack_tile(tag, found, needed, packed_keys, packed_values, shape)
-        # Limits rise from row to row, so those that see something of the tile are neighbours.
+        # Limits rise from row to row, so rows that see a part of the tile are neighbours.
         while int32_at(limits, begin + tiles.TILE_ROWS - 1) <= first_key:
             begin += tiles.TILE_ROWS
         end = max(begin, end)

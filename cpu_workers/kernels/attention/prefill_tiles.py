@@ -1,7 +1,7 @@
 """Register tiles of prefill attention: four query rows against up to 64 keys and values.
 
-A row's scores of 64 keys, float32, become its weights in place; between the tiles that do so lie
-those that only some rows need, for soft caps and masks.
+A row's scores of 64 keys, float32, become its weights in place. The tiles in between, for soft caps
+and masks, are needed only by some rows.
 
 Keys and values of 64 positions are packed first, so that products need no sums across lanes:
 
@@ -257,9 +257,9 @@ def _score_place(emit: Emitter, scores: ir.Value, row: int, vector: ir.Value) ->
 def softmax_tile(emit: Emitter, *values: Any) -> None:
     """Turn scores of four rows into weights; bring peaks and totals up to date.
 
-    Peaks are of binary exponents: scores times ``scaling``. Weights take the place of the scores,
-    in bfloat16 where products take pairs of them. The factors become what the rows' sums so far are
-    to be multiplied by.
+    Peaks are of binary exponents: scores times ``scaling``. Weights replace the scores, in bfloat16
+    where products take pairs of them. The factors are set to the multipliers of the rows' previous
+    sums.
     """
     scores, num_vectors, scaling, state = values
     builder = emit.builder

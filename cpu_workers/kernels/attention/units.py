@@ -1,8 +1,8 @@
 """Rows of elements as the tiles of attention read and write them.
 
-Elements in memory are named by a *format tag* of ``simd.layout``. 64 bytes of a row are a *unit*:
-16 float32 or 32 bfloat16. In registers a unit is one vector of float32 or two; which elements of a
-bfloat16 unit each of the two holds is the tile's business until ``store_unit`` puts them in order.
+A *format tag* of ``simd.layout`` defines the elements in memory. 64 bytes of a row are a *unit*: 16
+float32 or 32 bfloat16. In registers a unit is one vector of float32 or two. Which elements of a
+bfloat16 unit each of the two holds is up to the tile, until ``store_unit`` orders them.
 """
 
 from llvmlite import ir
@@ -80,7 +80,7 @@ def _alternating() -> tuple[list[int], list[int]]:
 def store_unit(
     emit: Emitter, vectors: list[ir.Value], address: ir.Value, count: ir.Value, *, is_split: bool
 ) -> None:
-    """Write the first ``count`` elements of a unit, rounded where they are bfloat16.
+    """Write the first ``count`` elements of a unit; bfloat16 are rounded.
 
     ``is_split``: of bfloat16, the vectors hold even and odd elements, as ``Emitter.halves`` gives
     them; otherwise they are ordered as ``interleave`` orders.

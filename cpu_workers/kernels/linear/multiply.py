@@ -1,13 +1,13 @@
 """Dense products on the CPU: y = x W^T + bias, x and y in bfloat16, W also in 8 or 4 bits.
 
-Owns how work is cut; knows nothing of models or torch: it is handed raw addresses, the weights as
-``layout.pack_linear`` or ``pack_quantized`` lays them out for an arithmetic. Products accumulate in
-float32, from which the sum with the bias is rounded once.
+Decides how work is cut. Gets raw addresses and knows nothing of models or torch; the weights are in
+the layout of ``layout.pack_linear`` or ``pack_quantized`` for an arithmetic. Products accumulate in
+float32, and the sum with the bias is rounded once.
 
-With AVX512_BF16 an instruction multiplies pairs of x and W as they are. Elsewhere x is made float32
-once, even values before odd ones, and weights on their way into registers, one operation for a
-vector: nothing but the float32 products themselves takes time, and weights stay half as large.
-Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
+With AVX512_BF16 an instruction multiplies pairs of x and W directly. Otherwise x is converted to
+float32 once, even values before odd ones, and weights while they are loaded into registers, one
+operation per vector: only the float32 products themselves take time, and weights stay half as
+large. Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
 
 One packed copy serves decode and prefill. Few tokens run at the speed of memory, many near the
 limit of the arithmetic. Each thread takes one contiguous share of the columns, so that it reads
@@ -47,7 +47,7 @@ from .tiles import (
     wide_product,
 )
 
-# What the caller says of each matrix: see ``multiply``.
+# Fields of each matrix: see ``multiply``.
 MATRIX_FIELDS = 6
 _WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _ZERO_POINTS = range(MATRIX_FIELDS)
 
@@ -56,11 +56,11 @@ _BLOCK_TOKENS = 8
 _FEW_TOKENS = 4
 _UNIT_COLUMNS = GROUPS_PER_LINEAR_UNIT * COLUMNS_PER_GROUP
 _LANES = process_isa().lanes  # columns of a panel, unless pairs are multiplied
-# Below this many bytes of weights, each time they are read, a thread is done before a second has
+# With fewer bytes of weights, each time they are read, one thread is done before a second one has
 # woken up.
 _SERIAL_BYTES = 64 * 1024
-# Up to so many values of x each thread makes all rows of x for itself: that costs it less than
-# to fetch from another core what that one has just written.
+# Up to this many values of x each thread converts all rows of x itself: that is cheaper than
+# fetching them from the core that has just written them.
 _OWN_VALUES = 64 * 1024
 
 
@@ -71,7 +71,7 @@ def num_row_bytes(tag: np.generic, num_tokens: int, steps: int, num_threads: int
         return 0
     num_copies = num_threads if 2 * num_tokens * steps <= _OWN_VALUES else 1
     num_chunks = -(-steps // row_format.steps)
-    # The last block of a copy is filled up.
+    # The last block of a copy is padded.
     return num_copies * (num_tokens + row_format.max_tokens) * num_chunks * row_format.chunk_bytes
 
 
@@ -80,11 +80,11 @@ def _multiply_panels(
     tag: Any, weights: int, num_panels: int, x: int, steps: int, bias: int, y: int, y_stride: int,
     num_tokens: int, following: int, zero_points: int,
 ) -> None:  # fmt: skip
-    """All tokens, as ``make_blocks`` made them, times the columns of some panels.
+    """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
-    All blocks of tokens before the next panels, whose weights come to the second-level cache while
-    the first two are computed; after the last it is the weights at ``following``, unless that is 0.
-    Panels that are left at the end are computed together with some before them.
+    All blocks of tokens are computed before the next panels, whose weights are prefetched to the
+    second-level cache during the first two blocks; at the end the weights at ``following`` are,
+    unless that is 0. Remaining panels are computed together with some before them.
     """
     num_blocks, most, num_most = token_blocks(tag, num_tokens)
     width = panels_of(tag, most)
@@ -157,8 +157,8 @@ def _multiply_unit(
     many = num_tokens
     if 0 < num_tokens % _BLOCK_TOKENS <= _FEW_TOKENS:
         many -= num_tokens % _BLOCK_TOKENS
-    # 32 columns for all tokens before the next: their weights stay in the second-level cache, where
-    # those of the next 32 columns come to meanwhile. Two streams alone do not keep memory busy.
+    # 32 columns for all tokens before the next: their weights stay in the second-level cache, to
+    # which those of the next 32 columns are prefetched. Two streams alone do not keep memory busy.
     half_bytes = 2 * group_bytes
     for half in range(2):
         first = 2 * half
@@ -244,7 +244,7 @@ def _multiply_share(
 ) -> None:  # fmt: skip
     """Units [first, last), counted through all matrices.
 
-    rows: scratch of this share, in which it makes rows of x for itself; 0 = x is as it should be.
+    rows: scratch of this share, in which it converts rows of x; 0 = x needs no conversion.
     """
     if is_made_anew(tag) and rows:
         num_blocks = token_blocks(tag, num_tokens)[0]
@@ -299,14 +299,14 @@ def multiply(
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
     tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``INT8`` or ``INT4``.
-    matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of what ``pack_linear``
-        or ``pack_quantized`` makes, of its bias, float32, of y, bfloat16; bytes from one token of y
-        to the next; units of 64 columns, in which weights, bias and rows of y are padded; address
-        of what ``pack_zero_points`` makes, or 0.
+    matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
+        ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
+        token of y to the next; units of 64 columns, to which weights, bias and rows of y are
+        padded; address of the result of ``pack_zero_points``, or 0.
     x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
         a padded row of x and of the weights.
     rows: address of ``num_row_bytes`` of scratch.
-    num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
+    num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
     """
     num_units = 0
     for matrix in range(num_matrices):

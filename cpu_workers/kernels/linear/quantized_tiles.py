@@ -1,7 +1,7 @@
 """Register tiles of products with quantised weights: a few tokens times a few panels of columns.
 
-Sums of a group are integers in registers; times the scales of the weights' group and of x's they
-are added to float32 sums, which lie on the stack in between. All tiles add groups in one order.
+Sums of a group are integers in registers. Multiplied with the scales of the weights' group and of
+x's, they are added to float32 sums on the stack. All tiles add groups in one order.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .tiles import write_sums
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile. Panels and the float32 sums are addresses; sums lie [token, panel]."""
+    """One tile. Panels and float32 sums are addresses; sums are [token, panel]."""
 
     integers: Integers
     num_tokens: int
@@ -42,44 +42,44 @@ class _Tile:
 
     @property
     def codes_bytes(self) -> int:
-        """Of a panel and a group."""
+        """Bytes of the codes of a panel and a group."""
         return self.integers.lanes * GROUP_SIZE * self.integers.bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Codes, and the scales behind them."""
+        """Bytes of the codes and of the scales behind them."""
         return self.codes_bytes + self.emit.bytes
 
     @property
     def num_products(self) -> int:
-        """Of a group with one panel."""
+        """Products of a group with one panel."""
         return GROUP_SIZE * 2 // 4 if self.integers.bits == 8 else GROUP_SIZE // 4
 
     @property
     def num_unrolled(self) -> int:
-        """Products between two questions whether the loop ends.
+        """Products per iteration of the loop.
 
-        With more of them at a time LLVM has sums leave their registers. Two ``vpdpwssd`` that wait
-        for one another it takes apart again, for the sake of their latency.
+        With more of them LLVM spills sums from their registers. Two ``vpdpwssd`` that depend on one
+        another are split by LLVM because of their latency.
         """
         return 1 if self.integers.bits == 8 and self.integers.has_dot else 2
 
     @property
     def num_turns(self) -> int:
-        """Turns of the loop over the products of a group."""
+        """Iterations of the loop over the products of a group."""
         return self.num_products // self.num_unrolled
 
     def sum_place(self, token: int, panel: int) -> ir.Value:
-        """Where the float32 sums of a token and a panel lie."""
+        """The address of the float32 sums of a token and a panel."""
         return self.emit.offset(self.sums, (token * len(self.panels) + panel) * self.emit.bytes)
 
     def tail(self, token: int, group: ir.Value, field: int) -> ir.Value:
-        """Where a field behind the codes of a group of x lies."""
+        """The address of a field behind the codes of a group of x."""
         distance = (token + 1) * self._chunk_bytes - CODED_TAIL_BYTES + field
         return self.emit.offset(self._chunks(group), distance)
 
     def code(self, panel: int, group: ir.Value) -> ir.Value:
-        """Where the codes of a panel and a group begin."""
+        """The address of the codes of a panel and a group."""
         return self.emit.offset(self.panels[panel], group, self.block_bytes)
 
     @property
@@ -91,11 +91,11 @@ class _Tile:
 
     @property
     def _nothing(self) -> ir.Value:
-        """Zero, of which LLVM does not know: addresses have 47 bits."""
+        """A zero that LLVM cannot fold: addresses have 47 bits."""
         return self.emit.builder.lshr(self.x, I64(62))
 
     def add_group(self, group: ir.Value, prefetch: Callable[[ir.Value], None]) -> None:
-        """Add the products of a group. ``prefetch`` is called in each turn of the inner loop."""
+        """Add the products of a group. ``prefetch`` is called in each inner iteration."""
         emit, builder = self.emit, self.emit.builder
         chunks = self._chunks(group)
         starts = [self.code(p, group) for p in range(len(self.panels))]
@@ -109,7 +109,7 @@ class _Tile:
                 self._add_products(starts, values, step, u, results)
             return results
 
-        # LLVM is not to know how often: it would unroll the loop as a whole.
+        # LLVM must not know the number of iterations: it would unroll the whole loop.
         count = builder.add(I64(self.num_turns), self._nothing)
         totals: list[ir.Value] = []
         for t in range(self.num_tokens):
@@ -132,8 +132,8 @@ class _Tile:
             if integers.bits == 8:
                 start = emit.offset(starts[panel], step, 2 * integers.lanes)
                 return integers.codes(emit.offset(start, u * 2 * integers.lanes))
-            # Of low halves of bytes and of the high ones, which are read again: LLVM would keep
-            # all of them for both, and has no registers for that.
+            # First the low halves of bytes, then the high ones, which are read again: LLVM would
+            # keep all of them in registers, of which there are too few.
             start = emit.offset(starts[panel], step, 2 * integers.lanes)
             if u % 2:
                 start = emit.builder.add(start, self._nothing)
@@ -172,7 +172,7 @@ class _Tile:
                 emit.store(emit.fma(total, builder.fmul(scales, of_x), before), place)
 
     def begin(self, zero_points: ir.Value, panel_groups: ir.Value) -> None:
-        """Set the float32 sums to zero, or to what zero points other than 8 add to them.
+        """Set the float32 sums to zero, or to the contribution of zero points other than 8.
 
         zero_points: address of those of the first panel, or 0; panel_groups: groups of a panel.
         """
@@ -208,9 +208,9 @@ class _Tile:
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
-    For ``num_tokens`` and as many panels as ``rows.CODED_ROWS`` has for them. x: address of what
-    ``rows.make_blocks`` makes of the block. zero_points: address of those of the first panel, of 4
-    bits; 0 = 8 everywhere. The other arguments are those of ``tiles.wide_product``.
+    For ``num_tokens`` and the number of panels in ``rows.CODED_ROWS``. x: address of the block made
+    by ``rows.make_blocks``. zero_points: address of those of the first panel, only for 4 bits; 0 =
+    8 everywhere. The other arguments are those of ``tiles.wide_product``.
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
@@ -238,7 +238,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
         write_sums(emit, size, totals, bias, y, y_stride, last)
 
     cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panels_of}
-    # Of several blocks each has half of the largest size at least.
+    # With several blocks each has at least half of the largest size.
     cases |= {
         (size, True): partial(emit_tile, size, is_half=True)
         for size in panels_of
@@ -248,7 +248,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
 
 
 def _prefetch_ahead(tile: _Tile, ahead: ir.Value, *, is_half: bool) -> Callable[[ir.Value], None]:
-    """Ask for the lines of a tile, or of half of one, from ``ahead`` on: some in each turn."""
+    """Prefetch the lines of a tile, or of half of one, from ``ahead`` on: some per iteration."""
     emit = tile.emit
     turn_bytes = len(tile.panels) * tile.block_bytes // tile.num_turns
     if is_half:

@@ -1,8 +1,8 @@
-"""Rows of x as products read them: made anew once, before all products with them.
+"""Rows of x in the form that products read, converted once before all products with them.
 
-For weights of bfloat16 they become float32, for quantised weights codes, a group at a time. A row
-is cut into chunks, those of a block of tokens side by side, so that a tile reads all of them from
-one address on. Pairs of bfloat16 are multiplied as they are and need none of this.
+For weights of bfloat16 they become float32, for quantised weights codes, one group at a time. A row
+is cut into chunks. Chunks of a block of tokens are adjacent, so that a tile reads all of them from
+one address on. Where pairs of bfloat16 are multiplied, x is read directly.
 """
 
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ from ..simd.isa import process_isa
 from ..simd.layout import GROUP_SIZE, MIDDLE_CODE, WIDE_STEPS
 from ..simd.memory import clear_bytes
 
-# Behind the codes of a group, 4 bytes each: what sums begin with (see ``_store_sums``); the scale,
-# and the sum of the group's values, float32; unused.
+# Behind the codes of a group, 4 bytes each: initial values of sums (see ``_store_sums``); the
+# scale, and the sum of the group's values, float32; unused.
 FIRST, SCALE, VALUE_SUM, CODED_TAIL_BYTES = 0, 4, 8, 16
 
 _LARGEST = {8: 32767.0, 4: 127.0}  # by bits of the weights
-# Beyond it, what scales codes would not be finite or its inverse not normal.
+# Beyond it the codes would not be finite, or the inverse of the scale not normal.
 _LARGEST_INVERSE = 2.0**126
-_INFINITY = 0x7F80  # as bfloat16; what is NaN comes after it
+_INFINITY = 0x7F80  # as bfloat16; NaNs are above it
 _TO_INTEGER = 12582912.0  # 1.5 * 2**23: adding it rounds; the integer is then in the lowest bits
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How chunks of rows look, and how many panels a tile has for so many tokens.
+    """The form of chunks of rows, and the number of panels of a tile by its number of tokens.
 
     steps: pairs of values in a chunk.
     """
@@ -50,32 +50,32 @@ class RowFormat:
 
 
 _HAS_MANY = process_isa().has_many_registers
-# Panels that a tile of so many tokens has: sums, the shorter side of the tile, one of the longer
-# one and one more value fit the registers. Blocks of tokens may have any of these sizes.
+# Panels of a tile by number of tokens: sums, the shorter side of the tile, one value of the longer
+# side and one more fit the registers. Blocks of tokens may have any of these sizes.
 _PANELS_OF = (
     {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3}
     if _HAS_MANY
     else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
 )
-# Products of integers need a register more.
+# Products of integers need one more register.
 _PANELS_OF_CODES = _PANELS_OF if _HAS_MANY else {1: 4, 2: 4, 3: 3, 4: 2, 5: 2}
 FLOAT32_ROWS = RowFormat(WIDE_STEPS, WIDE_ROW_BYTES, _PANELS_OF)
 CODED_ROWS = {
     8: RowFormat(GROUP_SIZE // 2, 2 * GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
     4: RowFormat(GROUP_SIZE // 2, GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
 }
-# By the names of format tags' types.
+# By name of the format tags' types.
 ROW_FORMATS = {"uint16": FLOAT32_ROWS, "int8": CODED_ROWS[8], "uint8": CODED_ROWS[4]}
 
 
 def _format(emit: Emitter) -> RowFormat:
-    """By pairs there is none: what is compiled of one is never run (``is_made_anew``)."""
+    """For pairs there is none: the code compiled for it is never run (``is_made_anew``)."""
     return ROW_FORMATS.get(emit.tag.name, FLOAT32_ROWS)
 
 
 @emits(result=types.boolean)
 def is_made_anew(emit: Emitter) -> ir.Value:
-    """Whether products read chunks instead of x itself."""
+    """Whether products read converted chunks instead of x itself."""
     return ir.IntType(1)(emit.tag.name in ROW_FORMATS)
 
 
@@ -87,7 +87,7 @@ def max_tokens(emit: Emitter) -> ir.Value:
 
 @emits("num_tokens", result=types.int64)
 def panels_of(emit: Emitter, num_tokens: ir.Value) -> ir.Value:
-    """Panels of a tile of so many tokens; 0 of none."""
+    """Panels of a tile with this number of tokens; 0 for none."""
     builder = emit.builder
     table = sum(panels << 4 * size for size, panels in _format(emit).panels_of.items())
     shifted = builder.lshr(I64(table), builder.mul(num_tokens, I64(4)))
@@ -115,10 +115,10 @@ def row_bytes(tag: Any, steps: int) -> int:
 
 @part
 def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
-    """How tokens are cut: number of blocks, size of the first, after how many sizes are one less.
+    """How tokens are cut: number of blocks, size of the first, index after which sizes are smaller.
 
-    Blocks are as even as tiles of one width allow: sizes that have the same number of panels. The
-    last may have room for more tokens than there are.
+    Blocks are as even as tiles of one width allow: all sizes have the same number of panels. The
+    last block may be larger than the remaining tokens.
     """
     num_blocks = -(-num_tokens // max_tokens(tag))
     size = -(-num_tokens // num_blocks)
@@ -131,9 +131,9 @@ def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
 def make_blocks(
     tag: Any, x: int, x_stride: int, steps: int, num_tokens: int, rows: int, first: int, last: int
 ) -> None:
-    """Make blocks [first, last) anew: block by block, chunk by chunk, then token by token.
+    """Convert blocks [first, last): block by block, chunk by chunk, then token by token.
 
-    Tokens that only fill a block up become zeros.
+    Tokens that only pad a block become zeros.
     """
     _, most, num_most = token_blocks(tag, num_tokens)
     num_before = min(first, num_most)
@@ -169,9 +169,9 @@ def _choose_chunk(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
 
 @emits("x", "row")
 def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
-    """The nearest codes of a group of bfloat16 at ``x``, their scale, and what sums begin with.
+    """The nearest codes of a group of bfloat16 at ``x``, their scale, and initial values of sums.
 
-    The largest magnitude is the largest code; a group of zeros has scale 0. Where a value is NaN or
+    The largest magnitude gets the largest code; a group of zeros has scale 0. If a value is NaN or
     infinite the scale is NaN, so that no product of the group is a number.
     """
     builder, bits = emit.builder, Integers(emit).bits
@@ -200,11 +200,11 @@ def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
 
 
 def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value) -> None:
-    """What sums of products with a group begin with, and the sum of its values.
+    """The initial values of sums of products with a group, and the sum of its values.
 
-    Codes of weights are counted from ``MIDDLE_CODE``: -8 times the sum of x is where sums begin.
-    Short ones are two of 16 bits, one for the first two of each four codes and one for the others:
-    they may wrap around on the way, but what they end with is at most 8 * 127 * 32 and fits.
+    Codes of weights count from ``MIDDLE_CODE``, so sums start with -8 times the sum of x. Short
+    sums are two of 16 bits, one for the first two of each four codes and one for the others. They
+    may wrap around meanwhile, but their final value is at most 8 * 127 * 32 and fits.
     """
     builder = emit.builder
     codes = builder.sext(codes, ir.VectorType(I16, GROUP_SIZE))

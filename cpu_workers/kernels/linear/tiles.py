@@ -53,12 +53,12 @@ def panel_bytes(emit: Emitter, steps: ir.Value) -> ir.Value:
 def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by pairs.
 
-    Tokens behind ``last_token`` are computed and written as that one once more, so that few shapes
-    serve any number of tokens. All shapes add in the same order: a token's result does not depend
-    on how many are computed with it.
+    Tokens behind ``last_token`` repeat that token, so that few shapes serve any number of tokens.
+    All shapes add in the same order: a token's result does not depend on the number of tokens
+    computed with it.
 
-    ``lines_ahead``: for every LINEAR_STEPS_UNROLLED steps, ask for so many cache lines from
-    ``ahead`` on, an address that need not be valid.
+    ``lines_ahead``: cache lines to prefetch per LINEAR_STEPS_UNROLLED steps, from ``ahead`` on, an
+    address that need not be valid.
     """
 
     @emits(
@@ -106,7 +106,7 @@ product_1x4 = _make_product(1, 4)
 product_2x4 = _make_product(2, 4)
 product_4x4 = _make_product(4, 4)
 product_8x2 = _make_product(8, 2)
-# All weights of the next 32 columns are asked for during one block of tokens, or during two.
+# All weights of the next 32 columns are prefetched during one block of tokens, or during two.
 product_8x2_ahead_in_1 = _make_product(8, 2, lines_ahead=2 * LINEAR_STEPS_UNROLLED)
 product_8x2_ahead_in_2 = _make_product(8, 2, lines_ahead=LINEAR_STEPS_UNROLLED)
 
@@ -126,7 +126,7 @@ def _sums(
         count = builder.select(is_whole, I64(WIDE_STEPS), left)
 
         def place_of(row: int, piece: int, step: ir.Value) -> ir.Value:
-            # One address and fixed distances: there are not enough registers for one of each row.
+            # One address and fixed distances: there are too few registers for one of each row.
             distance = row * WIDE_ROW_BYTES + piece * (WIDE_ROW_BYTES // 2)
             return emit.offset(emit.offset(start, step, 4), distance)
 
@@ -154,13 +154,13 @@ def write_sums(
     emit: Emitter, num_tokens: int, totals: list[ir.Value], bias: ir.Value, y: ir.Value,
     y_stride: ir.Value, last_token: ir.Value,
 ) -> None:  # fmt: skip
-    """Add the bias, round, and write; tokens behind the last one are not there."""
+    """Add the bias, round, and write; tokens behind the last one are not written."""
     builder = emit.builder
     rows = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
     num_panels = len(totals) // num_tokens
     for p in range(num_panels):
         added = emit.load(emit.offset(bias, p * emit.bytes), emit.f32s)
-        # What has no token is written where the last one is, and it is the last to be.
+        # Tokens beyond the last repeat its address, and the last one is written at the end.
         for t in reversed(range(num_tokens)):
             total = builder.fadd(totals[t * num_panels + p], added)
             emit.store_bfloat16(total, emit.offset(rows[t], p * emit.bytes // 2))
@@ -173,13 +173,13 @@ def write_sums(
 def wide_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], in float32.
 
-    For ``num_tokens`` and as many panels as ``rows.FLOAT32_ROWS`` has for them. x: address of
-    what ``rows.make_blocks`` makes of the block. Tokens behind
-    ``last_token`` are computed for nothing. All shapes add in the same order: a token's result
-    does not depend on how many are computed with it.
+    For ``num_tokens`` and the number of panels in ``rows.FLOAT32_ROWS``. x: address of the block
+    made by ``rows.make_blocks``. Results of tokens behind ``last_token`` are discarded. All shapes
+    add in the same order: a token's result does not depend on the number of tokens computed with
+    it.
 
-    ahead: address of what comes next, of which as many bytes are asked for as the tile has, or half
-    of them (``is_half``). It need not be valid.
+    ahead: address of the data to prefetch, as many bytes as the tile has, or half of them
+    (``is_half``). It need not be valid.
     """
     emit, builder = emit.of_registers(), emit.builder
     panel_counts = FLOAT32_ROWS.panels_of
@@ -192,7 +192,7 @@ def wide_product(emit: Emitter, *args: ir.Value) -> None:
         write_sums(emit, size, totals, bias, y, y_stride, last)
 
     cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panel_counts}
-    # Of several blocks each has half of the largest size at least.
+    # With several blocks each has at least half of the largest size.
     cases |= {
         (size, True): partial(emit_tile, size, is_half=True)
         for size in panel_counts
@@ -204,10 +204,10 @@ def wide_product(emit: Emitter, *args: ir.Value) -> None:
 def _prefetch_ahead(
     emit: Emitter, num_panels: int, ahead: ir.Value, *, is_half: bool
 ) -> Callable[[ir.Value, ir.Value], None]:
-    """Ask for the lines of a tile, or of half of one, from ``ahead`` on, in the order they lie in.
+    """Prefetch the lines of a tile, or of half of one, from ``ahead`` on, in memory order.
 
-    One stream, which the machine itself sees and reads ahead in. Into the first-level cache, even
-    where they do not fit: on their way they come to the second.
+    It is one stream, which the hardware prefetcher follows. The target is the first-level cache,
+    even if the lines do not fit: on the way they enter the second-level cache.
     """
     builder = emit.builder
     step_bytes = num_panels * emit.bytes // (2 if is_half else 1)

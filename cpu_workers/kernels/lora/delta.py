@@ -1,11 +1,11 @@
 """The delta of one job on one core: y = scaling * (x A^T) B^T for all targets of an input group.
 
-Owns how work is cut; knows nothing of segments, jobs or torch: it is handed the raw address of a
-region (``shm.region``), whose header it reads itself. Products accumulate in float32; y is rounded
-once and written, never read. ``lora`` is for many adapters and threads, and adds to y.
+Decides how work is cut. Knows nothing of segments, jobs or torch: it gets the raw address of a
+region (``shm.region``), whose header it reads. Products accumulate in float32; y is rounded once
+and written, never read. ``grouped`` is for many adapters and threads, and adds to y.
 
-One block of tokens after the other, as many as stay in the second-level cache with 16 ranks of A:
-all ranks of all targets read them there, so x comes from memory once, and A once per block.
+Tokens are processed in blocks that fit the second-level cache with 16 ranks of A: all ranks of all
+targets read them there, so x is read from memory once, and A once per block.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ from .token_blocks import shrink_target, store_target
 
 MAX_BLOCK_TOKENS = 64
 MAX_RANK = 256
-_BLOCK_BYTES = 512 * 1024  # of x: half of a second-level cache of today
-_STEP_BYTES = 8  # of a row of x, which ``shrink`` reads at once
+_BLOCK_BYTES = 512 * 1024  # of x: half of a typical second-level cache
+_STEP_BYTES = 8  # of a row of x, read at once by ``shrink``
 _ITEM_BYTES = 2  # bfloat16
 
-# What ``store_delta`` needs as scratch, for any region.
+# Scratch memory of ``store_delta``, for any region.
 SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
 
 

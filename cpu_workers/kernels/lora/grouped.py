@@ -1,7 +1,7 @@
 """Grouped LoRA products on the CPU: y += scaling * (x A^T) B^T, all segments and targets at once.
 
-Owns how work is cut; knows nothing of tables, adapters or torch: it is handed raw addresses of
-what ``layout`` packs. Products accumulate in float32, and the sum is rounded to y's type once.
+Decides how work is cut. Knows nothing of tables, adapters or torch: it gets raw addresses of
+matrices packed by ``layout``. Products accumulate in float32, and the sum is rounded once.
 
 One path serves decode and prefill. Milliseconds for 512 tokens, 1024 x 1024, bfloat16, one thread
 of a Zen 4, at rank 8 / 32 / 128: this 0.20 / 0.58 / 1.97 (without AVX512_BF16 0.23 / 0.73 / 2.71),
@@ -30,21 +30,21 @@ Plan: TypeAlias = npt.NDArray[np.int64]
 _SHRINK_TOKENS = 8
 _EXPAND_TOKENS = 4
 _BLOCK_TOKENS = 24  # whose x stays in the second-level cache; twice what any tile takes at once
-_EXPAND_OVERHEAD_RANKS = 16  # what a unit costs beside its ranks: y is read and written
+_EXPAND_OVERHEAD_RANKS = 16  # cost of a unit besides its ranks: y is read and written
 # 128 columns are the smallest work of a thread. Half as many cost more to find than to compute
 # where ranks are small: 16 tokens, 16 adapters of rank 8, a model's q, k, v and o: 1.1 ms, and 0.8.
 _GROUPS_PER_UNIT = 8
-_WIDE_GROUPS = 4  # what ``expand_tokens`` takes at a time, if there are as many
-# From so many tokens of a thread on, threads share out tokens and not units: each makes x float32,
-# shrinks and expands without waiting for the others, and reads what it has written itself.
+_WIDE_GROUPS = 4  # groups that ``expand_tokens`` takes at a time, if available
+# From this many tokens per thread on, threads split tokens instead of units: each converts x to
+# float32, shrinks and expands without waiting for others, and reads only what it has written.
 _TOKENS_OF_THREAD = 4
-# Below this many bytes of A one thread is done before a second has woken up.
+# With fewer bytes of A one thread is done before a second one has woken up.
 _SERIAL_BYTES = 32 * 1024
 
-# What the caller says of each target: see ``add_deltas``.
+# Fields of each target: see ``add_deltas``.
 TARGET_FIELDS = 4
 _INDEX, _TARGET_Y, _TARGET_STRIDE, _TARGET_COLUMNS = range(TARGET_FIELDS)
-# And of each pass.
+# Fields of each pass.
 BATCH_FIELDS = 6
 _NUM_SEGMENTS, _STARTS, _ENDS, _ROWS, _SCRATCH, _WIDE = range(BATCH_FIELDS)
 
@@ -203,7 +203,7 @@ def _widen_share(x: int, x_stride: int, row_bytes: int, wide: int, first: int, l
 
 @part
 def _token_cost(plan: Plan, num_segments: int, segment: int, in_steps: int) -> int:
-    """What one token of a segment costs, over all targets."""
+    """The cost of one token of a segment, over all targets."""
     cost = in_steps
     for p in range(segment, plan.shape[0] - 1, num_segments):
         cost += plan[p, _RANK] * (in_steps + plan[p, _NUM_GROUPS])
@@ -212,7 +212,7 @@ def _token_cost(plan: Plan, num_segments: int, segment: int, in_steps: int) -> i
 
 @part
 def _token_at(plan: Plan, num_segments: int, in_steps: int, cost: int) -> int:
-    """The token before which tokens cost ``cost`` together; one past the last if they are less."""
+    """The token before which tokens cost ``cost`` together; one past the last if they cost less."""
     token = 0
     for s in range(num_segments):
         token_cost = _token_cost(plan, num_segments, s, in_steps)
@@ -292,11 +292,11 @@ def add_deltas(
         y, bytes from one token of y to the next, padded columns of y.
     a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of the tables,
         whose rows hold ``row_stride`` entries. Rank 0 = nothing to add.
-    batch: address of int64 [BATCH_FIELDS]: what differs from pass to pass, so that a call may be
-        made again as it was. Number of segments; addresses of int32 [segments], first token, one
-        past the last, table row; address of float32 scratch, for each target and segment tokens *
-        (rank rounded up to 8); of more of it, as many values as x has, for ``BFLOAT16``.
-    num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot ask for itself.
+    batch: address of int64 [BATCH_FIELDS]: the values that differ from pass to pass, so that a call
+        can be replayed. Number of segments; addresses of int32 [segments], first token, one past
+        the last, table row; address of float32 scratch, for each target and segment tokens * (rank
+        rounded up to 8); of further scratch, as many values as x has, for ``BFLOAT16``.
+    num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
     """
     plan = _make_plan(
         targets, num_targets, a_pointers, b_pointers, ranks, scalings, row_stride,

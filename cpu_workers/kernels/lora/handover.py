@@ -1,4 +1,4 @@
-"""How rows get to CPU workers and their deltas back, where the workers' memory is the caller's own.
+"""Moves rows to CPU workers and their deltas back, if the caller can access the workers' memory.
 
 All take addresses, and run without the GIL.
 """
@@ -14,7 +14,7 @@ from ..simd.memory import copy_bytes, pointer
 
 @kernel("void(int64, int64, int64, int64, int32)")
 def send_bytes(target: int, source: int, num_bytes: int, word: int, value: int) -> None:
-    """Copy bytes, and store ``value`` to ``word`` for whoever reads them then."""
+    """Copy bytes, and then store ``value`` to ``word`` for their reader."""
     copy_bytes(target, source, num_bytes)
     store_release(word, value)
 

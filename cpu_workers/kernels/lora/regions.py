@@ -1,4 +1,4 @@
-"""Filling a region of the arena: matrices of one input group, packed as kernels read them."""
+"""Fills a region of the arena: matrices of one input group, packed as kernels read them."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Matrices:
 
 
 def plan_packed(in_features: int, item_bytes: int, targets: Sequence[TargetShape]) -> Region:
-    """Where everything goes in a region of these targets; known before any file is read."""
+    """The places of all matrices in a region of these targets; needs no file."""
     sizes = []
     for target in targets:
         _, columns = padded_features(in_features, target.out_features, item_bytes)
@@ -40,7 +40,7 @@ def plan_packed(in_features: int, item_bytes: int, targets: Sequence[TargetShape
 
 
 def write_region(region: Region, matrices: Sequence[Matrices | None], buffer: memoryview) -> None:
-    """Pack the matrices of all targets into ``buffer``, which begins with the region.
+    """Pack the matrices of all targets into ``buffer``, which starts with the region.
 
     ``matrices``: in the order of the region's targets, None where its rank is 0.
     """

@@ -17,10 +17,10 @@ from ..simd.isa import process_isa
 from ..simd.layout import COLUMNS_PER_GROUP
 from ..simd.products import Product, choose
 
-# Tokens of a tile, the most first. Where registers are few, tokens times panels are 12 at most.
+# Tokens of a tile, descending. With few registers, tokens times panels are at most 12.
 SHRINK_TOKENS = (8, 4, 2, 1) if process_isa().has_many_registers else (3, 2, 1)
 EXPAND_TOKENS = (4, 2, 1) if process_isa().has_many_registers else (3, 2, 1)
-# Streams of lines that a wide tile reads side by side; a narrow one reads one.
+# Streams of lines that a wide tile reads in parallel; a narrow one reads one.
 SHRINK_STREAMS, EXPAND_STREAMS = 2, 4
 
 _SHRINK_BYTES = 8  # of a row of x, a step: four bfloat16, or two float32
@@ -29,11 +29,10 @@ _SHRINK_BYTES = 8  # of a row of x, a step: four bfloat16, or two float32
 def _portions(
     emit: Emitter, address: ir.Value, stream_bytes: ir.Value, num_streams: int, num_tokens: int
 ) -> Iterator[tuple[int, list[ir.Value], list[ir.Value]]]:
-    """The panels of some streams of lines, as many at once as there are registers for.
+    """The panels of some streams of lines, as many at once as registers allow.
 
-    Yields the number of the first, their addresses, and lines of the streams that follow, to be
-    asked for: runs of LoRA matrices are too short for the machine to guess what follows. A single
-    stream is the last.
+    Yields the number of the first, their addresses, and lines of the following streams to prefetch:
+    runs of LoRA matrices are too short for the hardware prefetcher. A single stream is the last.
     """
     per_line = VECTOR_BYTES // emit.bytes
     total = num_streams * per_line
@@ -52,7 +51,7 @@ def _portions(
 
 
 def _add_steps(product: Product, steps: ir.Value, ahead: Sequence[ir.Value]) -> list[ir.Value]:
-    """All steps; lines ``ahead`` are asked for, as many as are read."""
+    """All steps; as many lines ``ahead`` are prefetched as are read."""
     emit = product.emit
 
     def body(step: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
@@ -68,7 +67,7 @@ def _add_steps(product: Product, steps: ir.Value, ahead: Sequence[ir.Value]) -> 
 def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Value]) -> None:
     """One register tile; one sum for each token and rank.
 
-    What a token gets must not depend on who comes with it.
+    A token's result must not depend on the other tokens.
     """
     a, tile_bytes, x, x_stride, steps, scaling, h, h_stride = args
     builder = emit.builder
@@ -101,7 +100,7 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
 def shrink_tile(emit: Emitter, num_tokens: ir.Value, is_pair: ir.Value, *args: ir.Value) -> None:
     """h[token, rank] = scaling * sum over in of x[token, in] A[rank, in], 8 ranks or 16.
 
-    num_tokens: one of ``SHRINK_TOKENS``. Of ``layout.BFLOAT16``, x is what ``widen`` makes of it.
+    num_tokens: one of ``SHRINK_TOKENS``. For ``layout.BFLOAT16``, x is the result of ``widen``.
     """
     cases = {
         (tokens, is_wide): partial(
@@ -147,7 +146,7 @@ def _make_expand_tile(*, is_stored: bool) -> Any:
     def expand_tile(
         emit: Emitter, num_tokens: ir.Value, is_wide: ir.Value, *args: ir.Value
     ) -> None:
-        # h is float32, so the products are, too.
+        # h is float32, so the products are float32, too.
         emit = emit.of_registers(is_float32_product=True)
         cases = {
             (tokens, wide): partial(

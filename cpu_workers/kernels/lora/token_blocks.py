@@ -1,8 +1,8 @@
-"""LoRA products for any number of tokens, cut into the register tiles there are.
+"""LoRA products for any number of tokens, cut into the available register tiles.
 
-What a token gets does not depend on the tile that it comes to lie in: all add in one order. Tiles
-of two tokens are for decoding, where two requests of one adapter would else read its matrices one
-after the other.
+A token's result does not depend on its tile: all tiles add in one order. Tiles of two tokens are
+for decoding, where two requests of one adapter would otherwise read its matrices one after the
+other.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ _MOST_SHRUNK, _MOST_EXPANDED = SHRINK_TOKENS[0], EXPAND_TOKENS[0]
 
 @part
 def _block_tokens(left: int, most: int) -> int:
-    """Tokens of the next tile: the most there is one for, but four as twice two, not three and one.
+    """Tokens of the next tile: the largest size, but four are twice two, not three and one.
 
-    Tiles have ``most`` tokens, or, if that is a power of two, also each smaller one; if it is
-    three, two and one.
+    Tiles have ``most`` tokens or, if that is a power of two, each smaller one; if it is three, two
+    and one.
     """
     if most == 3:
         return 2 if left == 4 else min(left, 3)
@@ -50,7 +50,7 @@ def shrink_tokens(
     h_stride: int,
     num_tokens: int,
 ) -> None:
-    """Write h = scaling * x A^T of 8 ranks, or of 16; see ``tiles`` for what is what."""
+    """Write h = scaling * x A^T of 8 ranks, or of 16; arguments as in ``tiles``."""
     left = num_tokens
     while left > 0:
         num = _block_tokens(left, _MOST_SHRUNK)
@@ -88,7 +88,7 @@ def shrink_target(
 
 
 def _make_expand_tokens(tile: Any) -> Any:
-    """What computes h B^T of 64 columns (``is_wide``) or of 16."""
+    """A function that computes h B^T of 64 columns (``is_wide``) or of 16."""
 
     @part
     def expand_tokens(
@@ -133,7 +133,7 @@ def _make_expand_target(tokens: Any) -> Any:
         y_stride: int,
         y_group_bytes: int,
     ) -> None:
-        """All columns of one target; 64 of them for all tokens before the next."""
+        """All columns of one target, in units of 64 columns for all tokens."""
         group_bytes = steps * VECTOR_BYTES
         group = 0
         while group < num_groups:
