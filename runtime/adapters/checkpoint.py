@@ -1,8 +1,8 @@
 """Reads adapter_model.safetensors of a PEFT directory, tensor by tensor in any order.
 
-Files are read and never memory-mapped: a file that is truncated while it is in use must be an
-error, not a signal that kills the process. Tensors are read one by one, so that the largest of
-them is all that is held beside their destination. Knows nothing of modules or kernels.
+Files are read, not memory-mapped: truncation of a file in use must be an error, not a signal that
+kills the process. Tensors are read one by one, so that at most one of them is in memory beside its
+destination. Knows nothing of modules or kernels.
 """
 
 import os
@@ -19,18 +19,18 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
-_PART_BYTES = 16 << 20  # of a tensor that is not needed as a whole
-_HEADER_SLACK_BYTES = 16 << 20  # names, shapes and metadata of the largest adapters stay below
+_PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
+_HEADER_SLACK_BYTES = 16 << 20  # more than names, shapes and metadata of the largest adapters
 
 
 class Checkpoint:
-    """An open file of tensors, whose header has been read and checked. A context manager."""
+    """An open file of tensors with a checked header. A context manager."""
 
     def __init__(self, directory: Path, *, max_tensor_bytes: int) -> None:
         """Open ``directory``/adapter_model.safetensors.
 
-        ``max_tensor_bytes`` is the most that an adapter of this model can hold; a larger file is
-        refused before it is read. Raises ``AdapterError`` naming the file.
+        ``max_tensor_bytes``: the largest size of an adapter of this model; a larger file is refused
+        before it is read. Raises ``AdapterError`` naming the file.
         """
         self.path = directory / WEIGHTS_NAME
         self._buffer = memoryview(bytearray())
@@ -46,10 +46,10 @@ class Checkpoint:
             raise
 
     def read(self, tensors: Iterable[RawTensor]) -> Iterator[tuple[RawTensor, memoryview]]:
-        """Yield ``tensors``, which are some of this file's, with their bytes.
+        """Yield ``tensors`` of this file with their bytes.
 
         The bytes are writable and valid until the next tensor. Raises ``AdapterError`` if they
-        cannot be read. Whether they all are of one content, ``check_unchanged`` says.
+        cannot be read. ``check_unchanged`` checks that they all are of one content.
         """
         for tensor in tensors:
             part = self._room(tensor.num_bytes)
@@ -66,9 +66,9 @@ class Checkpoint:
             yield part
 
     def check_unchanged(self) -> None:
-        """Raise ``AdapterError`` if somebody has written the file since it was opened.
+        """Raise ``AdapterError`` if the file was written since it was opened.
 
-        What was read before may be of two adapters then.
+        Tensors read before may then belong to two different contents.
         """
         before, after = self._stamp, self._read_stamp()
         if after != before:
@@ -102,7 +102,7 @@ class Checkpoint:
             raise AdapterError(f"{self.path} holds no tensors")
 
     def _room(self, num_bytes: int) -> memoryview:
-        """Memory to read to, the same each time."""
+        """Return the buffer to read to, the same each time."""
         if self._buffer.nbytes < num_bytes:
             self._buffer = memoryview(bytearray(num_bytes))
         return self._buffer[:num_bytes]

@@ -1,7 +1,7 @@
-"""Reads what an adapter's folder holds for conversations and texts, each file once and bounded.
+"""Reads the files of an adapter's conventions, each once and up to a size limit.
 
-A file that cannot be read refuses the adapter's conversations, for they might be written otherwise
-than the adapter was trained; its weights, and prompts, are served.
+If a file cannot be read, the adapter's conversations are refused, as the adapter may have been
+trained with another template; requests with a prompt are served.
 """
 
 import hashlib
@@ -37,18 +37,18 @@ from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
 _LOG = logging.getLogger(__name__)
 
 _MAX_JSON_BYTES = 16 << 20
-_MAX_TOKENIZER_BYTES = 64 << 20  # those of large vocabularies have half of it
-_MAX_KNOWN = 64  # tokenizers: adapters of one trainer have the same
-# The clock of a file system may stand still for so long while a file is written twice.
+_MAX_TOKENIZER_BYTES = 64 << 20  # large vocabularies need half of it
+_MAX_KNOWN = 64  # tokenizers; adapters of one trainer share one
+# Resolution of a file system's clock: two writes within it can have the same time.
 _CLOCK_STEP_NS = 1_000_000_000
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]]  # of unigram models, with scores
+    vocab: dict[str, int] | list[tuple[str, float]]  # of unigram models with scores
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is needed of a ``tokenizer.json``."""
+    """The fields of a ``tokenizer.json`` that are read."""
 
     model: _Model
     added_tokens: list[AddedToken] = []
@@ -62,7 +62,7 @@ class ConventionReader:
         self._known: dict[bytes, TokenDifferences] = {}  # by digest of the file
 
     def read(self, folder: Path) -> AdapterConventions:
-        """Return the conventions of the adapter in ``folder``; what is wrong is logged."""
+        """Return the conventions of the adapter in ``folder``; errors are logged."""
         try:
             contents = ConventionContents(
                 template=_read_template(folder),
@@ -100,26 +100,26 @@ class ConventionReader:
         try:
             file = msgspec.json.decode(raw, type=_TokenizerFile)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{TOKENIZER_NAME} is not one of a tokenizer: {error}") from error
+            raise ValueError(f"{TOKENIZER_NAME} is not a tokenizer: {error}") from error
         words = file.model.vocab
         if isinstance(words, list):
             words = {word: token_id for token_id, (word, _) in enumerate(words)}
-        # A vocabulary may repeat its added tokens, which are no words of it for that.
+        # A vocabulary may list its added tokens, which are not words.
         return compare(words, file.added_tokens, self._base)
 
 
 def stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp | None, ...]:
-    """Return what tells each file from any other that is there before or later; None = no file.
+    """Return stamps that distinguish the files from earlier and later ones; None = no file.
 
-    Raises ``OSError`` if that cannot be told.
+    Raises ``OSError`` if a file cannot be examined.
     """
     return tuple(_stamp_of(folder / name) for name in names)
 
 
 def settled_stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp, ...] | None:
-    """Return the same of files that are all there, and were last written a while ago; else None.
+    """Return the stamps if all files exist and were not written just now; else None.
 
-    Files with these stamps have the same contents: no later write can leave a stamp as it is.
+    Files with these stamps have the same contents: any later write changes the stamp.
     """
     stamps = [stamp for stamp in stamps_of(folder, names) if stamp is not None]
     newest_ns = time.time_ns() - _CLOCK_STEP_NS
@@ -153,7 +153,7 @@ def _read_template(folder: Path) -> str | None:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object that is in a file; nothing if there is no file."""
+    """Return the object in a file; empty if there is no file."""
     raw = _read(folder / name, _MAX_JSON_BYTES)
     if raw is None:
         return {}
@@ -171,7 +171,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read(path: Path, max_bytes: int) -> bytes | None:
-    """Return what is in a file; None if there is none. Raises ``ValueError``."""
+    """Return the content of a file; None if there is no file. Raises ``ValueError``."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -187,4 +187,4 @@ def _read(path: Path, max_bytes: int) -> bytes | None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would be waited for
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would block

@@ -1,7 +1,7 @@
-"""What an adapter brings for texts: a chat template, end tokens, and tokens of its tokenizer.
+"""The conventions of an adapter: chat template, end tokens, and tokens of its tokenizer.
 
-They belong to its version as its weights do, and are read with them. Plain data, and what the
-contents of the files mean; knows no files.
+They are part of its version, as its weights are, and are read with them. Plain data, and the
+meaning of the files' contents; knows no files.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import msgspec
 from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
 
 TEMPLATE_NAME, TOKENIZER_NAME = "chat_template.jinja", "tokenizer.json"
-PROCESSOR_TEMPLATE_NAME = "chat_template.json"  # what processors of older releases wrote
+PROCESSOR_TEMPLATE_NAME = "chat_template.json"  # written by processors of older releases
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 ADDED_TOKENS_NAME = "added_tokens.json"
@@ -28,11 +28,11 @@ CONVENTION_NAMES = (
     ADDED_TOKENS_NAME,
     GENERATION_CONFIG_NAME,
 )
-"""What is read of an adapter's folder beside its configuration and weights."""
+"""The files of an adapter's folder that are read beside configuration and weights."""
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
-# What templates can name, as transformers has it.
+# Variables of templates, as in transformers.
 _SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -41,14 +41,14 @@ Template = str | dict[str, str]  # one, or several by name
 
 
 class AdapterConventions(msgspec.Struct, frozen=True, array_like=True):
-    """Of one version of an adapter. Empty = those of the base."""
+    """The conventions of one version of an adapter. Empty = those of the base."""
 
     template: Template | None = None
-    special_tokens: dict[str, str | None] = {}  # as templates name them; None = it has none
+    special_tokens: dict[str, str | None] = {}  # by their names in templates; None = it has none
     eos_token_ids: tuple[int, ...] = ()  # beside the base's
     tokens: TokenDifferences = TokenDifferences()
-    refusal: str | None = None  # why its conversations are refused, if they are
-    digest: str = ""  # of all others, hexadecimal; "" if they are those of the base
+    refusal: str | None = None  # the reason, if its conversations are refused
+    digest: str = ""  # of all other fields, hexadecimal; "" for those of the base
 
 
 NO_CONVENTIONS = AdapterConventions()
@@ -56,9 +56,9 @@ NO_CONVENTIONS = AdapterConventions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConventionContents:
-    """What is in the files, as JSON's types; empty where there is no file."""
+    """The contents of the files, as JSON types; empty where there is no file."""
 
-    template: str | None = None  # of a file of its own
+    template: str | None = None  # of the file with the template alone
     processor_template: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any]
@@ -69,10 +69,10 @@ class ConventionContents:
 def conventions_of(
     contents: ConventionContents, tokenizer: TokenDifferences, base: BaseTokens
 ) -> tuple[AdapterConventions, list[str]]:
-    """Return the conventions, and what is to be said of them in a log.
+    """Return the conventions, and notes on them for the log.
 
-    ``tokenizer``: how the ``tokenizer.json`` of the folder differs. Raises ``ValueError`` for
-    contents that are none.
+    ``tokenizer``: the differences of the folder's ``tokenizer.json``. Raises ``ValueError`` for
+    invalid contents.
     """
     template = _template(contents)
     listed = list(_listed_tokens(contents))
@@ -87,7 +87,7 @@ def conventions_of(
 
 
 def refused(reason: str | None) -> AdapterConventions:
-    """Return those of an adapter of which only prompts are served; None = those of the base."""
+    """Return those of an adapter that serves only prompts; None = those of the base."""
     return NO_CONVENTIONS if reason is None else _with_digest(AdapterConventions(refusal=reason))
 
 
@@ -99,7 +99,7 @@ def _with_digest(found: AdapterConventions) -> AdapterConventions:
 
 
 def _template(contents: ConventionContents) -> Template | None:
-    """Return that of a file of its own, or else of the tokenizer, or else of the processor."""
+    """Return the template of its own file, else of the tokenizer, else of the processor."""
     if contents.template is not None:
         return contents.template
     of_tokenizer = _field_template(TOKENIZER_CONFIG_NAME, contents.tokenizer_config)
@@ -133,7 +133,7 @@ def _texts(source: Template | None) -> Sequence[str]:
 
 
 def _listed_tokens(contents: ConventionContents) -> Iterator[AddedToken]:
-    """Yield the added tokens that are written beside the tokenizer itself."""
+    """Yield the added tokens in files beside the tokenizer itself."""
     decoder = contents.tokenizer_config.get("added_tokens_decoder") or {}
     try:
         for token_id, fields in decoder.items():
@@ -150,7 +150,7 @@ def _listed_tokens(contents: ConventionContents) -> Iterator[AddedToken]:
 def _join(
     tokenizer: TokenDifferences, listed: TokenDifferences, listed_ids: Collection[int]
 ) -> TokenDifferences:
-    """Return both together; what the tokenizer itself says of a token goes before."""
+    """Return both together; the tokenizer itself takes precedence."""
     known = {token.content for token in tokenizer.added}
     return TokenDifferences(
         (*tokenizer.added, *(token for token in listed.added if token.content not in known)),
@@ -160,7 +160,7 @@ def _join(
 
 
 def _special_tokens(contents: ConventionContents) -> dict[str, str | None]:
-    """Return what templates can name, from the file that transformers takes it from."""
+    """Return the variables of templates, from the file that transformers uses."""
     config, mapped = contents.tokenizer_config, contents.special_tokens_map
     fields = {**mapped, **config} if "added_tokens_decoder" in config else {**config, **mapped}
     found: dict[str, str | None] = {}
@@ -174,7 +174,7 @@ def _special_tokens(contents: ConventionContents) -> dict[str, str | None]:
 def _end_tokens(
     contents: ConventionContents, tokens: TokenDifferences, base: BaseTokens
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the tokens that end its answers, and which of the named ones cannot."""
+    """Return the tokens that end its answers, and notes on named tokens that cannot."""
     ids = {**base.ids, **{token.content: token.token_id for token in tokens.added}}
     found, notes = dict[int, None](), list[str]()
     for fields in (contents.tokenizer_config, contents.special_tokens_map):
@@ -182,7 +182,9 @@ def _end_tokens(
             if ids.get(text, base.num_embeddings) < base.num_embeddings:
                 found[ids[text]] = None
             else:
-                notes.append(f"its eos_token {text!r} is no token of the base, and ends no answer")
+                notes.append(
+                    f"its eos_token {text!r} is not a token of the base and ends no answer"
+                )
     found |= dict.fromkeys(_token_ids(contents.generation_config.get("eos_token_id")))
     of_base = (base.eos_token_id,)
     ends = tuple(one for one in found if 0 <= one < base.num_embeddings and one not in of_base)
@@ -190,7 +192,7 @@ def _end_tokens(
 
 
 def _token_texts(value: object, name: str) -> list[str]:
-    """Return the texts of a token as trainers write it: a text, an object, or a list of these."""
+    """Return the texts of a token that is written as a text, an object, or a list of these."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     texts = [one.get("content") if isinstance(one, dict) else one for one in values]
     if not all(isinstance(text, str) for text in texts):
@@ -207,4 +209,4 @@ def _token_ids(value: object) -> list[int]:
 
 
 def _wrong(file: str, field: str, expected: str) -> ValueError:
-    return ValueError(f"{field} in {file} holds something else than {expected}")
+    return ValueError(f"{field} in {file} is not {expected}")

@@ -1,8 +1,8 @@
-"""The digest of what an adapter computes, in parts that are known one after the other.
+"""The digest of an adapter's content, in parts that become known one after the other.
 
-One part is of the configuration and of what the tensors are, and known from the file's header; one
-is of each layer's values. So each layer can be held to what was registered as soon as it has been
-read, and be used before the next one is. Plain data and hashing; knows no files.
+One part covers the configuration and the header of the tensors; one part covers the values of each
+layer. So each layer can be verified as soon as it has been read, and be used before the next one
+is read. Plain data and hashing; knows no files.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ TensorKind = tuple[str, str, tuple[int, ...]]  # name, type, shape
 class ContentDigest:
     """SHA-256 of each part.
 
-    The same content has the same digest in any directory; a field that changes nothing in the
-    result (the base model's name, dropout, PEFT's version) does not enter.
+    The same content has the same digest in any directory; fields that do not change results (the
+    base model's name, dropout, PEFT's version) are not included.
     """
 
     head: bytes  # configuration; names, types and shapes of all tensors
@@ -27,28 +27,28 @@ class ContentDigest:
 
     @cached_property
     def hexadecimal(self) -> str:
-        """One digest of all parts, which names the content."""
+        """One digest of all parts, which identifies the content."""
         return _digest_of((self.head, *self.layers)).hex()
 
 
 def digest_head(configuration: Mapping[str, object], tensors: Iterable[TensorKind]) -> bytes:
-    """The part that is known before any value has been read."""
+    """Return the part that is known before any value is read."""
     parts = (json.dumps(configuration, sort_keys=True), json.dumps(sorted(tensors)))
     return _digest_of(part.encode() for part in parts)
 
 
 class LayerDigest:
-    """The part of one layer's values, while they are read."""
+    """Computes the part of one layer while its values are read."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def add(self, data: memoryview) -> None:
-        """Go on with a tensor's bytes; a layer's tensors must come in the order of their names."""
+        """Add a tensor's bytes; the tensors of a layer must come in the order of their names."""
         _add_part(self._digest, data)
 
     def digest(self) -> bytes:
-        """The digest of all that was added."""
+        """Return the digest of all added bytes."""
         return self._digest.digest()
 
 

@@ -1,9 +1,9 @@
-"""Which adapters of a directory have come, changed and gone, once nobody writes them any more.
+"""Finds adapters of a directory that were added, changed or removed, once their files are stable.
 
-Pure: what is found, and the time, are passed in. What cannot be read is not gone: what is known of
-it stays as it is. A writer that stops halfway is not told from one
-that has ended by time alone, so a file must also have the length that its header says; one that
-never gets it is told after all, for its adapter to fail with a reason.
+Pure: observations and the time are passed in. An unreadable entry does not count as removed: its
+known state stays. Time alone does not distinguish a writer that pauses from one that has finished,
+so a file must also have the length in its header. A file that stays incomplete is reported in the
+end, so that its adapter fails with a reason.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,21 +12,23 @@ from dataclasses import dataclass, field
 from .content import FileStamp
 
 SETTLE_S = 2.0
-GIVE_UP_S = 30.0  # what is incomplete for so long is no copy under way; no directory is replaced
+GIVE_UP_S = (
+    30.0  # after this, an incomplete file is reported, and a missing directory counts as removed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAdapter:
-    """What is seen of an adapter's directory without reading it."""
+    """The state of an adapter's directory, without its contents."""
 
     path: str
-    stamps: tuple[FileStamp | None, ...]  # of each file that is read; None = there is none
-    is_complete: bool = True  # the weights are as long as their header says
+    stamps: tuple[FileStamp | None, ...]  # of each file; None = it does not exist
+    is_complete: bool = True  # the weights have the length in their header
 
 
 @dataclass(frozen=True, slots=True)
 class DirChanges:
-    """What has settled. Paths by name."""
+    """Stable changes. Paths by name."""
 
     changed: Mapping[str, str]  # new, or other content
     removed: Mapping[str, str]
@@ -34,25 +36,25 @@ class DirChanges:
 
 @dataclass(slots=True)
 class DirState:
-    """What is known of one directory."""
+    """The known state of one directory."""
 
-    known: dict[str, FoundAdapter]  # as they were told
+    known: dict[str, FoundAdapter]  # as reported
     _unsettled: dict[str, tuple[FoundAdapter, float]] = field(default_factory=dict)
     _missing_since_s: float | None = None  # the directory itself
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing may come of what was seen last."""
+        """Whether the last observation leaves no pending change."""
         return not self._unsettled
 
     def see(
         self, found: Mapping[str, FoundAdapter], now_s: float, unreadable: Collection[str] = (),
         *, is_missing: bool = False,
     ) -> DirChanges:  # fmt: skip
-        """Take what is there now; return what has been so for long enough.
+        """Add an observation; return the changes that have been stable for long enough.
 
-        ``unreadable``: names of what cannot be read, of which nothing below is known either; ""
-        stands for all. ``is_missing``: there is no directory, which may be about to be replaced.
+        ``unreadable``: names of entries that cannot be read, with all below them; "" is the whole
+        directory. ``is_missing``: the directory does not exist; it may be about to be replaced.
         """
         if is_missing:
             since_s = now_s if self._missing_since_s is None else self._missing_since_s
@@ -82,10 +84,10 @@ class DirState:
 
 
 def _is_at(name: str, entry: str) -> bool:
-    """Whether ``name`` is that of ``entry``, or of something below it."""
+    """Whether ``name`` is ``entry`` or below it."""
     return entry in ("", name) or name.startswith(f"{entry}/")
 
 
 def is_same(before: FoundAdapter | None, now: FoundAdapter) -> bool:
-    """Whether nothing has been written in between."""
+    """Whether nothing was written in between."""
     return before is not None and (before.path, before.stamps) == (now.path, now.stamps)

@@ -1,4 +1,4 @@
-"""Watches ``--lora-dir`` in a thread, and tells what has come, changed and gone there."""
+"""Watches ``--lora-dir`` in a thread, and reports adapters added, changed and removed."""
 
 import logging
 import queue
@@ -18,26 +18,26 @@ from .sources import LoraDirEntries, discover, log_entries, why_unknown
 
 _LOG = logging.getLogger(__name__)
 
-# Its line for each batch of changes says nothing of adapters, and comes with every file written.
+# Its log line for each batch of changes would appear for every file written.
 logging.getLogger("watchfiles").setLevel(logging.WARNING)
 
-_LOOK_MS = 500  # while something has not settled, and to notice the end
-_POLL_S = 5.0  # where the system tells of no changes
+_LOOK_MS = 500  # while a change is pending, and to notice the end
+_POLL_S = 5.0  # if the system does not report changes
 
 
 class LoraDir:
-    """Looks at one directory; says to the log what cannot be read or served there, once."""
+    """Scans one directory; logs entries that cannot be read or served, once."""
 
     def __init__(self, path: Path, base_names: Collection[str] = ()) -> None:
-        """``base_names``: what no adapter may be called."""
+        """``base_names``: names that no adapter may have."""
         self.path = path
-        self.entries = LoraDirEntries()  # as they were seen last
+        self.entries = LoraDirEntries()  # at the last scan
         self._base_names = base_names
 
     def look(self, known: Mapping[str, FoundAdapter] | None = None) -> dict[str, FoundAdapter]:
-        """Return the adapters by name, as far as they can be seen now; ``entries`` has the rest.
+        """Return the adapters by name; ``entries`` has those that cannot be read.
 
-        ``known``: what need not be looked into if it is the same.
+        ``known``: adapters that are not examined again if they are the same.
         """
         found = {}
         entries = discover(self.path, self._base_names)
@@ -48,7 +48,7 @@ class LoraDir:
                 entries.unreadable[name] = str(why_unknown(error))
                 continue
             if None in stamps[:2]:
-                continue  # its weights have not come yet
+                continue  # its weights do not exist yet
             adapter = FoundAdapter(str(path), stamps)
             if not is_same((known or {}).get(name), adapter):
                 adapter = replace(adapter, is_complete=is_complete(path))
@@ -68,9 +68,9 @@ class LoraDirWatch:
 
         Args:
             lora_dir: To watch.
-            known: What was there and is registered.
-            notify: Called by the thread when there is something to take.
-            cpus: Where the thread runs; () = where the caller does.
+            known: The adapters that are registered.
+            notify: Called by the thread when ``take`` has something to return.
+            cpus: The thread's cores; () = the caller's.
         """
         self._cpus = cpus
         self._dir = lora_dir
@@ -84,7 +84,7 @@ class LoraDirWatch:
         self._thread.start()
 
     def take(self) -> DirChanges | None:
-        """Return what was seen next, if anything was."""
+        """Return the next changes, or None."""
         try:
             return self._changes.get_nowait()
         except queue.Empty:
@@ -92,7 +92,7 @@ class LoraDirWatch:
 
     @property
     def num_unreadable(self) -> int:
-        """Entries that cannot be read now; the directory itself is one."""
+        """Number of entries that cannot be read now; the directory itself counts as one."""
         return len(self._dir.entries.unreadable)
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class LoraDirWatch:
         try:
             place_thread(self._cpus)
             self._watch()
-        except Exception as error:  # whatever the system has against it
+        except Exception as error:  # for any reason of the system
             _LOG.warning(
-                "--lora-dir %s cannot be watched (%s: %s): it is looked at every %g s",
+                "--lora-dir %s cannot be watched (%s: %s); scanning it every %g s instead",
                 self._directory, type(error).__name__, error, _POLL_S,
             )  # fmt: skip
             while not self._stop.wait(_POLL_S):
@@ -121,7 +121,7 @@ class LoraDirWatch:
                 self._look()
                 self._stop.wait(_LOOK_MS / 1000)
                 continue
-            is_first = True  # the system tells of no changes before it began to watch
+            is_first = True  # changes before the watch began are not reported
             for changes in watch(
                 self._directory, stop_event=self._stop, rust_timeout=_LOOK_MS,
                 yield_on_timeout=True, raise_interrupt=False, ignore_permission_denied=True,
@@ -129,11 +129,11 @@ class LoraDirWatch:
                 if is_first or changes or self._is_due():
                     self._look()
                 is_first = False
-                if _identity(self._directory) != watched:  # the system tells of the old one
+                if _identity(self._directory) != watched:  # the watch is on the old directory
                     break
 
     def _is_due(self) -> bool:
-        """Whether to look although the system tells of no changes."""
+        """Whether to scan although the system reports no changes."""
         if self.num_unreadable and time.monotonic() - self._looked_s >= _POLL_S:
             return True
         return not self._state.is_settled
@@ -152,7 +152,7 @@ class LoraDirWatch:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Which directory has this path now; None if that cannot be seen."""
+    """Return the identity of the directory at this path; None if it cannot be read."""
     try:
         status = directory.stat()
     except OSError:

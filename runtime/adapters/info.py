@@ -1,4 +1,4 @@
-"""What is told of registered adapters: plain data, as the engine's front ends mirror it."""
+"""The published state of registered adapters: plain data, which front ends copy."""
 
 from collections.abc import Iterable
 
@@ -7,30 +7,30 @@ import msgspec
 from .conventions import AdapterConventions
 from .names import READY
 
-LEVELS = ("device", "partial", "host", "disk")  # where a version may be, the fastest first
-LEVEL_ALIASES = {"gpu": "device", "cpu": "host"}  # names of earlier releases, as filters
+LEVELS = ("device", "partial", "host", "disk")  # of a version, the fastest first
+LEVEL_ALIASES = {"gpu": "device", "cpu": "host"}  # names of earlier releases, accepted in filters
 
 
 class Residency(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where a version is, what it takes there, and what has become of it."""
+    """The level of a version, its memory, and its history."""
 
     level: str = "disk"  # one of LEVELS
-    num_groups: int = 0  # layer groups of the load that is under way
-    num_groups_loaded: int = 0  # those on the device
+    num_groups: int = 0  # layer groups of the load under way
+    num_groups_loaded: int = 0  # of these, on the device
     device_bytes: int = 0
     host_bytes: int = 0
-    kv_device_bytes: int = 0  # of kept prefixes, shared with versions of the same content
+    kv_device_bytes: int = 0  # of cached prefixes, shared by versions with the same content
     kv_host_bytes: int = 0
     num_references: int = 0  # running requests
     num_waiting: int = 0  # requests
-    num_uses: int = 0  # requests that have begun to run
+    num_uses: int = 0  # requests that began to run
     last_use_unix_s: float | None = None
     loads: dict[str, tuple[int, float]] = {}  # number and seconds, by transition
     evictions: dict[str, dict[str, int]] = {}  # by level and reason
 
 
 class DrainingVersion(msgspec.Struct, frozen=True, array_like=True):
-    """A version that serves the requests it has, and no others."""
+    """A version that finishes its requests and accepts no new ones."""
 
     version: str  # content digest, hexadecimal
     rank: int
@@ -44,24 +44,26 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     name: str
     path: str
     state: str  # loading | ready | draining | failed
-    reason: str | None  # why it failed
+    reason: str | None  # of a failure
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
     version: str  # digest of configuration and tensors, hexadecimal
-    pinned: bool = False  # stays on the device
+    pinned: bool = False  # kept on the device
     residency: Residency = Residency()
-    draining: tuple[DrainingVersion, ...] = ()  # beside the one that serves
-    left_out: tuple[str, ...] = ()  # what of its file changes no text answer, and why: phrases
-    conventions: AdapterConventions | None = None  # None = nothing has read them yet
+    draining: tuple[DrainingVersion, ...] = ()  # beside the version in service
+    left_out: tuple[
+        str, ...
+    ] = ()  # parts of its file without effect on text, with reasons: phrases
+    conventions: AdapterConventions | None = None  # None = not read yet
 
     @property
     def is_resident(self) -> bool:
-        """Whether rows may use it now."""
+        """Whether rows can use it now."""
         return self.residency.level == LEVELS[0]
 
 
 def num_fitting(adapters: Iterable[AdapterInfo], room_bytes: int) -> int:
-    """How many of those that serve would be on the device at once, the smallest first."""
+    """Return how many ready adapters fit on the device at once, the smallest first."""
     used_bytes = number = 0
     for num_bytes in sorted(one.num_bytes for one in adapters if one.state == READY):
         used_bytes += num_bytes

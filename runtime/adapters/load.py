@@ -1,4 +1,4 @@
-"""Opens a PEFT directory for one model: what it is first, its tensors layer by layer."""
+"""Opens a PEFT directory for one model: first its header, then its tensors layer by layer."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,7 +23,7 @@ class OpenAdapter:
         self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint,
         base: BaseWeights | None,
     ) -> None:  # fmt: skip
-        """Takes ``checkpoint`` over."""
+        """Takes ownership of ``checkpoint``."""
         self.spec = spec
         self.adapter = adapter
         self._checkpoint = checkpoint
@@ -38,21 +38,20 @@ class OpenAdapter:
 
     @property
     def digest(self) -> ContentDigest:
-        """Of configuration and tensors, once all have been read."""
+        """The digest of configuration and tensors, once all have been read."""
         assert self._digest is not None, "not all tensors have been read"
         return self._digest
 
     def expect(self, digest: ContentDigest) -> None:
-        """Read nothing but this content; raises ``AdapterError`` if it cannot be it."""
+        """Accept only this content; raises ``AdapterError`` if the header already differs."""
         self._expected = digest
         if self._head != digest.head:
             raise self._changed()
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
-        """Hand the tensors over by layers, and in a layer in the order of their names.
+        """Pass the tensors to ``take`` by layers, within a layer in the order of their names.
 
-        A layer is yielded when it is whole and, after ``expect``, has been found to be the one
-        that is expected.
+        A layer is yielded when it is complete and, after ``expect``, has been verified.
         """
         if self._expected is None:
             self._check_copies()
@@ -66,7 +65,7 @@ class OpenAdapter:
                 except AdapterError as error:
                     raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
             digests.append(digest.digest())
-            # Whoever writes the file meanwhile makes no difference while the content is the same.
+            # Writes to the file meanwhile do not matter while the content is the same.
             if self._expected is not None and digests[index] != self._expected.layers[index]:
                 raise self._changed()
             yield layer
@@ -85,9 +84,9 @@ class OpenAdapter:
         self.close()
 
     def _check_copies(self) -> None:
-        """Refuse tensors beside LoRA that are not those of the base."""
+        """Refuse tensors beside LoRA that differ from the base's."""
         problems = [
-            f"{copy.tensor.name}: its values are not those of the base model's "
+            f"{copy.tensor.name}: its values differ from those of the base model's "
             f"{copy.base_name}; {SAVED_MODULES_REASON}"
             for copy in self.adapter.copies
             if self._base is None
@@ -99,7 +98,7 @@ class OpenAdapter:
             raise ResolveError(problems, self._checkpoint.path.parent)
 
     def _tensors_by_layer(self) -> dict[int, list[RawTensor]]:
-        """Layers ascending, which is not the order of names: layers.10 comes before layers.2."""
+        """Return tensors by layer, ascending, not by name (layers.10 sorts before layers.2)."""
         by_layer: dict[int, list[RawTensor]] = {}
         for lora in sorted(self.adapter.targets, key=lambda lora: lora.target.layer):
             by_layer.setdefault(lora.target.layer, []).extend((lora.a, lora.b))
@@ -117,11 +116,11 @@ class OpenAdapter:
 def open_adapter(
     directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None
 ) -> OpenAdapter:
-    """Open the adapter in ``directory`` and check all that needs none of its values.
+    """Open the adapter in ``directory`` and check everything except its values.
 
-    ``base``: what weights of the base model in the file are compared with; None = they are
-    refused. Raises ``AdapterError`` naming the file and what is wrong; ``ResolveError``, which is
-    one, with every problem if it does not fit the model.
+    ``base``: compared with weights of the base model in the file; None = such weights are refused.
+    Raises ``AdapterError`` with the file and the problem, or its subclass ``ResolveError`` with
+    every problem if the adapter does not fit the model.
     """
     spec = read_peft_config(directory)
     checkpoint = Checkpoint(directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank))

@@ -1,7 +1,7 @@
-"""What a PEFT configuration says about each module: whether it is adapted, rank, alpha, scaling.
+"""The settings of a PEFT configuration for each module: target or not, rank, alpha, scaling.
 
-Owns PEFT's matching rules. Knows nothing of files or of the model: module paths come from outside,
-and they must be those of the model that the adapter was trained with.
+Implements PEFT's matching rules. Knows nothing of files or of the model: callers pass module paths,
+which must be those of the model that the adapter was trained with.
 """
 
 import math
@@ -19,9 +19,9 @@ _FIRST_INDEX = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """The fields of adapter_config.json that shape the adapter's arithmetic.
+    """The fields of adapter_config.json that affect the adapter's arithmetic.
 
-    Patterns are pairs in the order of the file, because the first that matches counts.
+    Patterns are pairs in the order of the file, because the first match counts.
     """
 
     r: int
@@ -33,20 +33,20 @@ class LoraSpec:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()  # whose weights the file has in full
+    modules_to_save: tuple[str, ...] = ()  # modules with full weights in the file
     base_model_name_or_path: str | None = None
 
     def targets(self, path: str) -> bool:
         """Whether PEFT puts LoRA on the linear module ``path``.
 
-        "all-linear" leaves out the output head, which only the model knows: ask for other modules.
+        "all-linear" excludes the output head, which is not known here: call this for other modules.
         """
         if _is_named(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str):
             wants_all = self.target_modules.lower() == ALL_LINEAR
             return wants_all or path_regex(self.target_modules).fullmatch(path) is not None
-        if path in self.target_modules:  # a full path is taken whatever its layer
+        if path in self.target_modules:  # a full path counts in any layer
             return True
         return _is_named(self.target_modules, path) and self._takes_layer_of(path)
 
@@ -61,7 +61,7 @@ class LoraSpec:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def effective_fields(self) -> dict[str, Any]:
-        """Everything that shapes the result, in an order that does not depend on the file."""
+        """Return all fields that affect the result, in an order independent of the file."""
         names = self.target_modules
         excluded = self.exclude_modules
         return {
@@ -87,18 +87,18 @@ class LoraSpec:
         patterns = [layers_pattern_regex(name) for name in self.layers_pattern] or [_FIRST_INDEX]
         for pattern in patterns:
             match = path_regex(pattern).match(path)
-            if match:  # with alternatives in a name maybe without an index
+            if match:  # alternatives in a name may match without an index
                 return None if match["layer"] is None else int(match["layer"])
         return None
 
 
 def layers_pattern_regex(name: str) -> str:
-    """What a name of layers_pattern stands for; the group "layer" is the index behind it."""
+    """Return the regex of a name in layers_pattern; the group "layer" is the index after it."""
     return rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\."
 
 
 def pattern_key_regex(key: str) -> str:
-    """What a key of rank_pattern or alpha_pattern stands for."""
+    """Return the regex of a key in rank_pattern or alpha_pattern."""
     return rf"(.*\.)?({key})$"
 
 
@@ -110,7 +110,7 @@ def _is_named(names: tuple[str, ...] | str, path: str) -> bool:
 
 
 def _from_pattern(pattern: Sequence[tuple[str, float]], path: str, default: float) -> float:
-    """The value of the first key that matches the end of ``path`` at a dot.
+    """Return the value of the first key that matches the end of ``path`` after a dot.
 
     A key is a regex; one that matches only as plain text counts last, as in PEFT.
     """

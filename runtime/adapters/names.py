@@ -1,6 +1,6 @@
-"""What an adapter may be called, and what is said of a name that cannot be served.
+"""Rules for names of adapters, and the errors for names that cannot be used.
 
-The engine's registry and the front end's mirror of it give the same answers. Pure.
+Used by the engine's registry and by the front end's copy of it. Pure.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ _STATE_PHRASES = {
 
 
 def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
-    """Raise ``AdapterError`` unless an adapter may be called ``name``.
+    """Raise ``AdapterError`` unless ``name`` is valid for an adapter.
 
     One rule for HTTP, options and directories: parts joined by single slashes.
     """
@@ -55,9 +55,9 @@ def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:
 def unknown_name(
     name: str, known: Iterable[str], *, meant: str | None = None, param: str = "lora_request"
 ) -> UnknownModelError:
-    """Return the error for a name that is not among ``known``, with what it may have meant.
+    """Return the error for a name that is not among ``known``, with suggestions.
 
-    ``meant``: the part of the name to compare, if not all of it.
+    ``meant``: the part of the name to compare; None = all of it.
     """
     known = list(known)
     shown = name if len(name) <= _MAX_CHARS_SHOWN else name[: _MAX_CHARS_SHOWN - 1] + "…"
@@ -70,16 +70,16 @@ def unknown_name(
 
 
 def unavailable_adapter(name: str, state: str, reason: str | None) -> AdapterUnavailableError:
-    """Return the error for an adapter that is registered and cannot be used now."""
+    """Return the error for a registered adapter that cannot be used now."""
     because = f": {reason}" if reason and state == FAILED else ""
     kind = AdapterFailedError if state == FAILED else AdapterUnavailableError
     return kind(f"adapter {name!r} {_STATE_PHRASES[state]}{because}", param="lora_request")
 
 
 def taken_name(name: str) -> AdapterExistsError:
-    """Return the error for a name that has other content, and is not to be replaced."""
+    """Return the error for a name that has other content and must not be replaced."""
     return AdapterExistsError(
-        f"the adapter {name!r} is loaded already, with other content; "
+        f"the adapter {name!r} is already loaded with other content; "
         "set load_inplace to replace it with a new version",
         param="lora_name",
     )

@@ -1,8 +1,8 @@
-"""Regular expressions over module paths, in a time that no pattern can exceed.
+"""Regular expressions over module paths, with a time limit.
 
-PEFT gives patterns of adapter files to ``re``: a hostile one takes longer than anybody waits, and
-nothing can interrupt it. ``regex`` can be interrupted. The language is that of ``re``; what
-``regex`` would read otherwise is refused.
+PEFT passes patterns of adapter files to ``re``, which a hostile pattern can block without limit and
+which cannot be interrupted. ``regex`` can be interrupted. The language is that of ``re``; patterns
+that ``regex`` reads differently are refused.
 """
 
 import math
@@ -13,17 +13,17 @@ from functools import lru_cache
 import regex
 
 _MAX_PATTERN_CHARS = 4096
-_MAX_WRITTEN_OUT_CHARS = 100_000  # ``regex`` compiles an element as often as it is to be repeated
-_TIMEOUT_S = 0.1  # of processor time, for one path; patterns in earnest take microseconds
+_MAX_WRITTEN_OUT_CHARS = 100_000  # ``regex`` compiles an element once for each repetition
+_TIMEOUT_S = 0.1  # of processor time, for one path; usual patterns take microseconds
 _COUNT = re.compile(r"\{([0-9]+)[,}]")
-# Approximate matching and named classes, where ``re`` sees plain characters.
+# Approximate matching and named classes, which are plain characters to ``re``.
 _READ_OTHERWISE = re.compile(r"\[:|(?<!\\)(?:\\\\)*\{(?![0-9]*,[0-9]*\}|[0-9]+\})")
 
 Found = regex.Match[str] | None
 
 
 class PathRegex:
-    """One pattern. Raises ``ValueError`` with the reason if it is not taken."""
+    """One pattern. Raises ``ValueError`` with the reason if it is refused."""
 
     def __init__(self, pattern: str) -> None:
         if len(pattern) > _MAX_PATTERN_CHARS:
@@ -31,7 +31,7 @@ class PathRegex:
         counts = (max(1, int(count)) for count in _COUNT.findall(pattern))
         if len(pattern) * math.prod(counts) > _MAX_WRITTEN_OUT_CHARS:
             raise ValueError(
-                "its counted repetitions may come to more than "
+                "its counted repetitions can exceed "
                 f"{_MAX_WRITTEN_OUT_CHARS} characters when they are written out"
             )
         if _READ_OTHERWISE.search(pattern):

@@ -1,7 +1,7 @@
 """Reads adapter_config.json of a PEFT directory against an allow-list of fields.
 
-PEFT keeps growing variants that change the mathematics, so a field that is not known here and not
-at a neutral value refuses the adapter: serving it anyway would give wrong answers without an error.
+New releases of PEFT add variants that change the mathematics. An adapter with an unknown field that
+is not at a neutral value is therefore refused: serving it could give wrong answers without error.
 """
 
 import json
@@ -23,9 +23,9 @@ GGUF_REASON = (
 
 _Value = TypeVar("_Value", int, float)
 
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # in which adapters are scaled
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # adapters are scaled in float32
 
-_MAX_CONFIG_BYTES = 4 << 20  # a configuration is a few KiB; this only stops nonsense
+_MAX_CONFIG_BYTES = 4 << 20  # a configuration has a few KiB
 _MAX_CHARS_SHOWN = 200
 
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
@@ -51,7 +51,7 @@ SERVED_FIELDS = frozenset(
     }
 )
 
-# Fields that say how the adapter was made or are used in training only.
+# Fields on how the adapter was made, or used only in training.
 IGNORED_FIELDS = frozenset(
     {
         "auto_mapping",
@@ -59,12 +59,12 @@ IGNORED_FIELDS = frozenset(
         "revision",
         "inference_mode",
         "lora_dropout",
-        # Whether the base keeps its weights transposed (Conv1D): A and B are the same with it and
-        # without, and PEFT itself goes by the class of the module, whatever is written here.
+        # Whether the base stores its weights transposed (Conv1D): A and B are the same in both
+        # cases, and PEFT itself uses the class of the module.
         "fan_in_fan_out",
         "megatron_core",  # a module name, used with megatron_config only
         "qalora_group_size",  # used with use_qalora only
-        "runtime_config",  # where PEFT computes, not what
+        "runtime_config",  # where PEFT computes, without effect on results
         # How the matrices were initialised; init_lora_weights decides whether that is served.
         "eva_config",
         "corda_config",
@@ -73,11 +73,11 @@ IGNORED_FIELDS = frozenset(
     }
 )
 
-# Initialisations after which the base weights are those of the published model.
+# Initialisations that leave the base weights as published.
 _INITS_KEEPING_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
-# Initialisations that subtract from the base weights, so that the adapter belongs to another base.
-# PEFT converts such an adapter when it is saved, and then writes ``init_lora_weights: true``.
+# Initialisations that subtract from the base weights, so that the adapter needs another base.
+# PEFT can convert such an adapter when it is saved, and then writes ``init_lora_weights: true``.
 _INITS_CHANGING_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 REFUSAL_REASONS = {
@@ -111,7 +111,7 @@ def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
     """Check the fields of a configuration read from ``path``. Raises ``AdapterError``."""
     reader = _Fields(fields, path)
     if fields.get("peft_type") is not None:  # other kinds of adapters have other fields
-        reader.one_of("peft_type", ("LORA",), "corun serves LoRA adapters (LORA) and no other kind")
+        reader.one_of("peft_type", ("LORA",), "corun serves only LoRA adapters (LORA)")
     for name in _REQUIRED:
         if fields.get(name) is None:
             raise AdapterError(f"{path}: {name} is missing; a PEFT LoRA configuration has it")
@@ -125,7 +125,7 @@ def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
 def _read_json(directory: Path, path: Path) -> dict[str, Any]:
     try:
         is_there = directory.is_dir()
-    except OSError as error:  # of a path that is too long, which nobody wants to read either
+    except OSError as error:  # also of a path that is too long to show
         shown = str(directory)[:_MAX_CHARS_SHOWN]
         raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
     if not is_there:
@@ -154,13 +154,15 @@ def _no_directory(path: Path) -> AdapterError:
     if path.suffix.lower() == GGUF_SUFFIX:
         return AdapterError(f"{path} {GGUF_REASON}")
     if path.exists():
-        return AdapterError(f"{path} is no directory; give the one that holds the adapter's files")
+        return AdapterError(
+            f"{path} is not a directory; give the directory with the adapter's files"
+        )
     return AdapterError(f"no such adapter directory: {path}")
 
 
 def _check_kind(reader: "_Fields") -> None:
-    # What the adapter was trained for changes nothing in its matrices; what it trained beside
-    # them, modules_to_save and the tensors say.
+    # The task does not affect the matrices. Modules trained beside them are in modules_to_save and
+    # among the tensors.
     reader.one_of("task_type", (None, *TASK_TYPES), "PEFT knows no such task")
     reader.one_of("bias", (None, "none"), "trained biases are not served")
     init = reader.fields.get("init_lora_weights")
@@ -186,9 +188,9 @@ def _check_unknown(reader: "_Fields") -> None:
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    """Whether a field switches nothing on: null, false, empty, or PEFT's default.
+    """Whether a field has no effect: null, false, empty, or PEFT's default.
 
-    Zero is a value.
+    Zero is not neutral.
     """
     if value is None or value is False or value in ("", [], {}):
         return True
@@ -219,7 +221,7 @@ def _as_tuple(names: tuple[str, ...] | str) -> tuple[str, ...]:
 
 
 def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
-    """PEFT's own rules, and that every regex is one that is served."""
+    """Check PEFT's own rules, and that every regex is supported."""
     if not spec.target_modules:
         raise reader.error("target_modules", "no module is targeted")
     if isinstance(spec.target_modules, str):

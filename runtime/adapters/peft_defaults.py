@@ -1,7 +1,7 @@
-"""What PEFT writes into adapter_config.json for a LoRA adapter that asks for nothing special.
+"""The values that PEFT writes into adapter_config.json for a LoRA adapter by default.
 
-Plain data, made from PEFT's ``LoraConfig``. A field at its value here changes nothing, whatever it
-is for. A test holds the table to the PEFT that is installed.
+Plain data, made from PEFT's ``LoraConfig``. A field at its default has no effect. A test compares
+the table with the installed PEFT.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ PEFT_DEFAULTS: Mapping[str, object] = {
     "velora_config": None,
 }
 
-# What PEFT calls the models that adapters are made for; the tensors say what is served.
+# PEFT's names for the tasks of adapters; the tensors decide what is served.
 TASK_TYPES = (
     "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
 )  # fmt: skip

@@ -1,10 +1,11 @@
-"""The adapters that are served by name, and the life of their versions.
+"""The served adapters by name, and the life cycle of their versions.
 
 name -> entry -> immutable ``AdapterVersion``. A reload makes a new version; the old one serves the
 requests that hold it and is freed with the last of them. Pure bookkeeping: the caller reads files,
-holds the bytes, frees what this module says may be freed, and says when it has left the device.
+holds the bytes, frees the versions that this module returns, and reports when they have left the
+device.
 
-    begin_loading -> outlined it serves, and who asks for it first has it loaded again, to the end
+    begin_loading -> outlined it serves; the first request has it loaded again, completely
                   -> ready    the version serves; with other content it replaces the older one
                   -> failed   a first load is kept as "failed", a reload leaves the old one serving
     remove        -> draining no new request; freed at once, or with the last reference
@@ -42,11 +43,11 @@ class AdapterVersion:
     path: str
     facts: AdapterFacts
     conventions: AdapterConventions = NO_CONVENTIONS
-    weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that hold its facts
+    weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that it was read from
 
     @property
     def label(self) -> str:
-        """Its digest, and behind a plus that of its conventions if it has any."""
+        """Its digest, and after a plus that of its conventions, if it has any."""
         return "+".join(filter(None, (self.digest, self.conventions.digest)))
 
     @property
@@ -66,30 +67,30 @@ class AdapterVersion:
 
     @property
     def scale(self) -> float:
-        """Factor on the adapter as a whole."""
+        """Factor on the whole adapter."""
         return self.facts.scale
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The end of a load: the version that serves now, and versions to free."""
+    """The result of a load: the version in service, and versions to free."""
 
     version: AdapterVersion
-    is_new: bool  # False: the weights are those of the version that served before
+    is_new: bool  # False: the weights are those of the version in service before
     freed: tuple[AdapterId, ...] = ()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What a name stands for."""
+    """The state of a name."""
 
     path: str
     version: AdapterVersion | None = None  # serves new requests
-    outline: AdapterOutline | None = None  # of what was never read; serves when it has been
+    outline: AdapterOutline | None = None  # of content not read yet; serves once it has been read
     load_id: LoadId | None = None  # the load that is running
-    load_path: str = ""  # and from where
-    reason: str | None = None  # why the last load failed
-    is_pinned: bool = False  # whatever version it is
+    load_path: str = ""  # and its path
+    reason: str | None = None  # of the last load's failure
+    is_pinned: bool = False  # applies to every version
 
     @property
     def state(self) -> str:
@@ -100,7 +101,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Held:
-    """A version whose bytes exist, and how many requests refer to it."""
+    """A version in memory, and the number of requests that refer to it."""
 
     version: AdapterVersion
     num_references: int = 0
@@ -112,21 +113,23 @@ class AdapterRegistry:
     """Names, versions and references. Not thread-safe: the engine loop owns it."""
 
     next_adapter_id: Callable[[], AdapterId]  # never repeats, never BASE_ADAPTER
-    base_names: Collection[str] = ()  # names of the base model, taken
+    base_names: Collection[str] = ()  # names of the base model, not allowed
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
-    _ids_of: dict[str, set[AdapterId]] = field(default_factory=dict)  # held ones, by content
+    _ids_of: dict[str, set[AdapterId]] = field(
+        default_factory=dict
+    )  # versions in memory, by content
     _draining: dict[str, dict[AdapterId, _Held]] = field(default_factory=dict)  # the oldest first
-    _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet gone
+    _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet removed
     _num_loads: int = 0
 
     def path_of(self, name: str) -> str | None:
-        """Where ``name`` comes from; None if it is not registered."""
+        """The path of ``name``; None if it is not registered."""
         entry = self._entries.get(name)
         return None if entry is None else entry.path
 
     def unread_path(self, name: str) -> str | None:
-        """Where the content of ``name`` lies if nobody has read it; None if somebody has."""
+        """The path of ``name`` if its content has not been read yet, else None."""
         entry = self._entries.get(name)
         return None if entry is None or entry.outline is None else entry.path
 
@@ -139,7 +142,7 @@ class AdapterRegistry:
         """Start a load or reload; ``ready`` or ``failed`` ends it.
 
         Raises ``AdapterError`` if the name is not allowed, ``AdapterUnavailableError`` while it is
-        being loaded already.
+        already being loaded.
         """
         check_adapter_name(name, self.base_names)
         entry = self._entries.setdefault(name, _Entry(path))
@@ -154,11 +157,11 @@ class AdapterRegistry:
     def ready(
         self, name: str, path: str, load_id: LoadId, content: AdapterContent
     ) -> Registered | None:
-        """End a load with success; None if the name was removed meanwhile (free the bytes).
+        """End a load successfully; None if the name was removed meanwhile (free the bytes).
 
-        If the weights are those of the version that serves, they stay, found at ``path`` from now
-        on, and the bytes just read are not needed. Other conventions are for requests to come:
-        what those that run need of the older ones, they have.
+        If the weights equal those of the version in service, it stays, now with ``path``, and the
+        bytes just read are not needed. New conventions apply to new requests; running requests
+        already have what they need of the older ones.
         """
         entry = self._entry_of_load(name, load_id)
         if entry is None:
@@ -183,14 +186,14 @@ class AdapterRegistry:
         return Registered(version, is_new=True, freed=self._drain(old))
 
     def outlined(self, name: str, load_id: LoadId, outline: AdapterOutline) -> None:
-        """End a first load before it has read all: the first request has it loaded again."""
+        """End a first load before everything is read: the first request has it loaded again."""
         entry = self._entry_of_load(name, load_id)
         if entry is not None and entry.version is None:
             entry.load_id, entry.outline, entry.reason = None, outline, None
             entry.path = entry.load_path
 
     def failed(self, name: str, load_id: LoadId, reason: str) -> None:
-        """End a load without success; a version that served before goes on serving."""
+        """End a load with a failure; a version in service stays in service."""
         entry = self._entry_of_load(name, load_id)
         if entry is None:
             return
@@ -206,12 +209,12 @@ class AdapterRegistry:
         return self._drain(entry.version)
 
     def serving(self, name: str) -> AdapterVersion | None:
-        """The version that serves new requests for ``name``, if one does."""
+        """The version in service for ``name``, or None."""
         entry = self._entries.get(name)
         return None if entry is None else entry.version
 
     def largest_unpinned_bytes(self, *, without: str) -> int:
-        """Of the versions that serve: what requests may need beside all that is pinned."""
+        """The largest unpinned version in service: what requests may need beside pinned ones."""
         served = [
             entry.version or entry.outline
             for name, entry in self._entries.items()
@@ -220,11 +223,11 @@ class AdapterRegistry:
         return max((one.num_bytes for one in served if one is not None), default=0)
 
     def set_pinned(self, name: str, *, is_pinned: bool) -> None:
-        """Note it of a name that is registered, for all versions to come."""
+        """Set it for a registered name and all its future versions."""
         self._entries[name].is_pinned = is_pinned
 
     def is_pinned(self, name: str) -> bool:
-        """Whether the versions of ``name`` are to stay on the device."""
+        """Whether the versions of ``name`` are pinned to the device."""
         entry = self._entries.get(name)
         return entry is not None and entry.is_pinned
 
@@ -244,27 +247,27 @@ class AdapterRegistry:
         raise self._unknown(name)
 
     def acquire(self, adapter_id: AdapterId) -> None:
-        """Take a reference; a version is not freed while one is held."""
+        """Take a reference; a version is not freed while it has references."""
         self._held[adapter_id].num_references += 1
 
     def release(self, adapter_id: AdapterId) -> bool:
-        """Give a reference back; True = the version is gone and must be freed now."""
+        """Return a reference; True = the version must be freed now."""
         held = self._held[adapter_id]
         assert held.num_references > 0, f"adapter {adapter_id} is released more than acquired"
         held.num_references -= 1
         return self._free_if_drained(held)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """A version that is served or draining, or was and has not yet left the device."""
+        """A version in service or draining, or freed and still on the device."""
         held = self._held.get(adapter_id)
         return self._freed[adapter_id] if held is None else held.version
 
     def remove_version(self, adapter_id: AdapterId) -> AdapterVersion | None:
-        """A freed version has left the device; returns it, None if it is not known."""
+        """Remove a freed version that has left the device; return it, or None if it is unknown."""
         return self._freed.pop(adapter_id, None)
 
     def digests(self) -> set[str]:
-        """Return the contents that some version has, those that have not yet left included."""
+        """Return the contents of all versions, including freed ones still on the device."""
         return self._ids_of.keys() | {version.digest for version in self._freed.values()}
 
     def names_of(self, adapter_ids: Iterable[AdapterId], digests: Collection[str]) -> set[str]:
@@ -275,7 +278,7 @@ class AdapterRegistry:
     def info(
         self, name: str, residency_of: Callable[[AdapterVersion], Residency]
     ) -> AdapterInfo | None:
-        """What is to be told of a name; None if nothing has it any more."""
+        """Return the published state of a name; None if no adapter has it any more."""
         entry = self._entries.get(name)
         draining = [
             DrainingVersion(
@@ -304,13 +307,13 @@ class AdapterRegistry:
         )
 
     def infos(self, residency_of: Callable[[AdapterVersion], Residency]) -> tuple[AdapterInfo, ...]:
-        """What is to be told of all names, sorted."""
+        """Return the published state of all names, sorted."""
         names = sorted({*self._entries, *self._draining})
         infos = [self.info(name, residency_of) for name in names]
         return tuple(info for info in infos if info is not None)
 
     def check_invariants(self) -> None:
-        """Assert that every version is either served or draining with references."""
+        """Assert that every version is in service, or draining with references."""
         served = {
             entry.version.adapter_id: name
             for name, entry in self._entries.items()
@@ -367,7 +370,7 @@ def _left_out(entry: _Entry) -> tuple[str, ...]:
 def _draining_info(
     name: str, held: Mapping[AdapterId, _Held], draining: Sequence[DrainingVersion]
 ) -> AdapterInfo | None:
-    """Of a name that was removed: its newest version, and those beside it."""
+    """The newest version of a removed name, and its other draining versions."""
     if not held:
         return None
     newest = [*held.values()][-1].version

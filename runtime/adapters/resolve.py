@@ -1,7 +1,7 @@
 """Matches the tensors of a PEFT adapter with the targets of the base model.
 
-Owns every check that needs no arithmetic: names, shapes, ranks, types, and that configuration and
-file say the same. Values are checked when they are converted, where the arithmetic is.
+Checks everything that needs no arithmetic: names, shapes, ranks, types, and that configuration and
+file agree. Values are checked when they are converted.
 """
 
 import math
@@ -27,11 +27,11 @@ from .tensor_names import (
 
 _MAX_LISTED = 8
 _MAX_MODULES_SHOWN = 3
-_MAX_KEPT = 32  # adapters' shapes that were resolved
+_MAX_KEPT = 32  # cached results, by the adapter's shapes
 
 
 class ResolveError(AdapterError):
-    """The adapter does not fit; ``problems`` lists why, the message shows the first few."""
+    """The adapter does not fit. ``problems`` has all reasons, the message the first few."""
 
     def __init__(self, problems: Sequence[str], directory: Path | None = None) -> None:
         self.problems = tuple(problems)
@@ -43,7 +43,7 @@ class ResolveError(AdapterError):
 
 
 def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
-    """The most that the tensors of an adapter within the limits can take in a file."""
+    """Return the largest file size of the tensors of an adapter within the limits."""
     features = sum(one.in_features + one.out_features for one in target_map.targets)
     features += sum(one.num_features for one in target_map.unused)
     weights = sum(one.num_weights for one in target_map.unused)
@@ -58,10 +58,10 @@ def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
 def resolve_adapter(
     spec: LoraSpec, tensors: Sequence[RawTensor], target_map: TargetMap, *, max_rank: int
 ) -> ResolvedAdapter:
-    """Match ``tensors`` with targets and check names, shapes, ranks and types.
+    """Match ``tensors`` with targets, and check names, shapes, ranks and types.
 
-    What adapters of one recipe have in common is found out once. Raises ``ResolveError`` with every
-    problem found, or with a pattern that takes too long.
+    Results are cached for adapters with the same shapes. Raises ``ResolveError`` with every
+    problem, or with a pattern that takes too long.
     """
     return _resolve(spec, tuple(tensors), target_map, max_rank)
 
@@ -80,7 +80,7 @@ def _resolve(
 
 
 def _phrases(left_out: Iterable[UnusedModule]) -> tuple[str, ...]:
-    """Say what was left out (a module for each tensor), in one phrase for each reason."""
+    """Describe the left-out modules (one for each tensor), in one phrase for each reason."""
     modules: dict[str, Counter[str]] = {}
     for one in left_out:
         modules.setdefault(one.reason, Counter())[one.path] += 1
@@ -118,7 +118,7 @@ class _Resolver:
         self._found: dict[int, _Found] = {}
         self._copies: list[BaseCopy] = []
         self._left_out: list[UnusedModule] = []  # one for each tensor
-        self._saved_paths: list[str] = []  # of modules whose weights the file has in full
+        self._saved_paths: list[str] = []  # modules with full weights in the file
         self._problems: list[str] = []
 
     def add(self, tensor: RawTensor) -> None:
@@ -134,13 +134,13 @@ class _Resolver:
         found = self._found.setdefault(target.index, _Found(target, name.path, {}))
         first = found.matrices.setdefault(name.matrix, tensor)
         if first is not tensor:
-            self._problems.append(f"{tensor.name}: the module has {first.name} already")
+            self._problems.append(f"{tensor.name}: the module already has {first.name}")
 
     def finish(self) -> ResolvedAdapter:
         checked = [self._check(self._found[index]) for index in sorted(self._found)]
         self._check_announced()
         if not self._found:
-            of_text = " that text passes through" if self._left_out else ""
+            of_text = " that processes text" if self._left_out else ""
             self._problems.append(f"the file changes no module of this model{of_text}")
         if self._problems:
             raise ResolveError(self._problems)
@@ -148,7 +148,7 @@ class _Resolver:
         return ResolvedAdapter(loras, tuple(self._copies), _phrases(self._left_out))
 
     def _add_saved(self, tensor: RawTensor) -> None:
-        """A tensor that is no LoRA matrix: of an unused module, or a copy of one of the base."""
+        """Add a tensor that is not a LoRA matrix: of an unused module, or a copy of the base's."""
         name = parse_base_tensor_name(tensor.name)
         if name is not None:
             self._saved_paths.append(name.path)
@@ -160,14 +160,14 @@ class _Resolver:
             self._problems.append(f"{tensor.name}: {refusal_of_name(tensor.name)}")
         elif tensor.shape != shape or tensor.dtype not in FLOAT_BYTES:
             self._problems.append(
-                f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} is no copy of the "
+                f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} is not a copy of the "
                 f"base model's, which has the shape {list(shape)}; {SAVED_MODULES_REASON}"
             )
         else:
             self._copies.append(BaseCopy(tensor, vocabulary.tensor_name(name.name)))
 
     def _leaves_out(self, path: str) -> bool:
-        """Note a tensor of a module that changes no text answer; False if it may change one."""
+        """Record a tensor of a module without effect on text; False if it has an effect."""
         unused = self._unused.find_holder(path)
         if unused is not None:
             self._left_out.append(unused)
@@ -179,7 +179,7 @@ class _Resolver:
         if not self._spec.targets(path):
             self._problems.append(
                 f"{path}: the file has tensors for it, but target_modules, exclude_modules or "
-                "layers_to_transform of the configuration leave it out"
+                "layers_to_transform of the configuration exclude it"
             )
         rank = self._spec.rank(path)
         if rank > self._max_rank:
@@ -210,7 +210,7 @@ class _Resolver:
             )
 
     def _reason_unmatched(self, path: str) -> str:
-        """Why no target has this path: refused by name, or unknown with near names."""
+        """Return why no target has this path: refused, or unknown (with near names)."""
         reason = self._refused.find_holder(path)
         if reason is not None:
             return reason
@@ -221,7 +221,7 @@ class _Resolver:
         return f"the model has no linear module {path}{hint}"
 
     def _check_announced(self) -> None:
-        """Every module that the configuration targets must be in the file, and be served."""
+        """Check that every module that the configuration targets is in the file and served."""
         trained = self._trained_paths()
         for target in self._map.targets:
             path = trained(target.path)
@@ -237,15 +237,15 @@ class _Resolver:
                 )
         modules = self._spec.target_modules
         if isinstance(modules, str) and modules.lower() == ALL_LINEAR:
-            return  # leaves out the output head, and takes no module that is not linear
+            return  # excludes the output head and modules that are not linear
         for refused, reason in self._map.refused.items():
-            # LoRA on embeddings and the head is refused where the file has it: without, PEFT
-            # makes one that changes nothing.
+            # LoRA on embeddings and the head is refused if the file has it. Without, PEFT makes one
+            # that has no effect.
             if refused not in self._map.vocabularies and self._spec.targets(trained(refused)):
                 self._problems.append(f"{refused}: the configuration targets it: {reason}")
 
     def _trained_paths(self) -> PrefixChange:
-        """How this model's paths are written in the model that the adapter was trained with."""
+        """Return the change from this model's paths to those of the adapter's training."""
         for found in self._found.values():
             return PrefixChange.between(found.target.path, found.path)
         return PrefixChange("", "")

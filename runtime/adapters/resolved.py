@@ -1,6 +1,6 @@
-"""An adapter that fits the model: which tensors of its file are the matrices of which target.
+"""An adapter that fits the model: the tensors of its file, by target.
 
-Plain data between the reader, which knows files, and the device half, which knows arithmetic.
+Plain data between the reader, which knows files, and the device side, which knows arithmetic.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,17 +10,17 @@ from typing import Protocol, Self
 from .digest import ContentDigest
 from .target_map import Target
 
-FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the served types, as safetensors calls them
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the served types, by their names in safetensors
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One tensor as it lies in the file: row-major, little-endian."""
+    """One tensor in the file: row-major, little-endian."""
 
     name: str
     dtype: str  # of safetensors: F32, F16, BF16, …
     shape: tuple[int, ...]
-    start: int  # of its bytes, behind the file's header
+    start: int  # of its bytes, after the file's header
     num_bytes: int
 
 
@@ -37,7 +37,7 @@ class TargetLora:
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """A tensor of the file that must have the values of one of the base model."""
+    """A tensor of the file that must equal one of the base model."""
 
     tensor: RawTensor
     base_name: str  # of the base's tensor, e.g. "lm_head.weight"
@@ -49,7 +49,9 @@ class ResolvedAdapter:
 
     targets: tuple[TargetLora, ...]
     copies: tuple[BaseCopy, ...] = ()
-    left_out: tuple[str, ...] = ()  # what of the file changes no text answer, and why: phrases
+    left_out: tuple[
+        str, ...
+    ] = ()  # parts of the file without effect on text, with reasons: phrases
 
     @property
     def max_rank(self) -> int:
@@ -64,50 +66,50 @@ class ResolvedAdapter:
         )
 
 
-# Takes one tensor and its bytes, which are valid until it returns.
+# Called with one tensor and its bytes, which are valid until it returns.
 TakeTensor = Callable[[RawTensor, memoryview], None]
 
 
 class BaseWeights(Protocol):
-    """The weights of the base model, as they are stored."""
+    """The stored weights of the base model."""
 
     def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
-        """Whether the base's tensor ``name`` is that of ``tensor``, once both are cast.
+        """Whether the base's tensor ``name`` equals ``tensor``, after a cast of both.
 
-        ``parts``: the bytes of ``tensor``, in whole rows. The type is the one that the base is
-        served in. Raises ``ModelError`` if the base's files cannot be read.
+        ``parts``: the bytes of ``tensor``, in whole rows. Both are cast to the type that the base
+        is served in. Raises ``ModelError`` if the base's files cannot be read.
         """
         ...
 
 
 class AdapterReader(Protocol):
-    """An adapter whose configuration and header have been read; its values come once, in order.
+    """An adapter with its configuration and header read. Its values are read once, in order.
 
     A context manager, which closes the file.
     """
 
     @property
     def adapter(self) -> ResolvedAdapter:
-        """Where each tensor belongs."""
+        """The targets of all tensors."""
         ...
 
     @property
     def digest(self) -> ContentDigest:
-        """Of the content; known once ``read_layers`` has come to its end."""
+        """The digest of the content; known once ``read_layers`` has ended."""
         ...
 
     def expect(self, digest: ContentDigest) -> None:
-        """Read nothing but this content. Before ``read_layers``.
+        """Accept only this content. Call it before ``read_layers``.
 
-        Raises ``AdapterError`` if it cannot be it: configuration, names or shapes are others.
+        Raises ``AdapterError`` if configuration, names or shapes already differ.
         """
         ...
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
-        """Hand the tensors over, first layer first; yield each layer once it is whole.
+        """Pass the tensors to ``take``, in the order of layers; yield each complete layer.
 
-        What was handed over counts only then, and without ``expect`` only once this has ended.
-        Raises ``AdapterError`` if the file cannot be read or has changed.
+        Tensors are valid only once their layer is yielded, and without ``expect`` only once this
+        has ended. Raises ``AdapterError`` if the file cannot be read or has changed.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which tensors lie where.
+"""The header of a safetensors file: names, types, shapes and positions of tensors.
 
-Read apart from the tensors, so that a file's bytes can go straight to where they are wanted. As
-strict as the library: tensors cover the data without holes or overlaps.
+Read separately from the tensors, so that their bytes can be read directly to their destination. As
+strict as the library: tensors cover the data without gaps or overlaps.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from .resolved import RawTensor
 
-LENGTH_BYTES = 8  # the header's length, little-endian, in front of it
+LENGTH_BYTES = 8  # the header's length, little-endian, before the header
 
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -20,19 +20,19 @@ _ITEM_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _METADATA = "__metadata__"
-_MAX_KEPT = 32  # headers that were read
-_MAX_KEPT_BYTES = 1 << 20  # of each; longer ones are read anew
+_MAX_KEPT = 32  # cached headers
+_MAX_KEPT_BYTES = 1 << 20  # of each; longer ones are not cached
 
 
 class HeaderError(ValueError):
-    """The header is not one; the message says why."""
+    """The header is invalid; the message has the reason."""
 
 
 def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
-    """The tensors that ``header`` describes, in the order of their names.
+    """Return the tensors that ``header`` describes, in the order of their names.
 
-    ``data_bytes``: what follows the header in the file. Adapters of one recipe have one header,
-    which is read once. Raises ``HeaderError``.
+    ``data_bytes``: number of bytes after the header. Headers are cached, as adapters with the same
+    shapes share one. Raises ``HeaderError``.
     """
     parse = _parse_once if len(header) <= _MAX_KEPT_BYTES else _parse
     return parse(header, data_bytes)
@@ -44,7 +44,7 @@ def _parse(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"its header is not valid: {error}") from error
     if not isinstance(entries, dict):
-        raise HeaderError("its header is no JSON object")
+        raise HeaderError("its header is not a JSON object")
     entries.pop(_METADATA, None)
     tensors = [_tensor(name, fields) for name, fields in entries.items()]
     _check_cover(tensors, data_bytes)
@@ -57,13 +57,13 @@ _parse_once = lru_cache(_MAX_KEPT)(_parse)
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise HeaderError("a name stands twice in its header")
+        raise HeaderError("a name occurs twice in its header")
     return entries
 
 
 def _tensor(name: str, fields: Any) -> RawTensor:
     if not isinstance(fields, dict):
-        raise HeaderError(f"the entry of {name} is no object")
+        raise HeaderError(f"the entry of {name} is not an object")
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise HeaderError(f"{name} has the unknown type {dtype!r}")

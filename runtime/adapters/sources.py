@@ -1,4 +1,4 @@
-"""Which adapters ``--lora-dir`` and ``--lora-modules`` name. Touches no adapter file's content."""
+"""The adapters of ``--lora-dir`` and ``--lora-modules``. Reads no contents of adapter files."""
 
 import errno
 import logging
@@ -16,32 +16,31 @@ from .peft_config import CONFIG_NAME
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_DEPTH = 4  # of directories whose names are joined by slashes
+_MAX_DEPTH = 4  # of nested directories, with names joined by slashes
 _MAX_NAMES_SHOWN = 5
-# What the system says of what is not there. Anything else says that it cannot be known.
+# Errors that mean that a file does not exist. Any other error means that this is unknown.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG})
 
 
 @dataclass(frozen=True, slots=True)
 class LoraDirEntries:
-    """What can be seen below ``--lora-dir`` at one moment. By name, with slashes between parts."""
+    """The entries of ``--lora-dir`` at one moment. By name, with slashes between parts."""
 
     adapters: dict[str, Path] = field(default_factory=dict)
-    # Entries whose state cannot be read, and why; "" is the directory itself. What lies there or
-    # below is not known.
+    # Unreadable entries, with the reason; "" is the directory itself. Their contents are unknown.
     unreadable: dict[str, str] = field(default_factory=dict)
     unservable: dict[str, str] = field(default_factory=dict)  # names that no adapter may have
-    is_missing: bool = False  # there is no such directory
+    is_missing: bool = False  # the directory does not exist
 
 
 def collect_sources(
     lora_dir: str | None, lora_modules: Sequence[str], base_names: Collection[str] = ()
 ) -> tuple[LoraModule, ...]:
-    """All adapters to load at start, those of ``--lora-dir`` first.
+    """Return all adapters to load at start, those of ``--lora-dir`` first.
 
-    What of ``--lora-dir`` cannot be read or served is passed over with a warning. Raises
-    ``ConfigError`` naming the flag: a directory that cannot be read, and of ``--lora-modules`` bad
-    names, a name given twice, another base model.
+    Entries of ``--lora-dir`` that cannot be read or served are skipped with a warning. Raises
+    ``ConfigError`` with the flag for an unreadable directory, and for bad names, repeated names or
+    another base model in ``--lora-modules``.
     """
     sources: dict[str, LoraModule] = {}
     for source in parse_lora_modules(tuple(lora_modules)):
@@ -64,14 +63,14 @@ def collect_sources(
     found = []
     for name, path in entries.adapters.items():
         if name in sources:
-            _LOG.warning("%s is not served: --lora-modules names another %r", path, name)
+            _LOG.warning("skipped %s: --lora-modules has another adapter %r", path, name)
         else:
             found.append(LoraModule(name, str(path)))
     return (*found, *sources.values())
 
 
 def stored_bytes(source: LoraModule) -> int:
-    """Size of the file of an adapter's weights; 0 if there is none."""
+    """Return the size of the file of an adapter's weights; 0 if there is none."""
     try:
         return (Path(source.path) / WEIGHTS_NAME).stat().st_size
     except OSError:
@@ -79,10 +78,10 @@ def stored_bytes(source: LoraModule) -> int:
 
 
 def discover(lora_dir: Path, base_names: Collection[str] = ()) -> LoraDirEntries:
-    """Look for directories below that hold an adapter_config.json.
+    """Find directories below ``lora_dir`` with an adapter_config.json.
 
-    A directory without one may hold others: ``team/sql`` is the name of what lies there. What
-    cannot be read concerns itself alone.
+    A directory without one may contain adapters: ``team/sql`` is the name of one in ``team``. An
+    unreadable entry does not affect other entries.
     """
     entries = LoraDirEntries(is_missing=_is_missing(lora_dir))
     for name, path in sorted(_below(lora_dir, (), entries.unreadable)):
@@ -95,29 +94,29 @@ def discover(lora_dir: Path, base_names: Collection[str] = ()) -> LoraDirEntries
 
 
 def log_entries(lora_dir: Path, before: LoraDirEntries, now: LoraDirEntries) -> None:
-    """Warn of what cannot be read or served and could before, and say what can be read again."""
+    """Warn of entries that became unreadable or unservable, and log those readable again."""
     for reason, names in _by_reason(before.unreadable, now.unreadable).items():
         if "" in names:
             _LOG.warning(
-                "--lora-dir %s cannot be read (%s): its adapters stay as they are%s",
-                lora_dir, reason, " for a while" if now.is_missing else " until it can be",
+                "--lora-dir %s cannot be read (%s): its adapters stay as they are %s",
+                lora_dir, reason, "for a while" if now.is_missing else "until it can be read",
             )  # fmt: skip
         else:
             _LOG.warning(
                 "--lora-dir %s: %s cannot be read (%s): adapters there stay as they are until it "
-                "can be, all others are served", lora_dir, _shown(names), reason,
+                "can be read; all other adapters are served", lora_dir, _shown(names), reason,
             )  # fmt: skip
     readable = sorted(before.unreadable.keys() - now.unreadable.keys())
     if "" in readable:
-        _LOG.info("--lora-dir %s can be read again", lora_dir)
+        _LOG.info("--lora-dir %s is readable again", lora_dir)
     elif readable and "" not in now.unreadable:
-        _LOG.info("--lora-dir %s: %s can be read again or is gone", lora_dir, _shown(readable))
+        _LOG.info("--lora-dir %s: %s is readable again or was removed", lora_dir, _shown(readable))
     for name in sorted(now.unservable.keys() - before.unservable.keys()):
-        _LOG.warning("passed over in --lora-dir %s: %s", lora_dir, now.unservable[name])
+        _LOG.warning("skipped in --lora-dir %s: %s", lora_dir, now.unservable[name])
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether it holds an adapter_config.json. Raises ``OSError`` if that cannot be known."""
+    """Whether ``directory`` has an adapter_config.json. Raises ``OSError`` if this is unknown."""
     try:
         return stat.S_ISREG((directory / CONFIG_NAME).stat().st_mode)
     except OSError as error:
@@ -127,14 +126,14 @@ def is_adapter(directory: Path) -> bool:
 
 
 def why_unknown(error: OSError) -> str | None:
-    """The system's reason why it is not known whether a file is there; None if it is not there."""
+    """Return the system's reason why a file's existence is unknown; None if it does not exist."""
     return None if error.errno in _NOT_THERE else error.strerror or str(error)
 
 
 def _below(
     directory: Path, parents: tuple[str, ...], unreadable: dict[str, str]
 ) -> Iterator[tuple[str, Path]]:
-    """Adapters in ``directory``, whose name below --lora-dir has the parts ``parents``."""
+    """Yield the adapters in ``directory``; ``parents``: the parts of its name in --lora-dir."""
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -169,12 +168,12 @@ def _is_missing(directory: Path) -> bool:
 
 
 def _may_hold_others(entry: "os.DirEntry[str]") -> bool:
-    """Links could lead in circles, and hidden directories are caches of tools."""
+    """Whether to search an entry: not links (cycles) nor hidden directories (caches of tools)."""
     return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
 
 
 def _by_reason(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names that are new, by the reason."""
+    """Return the new names, by reason."""
     names: dict[str, list[str]] = {}
     for name in sorted(now):
         if name not in before:

@@ -1,7 +1,7 @@
-"""Where an adapter's matrices act: PEFT path -> (layer, input group, physical linear, slice).
+"""Maps the targets of adapters: PEFT path -> (layer, input group, physical linear, slice).
 
-Plain data. Kernels, loader and workers speak of target indices and input groups, never of module
-names, so fusing q, k, v or gate, up later changes one table.
+Plain data. Kernels, loader and workers use target indices and input groups, never module names, so
+that fusing q, k, v or gate, up changes only this table.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ EXPERTS_REASON = "expert targets are not served yet"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One linear of the base model that adapters may change."""
+    """One linear of the base model that adapters can target."""
 
     index: int  # position in ``TargetMap.targets`` and in the kernels' tables
     path: str  # module path in the base model, e.g. "model.layers.0.self_attn.q_proj"
@@ -20,29 +20,29 @@ class Target:
     input_group: int  # within the layer; members read the same x
     in_features: int
     out_features: int
-    physical_path: str  # the module that computes it; a fused one computes several targets
+    physical_path: str  # the module that computes it; a fused module computes several targets
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedModule:
-    """A module that changes no text answer: what an adapter has for it is left out."""
+    """A module without effect on text: an adapter's tensors for it are left out."""
 
-    path: str  # of the module; those in it are as unused
+    path: str  # of the module; modules in it are unused too
     reason: str
-    num_features: int  # inputs and outputs of all matrices in it: LoRA takes a rank for each
+    num_features: int  # inputs and outputs of all its matrices: LoRA needs a rank for each
     num_weights: int  # in all
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """An embedding or the output head, of which trainers save a copy beside LoRA."""
+    """An embedding or the output head, which trainers may save beside LoRA."""
 
     path: str  # of the module
     shapes: Mapping[str, tuple[int, ...]]  # of its tensors, by name, e.g. "weight"
-    shared_with: str | None = None  # path of the module whose weight it has, if it is tied
+    shared_with: str | None = None  # path of the module that it is tied to
 
     def tensor_name(self, name: str) -> str:
-        """The name of the base's tensor that ``name`` of this module stands for."""
+        """Return the name of the base's tensor for ``name`` of this module."""
         return f"{(name == 'weight' and self.shared_with) or self.path}.{name}"
 
 

@@ -1,7 +1,7 @@
-"""The names that PEFT gives to tensors and modules, and how they compare with the model's paths.
+"""The names that PEFT gives to tensors and modules, and their match with the model's paths.
 
-The model that an adapter was trained with can be wrapped (compiled, sharded, inside a multi-modal
-model), so its paths may begin differently from those of the model that is served.
+The model that an adapter was trained with may have been wrapped (compiled, sharded, inside a
+multi-modal model), so its paths may begin differently from those of the served model.
 """
 
 import re
@@ -14,10 +14,10 @@ from .target_map import EXPERTS_REASON
 _Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-# PEFT's model, maybe in one of data parallelism, maybe in another of PEFT's.
+# PEFT's model, possibly inside data parallelism, possibly inside another PEFT model.
 _PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
 
-# A weight of the base that PEFT has saved beside LoRA, and what it wraps it in.
+# A weight of the base that PEFT saved beside LoRA, with PEFT's wrappers.
 _BASE_TENSOR = re.compile(
     r"(?P<path>.+?)(?:\.(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<name>[^.]+)"
 )
@@ -33,7 +33,7 @@ _WRAPPERS = frozenset(
     }
 )
 
-# Leading components that hold the decoder; which of them appear depends on the outer class.
+# Leading components before the decoder; which of them occur depends on the outer class.
 _HOLDERS = frozenset(
     {
         "module",
@@ -49,7 +49,7 @@ _HOLDERS = frozenset(
 
 SAVED_MODULES_REASON = "fully trained modules beside LoRA are not served"
 
-# Parts of tensor names that are known and not served.
+# Parts of tensor names that are known but not served.
 _REFUSED_PARTS = (
     ("lora_magnitude_vector", "DoRA is not served"),
     ("lora_embedding_", "LoRA on embeddings is not served"),
@@ -62,14 +62,14 @@ _REFUSED_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraTensorName:
-    """A tensor name taken apart."""
+    """The parts of a LoRA matrix's name."""
 
     path: str  # of the module, in the model that the adapter was trained with
     matrix: str  # "A" or "B"
 
 
 def parse_tensor_name(name: str) -> LoraTensorName | None:
-    """Take apart ``base_model.model.<path>.lora_A.weight``; None for any other kind of name.
+    """Parse ``base_model.model.<path>.lora_A.weight``; None for any other kind of name.
 
     An adapter's name after lora_A, and a missing prefix, are tolerated.
     """
@@ -81,23 +81,23 @@ def parse_tensor_name(name: str) -> LoraTensorName | None:
 
 @dataclass(frozen=True, slots=True)
 class BaseTensorName:
-    """The name of a tensor that is no LoRA matrix, taken apart."""
+    """The parts of the name of a tensor that is not a LoRA matrix."""
 
     path: str  # of the module, in the model that the adapter was trained with
     name: str  # e.g. "weight"
 
 
 def parse_base_tensor_name(name: str) -> BaseTensorName | None:
-    """Take apart ``base_model.model.<path>.weight``, as PEFT saves weights of the base.
+    """Parse ``base_model.model.<path>.weight``, as PEFT saves weights of the base.
 
-    The components that PEFT wraps such modules in are tolerated. None if there is no path.
+    PEFT's wrappers of such modules are tolerated. None if there is no path.
     """
     match = _BASE_TENSOR.fullmatch(_without_wrappers(name))
     return None if match is None else BaseTensorName(match["path"], match["name"])
 
 
 def refusal_of_name(name: str) -> str:
-    """Why a tensor is refused whose name is not that of a LoRA matrix."""
+    """Return the reason to refuse a tensor that is not a LoRA matrix."""
     for part, reason in _REFUSED_PARTS:
         if part in name:
             return reason
@@ -105,7 +105,7 @@ def refusal_of_name(name: str) -> str:
 
 
 class PathIndex(Generic[_Item]):
-    """Finds what belongs to a module path, also if the path begins with other holders."""
+    """Finds the item of a module path, even if the path begins with other wrappers."""
 
     def __init__(self, items: Mapping[str, _Item]) -> None:
         self._exact = dict(items)
@@ -120,13 +120,13 @@ class PathIndex(Generic[_Item]):
             del self._by_tail[tail]
 
     def find(self, path: str) -> _Item | None:
-        """The item of ``path``, or None."""
+        """Return the item of ``path``, or None."""
         if path in self._exact:
             return self._exact[path]
         return self._by_tail.get(_without_holders(path))
 
     def find_holder(self, path: str) -> _Item | None:
-        """The item of ``path`` or of the nearest module that contains it, or None."""
+        """Return the item of ``path`` or of the nearest module that contains it, or None."""
         while path:
             item = self.find(path)
             if item is not None:
@@ -137,14 +137,14 @@ class PathIndex(Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """Replaces the beginning of paths by another."""
+    """Replaces the beginning of paths."""
 
     old: str
     new: str
 
     @classmethod
     def between(cls, path: str, other: str) -> "PrefixChange":
-        """The change that leaves the longest common end of two paths alone."""
+        """Return the change that keeps the longest common end of two paths."""
         ours, theirs = path.split("."), other.split(".")
         while ours and theirs and ours[-1] == theirs[-1]:
             ours.pop()
@@ -156,7 +156,7 @@ class PrefixChange:
 
 
 def _without_wrappers(path: str) -> str:
-    """Without what PEFT and others put around the model, in any nesting."""
+    """Return ``path`` without the wrappers of PEFT and other libraries, in any nesting."""
     path = ".".join(name for name in path.split(".") if name not in _WRAPPERS)
     return _PEFT_PREFIX.sub("", path, count=1) if _PEFT_PREFIX.match(path) else path
 

@@ -1,7 +1,6 @@
-"""Whether an adapter's tensor can be served in a type: finite in it, and not lost in it.
+"""Checks whether a tensor's values can be served in a type: finite, and without large loss.
 
-The engine and ``corun check`` both ask here. It looks at the bits with numpy, so that a check
-needs no torch.
+Used by the engine and by ``corun check``. Examines the bits with numpy, so that no torch is needed.
 """
 
 import math
@@ -14,17 +13,17 @@ from ..errors import AdapterError
 from .resolved import RawTensor
 
 MAX_LOSS = 0.01  # of a tensor's norm
-_SAFE_RMS = 2.0**-18  # from this root mean square on float16 loses less than that of it
-_BLOCK_VALUES = 1 << 17  # stay in the cache between two operations
+_SAFE_RMS = 2.0**-18  # at this root mean square or more, float16 loses less than MAX_LOSS
+_BLOCK_VALUES = 1 << 17  # so that they stay in the cache between two operations
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A type of safetensors: the integers that its bits are."""
+    """A type of safetensors, as integers."""
 
     dtype: type[np.unsignedinteger]
     magnitude: int  # all bits but the sign
-    infinity: int  # from these bits on a magnitude is no finite number
+    infinity: int  # magnitudes of at least this are not finite
     is_short_float32: bool = False  # the upper half of a float32
 
 
@@ -33,7 +32,7 @@ _STORED = {
     "F16": _Stored(np.uint16, 0x7FFF, 0x7C00),
     "BF16": _Stored(np.uint16, 0x7FFF, 0x7F80, is_short_float32=True),
 }
-# The largest number of a type, and the smallest that is rounded to infinity in it.
+# The largest number of a type, and the smallest number that it rounds to infinity.
 _RANGES = {
     "float32": (3.4028234663852886e38, math.inf),
     "bfloat16": (3.3895313892515355e38, 3.3961775292304961e38),
@@ -44,9 +43,9 @@ _RANGES = {
 def check_values(raw: RawTensor, data: memoryview, dtype: str) -> None:
     """Check that the values of ``raw`` (``data``: its bytes) can be served in ``dtype``.
 
-    ``dtype``: float32, bfloat16 or float16. Raises ``AdapterError`` naming the tensor if a value is
-    not finite or overflows ``dtype``, or if the values are so small that more than ``MAX_LOSS`` of
-    the tensor's norm is lost in ``dtype``.
+    ``dtype``: float32, bfloat16 or float16. Raises ``AdapterError`` with the tensor's name if a
+    value is not finite or overflows ``dtype``, or if ``dtype`` loses more than ``MAX_LOSS`` of the
+    tensor's norm because its values are small.
     """
     stored = _STORED[raw.dtype]
     bits = np.frombuffer(data, dtype=stored.dtype)
@@ -54,24 +53,24 @@ def check_values(raw: RawTensor, data: memoryview, dtype: str) -> None:
         return
     largest_bits = _largest_magnitude(bits, stored)
     if largest_bits >= stored.infinity:
-        raise AdapterError(f"{raw.name} holds values that are not finite (NaN or infinity)")
+        raise AdapterError(f"{raw.name} has values that are not finite (NaN or infinity)")
     largest = float(_floats(np.array([largest_bits], dtype=stored.dtype), stored)[0])
     limit, overflow = _RANGES[dtype]
     if largest >= overflow:
         raise AdapterError(
-            f"{raw.name} holds {largest:g}, over the largest number of torch.{dtype} "
+            f"{raw.name} has the value {largest:g}, over the largest number of torch.{dtype} "
             f"({limit:g}); use another --dtype"
         )
     loss = _loss_in_float16(bits, stored, largest) if dtype == "float16" else 0.0
     if loss > MAX_LOSS:
         raise AdapterError(
-            f"{raw.name} holds {largest:g} at most, too small for torch.{dtype}, in which "
-            f"{loss:.0%} of it would be lost; use another --dtype"
+            f"{raw.name} has values up to {largest:g}, too small for torch.{dtype}, which would "
+            f"lose {loss:.0%} of its norm; use another --dtype"
         )
 
 
 def _largest_magnitude(bits: np.ndarray, stored: _Stored) -> int:
-    """The bits of the largest absolute value; NaN is larger than infinity."""
+    """Return the bits of the largest absolute value; NaN is larger than infinity."""
     largest = 0
     buffer = np.empty(min(len(bits), _BLOCK_VALUES), dtype=bits.dtype)
     for block in _blocks(bits):
@@ -82,10 +81,10 @@ def _largest_magnitude(bits: np.ndarray, stored: _Stored) -> int:
 
 
 def _loss_in_float16(bits: np.ndarray, stored: _Stored, largest: float) -> float:
-    """How much of the norm of a tensor is lost in float16.
+    """Return the share of a tensor's norm that float16 loses.
 
-    Rounding alone loses 3e-4 of it. More is lost only below 2**-14, where numbers are 2**-24 apart,
-    and what is under half of that becomes zero.
+    Rounding alone loses 3e-4 of it. More is lost only below 2**-14, where numbers are 2**-24 apart
+    and values under half of that become zero.
     """
     if stored is _STORED["F16"] or not largest:
         return 0.0
@@ -105,7 +104,7 @@ def _norm(values: np.ndarray) -> float:
 
 
 def _floats(bits: np.ndarray, stored: _Stored) -> np.ndarray:
-    """The values of ``bits``, exactly, float16 or float32."""
+    """Return the exact values of ``bits``, as float16 or float32."""
     if stored.is_short_float32:
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(np.float32 if stored.dtype is np.uint32 else np.float16)

@@ -1,7 +1,7 @@
-"""Whether an adapter's tokenizer makes the base's tokens, and which it has beside them. Pure.
+"""Compares an adapter's tokenizer with the base's: same tokens, and added ones. Pure.
 
-Trainers add tokens (one for padding, marks of turns). A tokenizer that leaves the base's ids alone
-makes the same tokens of all texts that hold no added one.
+Trainers add tokens (for padding, or to mark turns). A tokenizer that keeps the base's ids makes the
+same tokens of all texts without added tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _MAX_CHARS_SHOWN = 60
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token that is found in a text before the text is cut into words, as ``tokenizers`` says."""
+    """A token that is found in a text before it is split into words, as in ``tokenizers``."""
 
     content: str
     token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = msgspec.field(name="id")
@@ -31,23 +31,23 @@ class AddedToken(msgspec.Struct, frozen=True):
 class BaseTokens:
     """The tokens of the base model."""
 
-    ids: Mapping[str, int]  # by content, added ones included
-    added: frozenset[str]  # contents of those that are found before a text is cut into words
+    ids: Mapping[str, int]  # by content, including added tokens
+    added: frozenset[str]  # contents of added tokens
     eos_token_id: int | None
-    num_embeddings: int  # ids below have an embedding
+    num_embeddings: int  # lower ids have an embedding
 
     @cached_property
     def contents(self) -> Mapping[int, str]:
-        """The same by id."""
+        """The contents by id."""
         return {token_id: content for content, token_id in self.ids.items()}
 
 
 class TokenDifferences(msgspec.Struct, frozen=True, array_like=True):
     """How an adapter's tokenizer differs from the base's."""
 
-    added: tuple[AddedToken, ...] = ()  # tokens that the base does not find in texts
-    missing_ids: tuple[int, ...] = ()  # added tokens of the base that it does not have
-    reason: str | None = None  # why the base's tokens are not its tokens, if so
+    added: tuple[AddedToken, ...] = ()  # tokens that the base's tokenizer does not find in texts
+    missing_ids: tuple[int, ...] = ()  # added tokens of the base that the adapter's tokenizer lacks
+    reason: str | None = None  # if it makes other tokens than the base
 
 
 def compare(
@@ -56,11 +56,11 @@ def compare(
     """Compare an adapter's tokenizer with the base's.
 
     Args:
-        words: Its vocabulary without the added tokens; None = not known, and taken as the base's.
-        added: Its added tokens, as far as they are known.
+        words: Its vocabulary without added tokens; None = unknown, assumed to be the base's.
+        added: Its known added tokens.
         base: The base's tokens.
     """
-    own_added = {token.content: token for token in added if token.content}  # as tokenizers does
+    own_added = {token.content: token for token in added if token.content}  # as ``tokenizers`` does
     ids = {**(words or {}), **{one.content: one.token_id for one in own_added.values()}}
     for content, token_id in ids.items():
         if base.ids.get(content) != token_id:
@@ -76,7 +76,7 @@ def compare(
     more = [one for one in own_added.values() if one.content not in base.added]
     if len(more) > _MAX_ADDED_TOKENS:
         return TokenDifferences(
-            reason=f"it adds {len(more)} tokens, and at most {_MAX_ADDED_TOKENS} are served"
+            reason=f"it adds {len(more)} tokens; at most {_MAX_ADDED_TOKENS} are served"
         )
     return TokenDifferences(
         tuple(sorted(more, key=lambda one: one.token_id)),
@@ -85,12 +85,12 @@ def compare(
 
 
 def _conflict(content: str, token_id: int, base: BaseTokens) -> str | None:
-    """Say what the base has in place of a token; None if it has neither the text nor the id."""
+    """Describe the base's conflict with a token; None if it has neither the text nor the id."""
     own_id, other = base.ids.get(content), base.contents.get(token_id)
     if own_id is not None:
-        return f"token {_shown(content)} has id {token_id}, and id {own_id} in the base"
+        return f"token {_shown(content)} has id {token_id}, but id {own_id} in the base"
     if other is not None:
-        return f"id {token_id} is token {_shown(content)}, and token {_shown(other)} in the base"
+        return f"id {token_id} is token {_shown(content)}, but token {_shown(other)} in the base"
     return None
 
 

@@ -84,8 +84,8 @@ class LoraClient:
     ) -> AdapterConventions | None:
         """Let the engine read an adapter's files; return its conventions. Calls share one read.
 
-        Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if the adapter was removed
-        meanwhile, ``OverloadedError`` if it takes too long.
+        Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if the adapter was
+        removed meanwhile, ``OverloadedError`` if it takes too long.
         """
         task = self._reading.get(name)
         if task is None:

@@ -213,7 +213,7 @@ def _part(part: object, path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise NotServedError(
-            f'{path}.type is {show(kind)}: this server answers from text alone ("text")',
+            f'{path}.type is {show(kind)}: this server takes text only ("text")',
             param=f"{path}.type",
         )
     return _string(part.get("text"), f"{path}.text")

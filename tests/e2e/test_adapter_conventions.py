@@ -337,7 +337,7 @@ def _refuses(served: Served, http: httpx.Client, name: str, reason: str) -> None
         ({"chat_template__jinja": "x" * ((1 << 20) + 1)}, "has more than 1048576 bytes"),
         ({"tokenizer_config__json": b'{"\xff": 1}'}, "tokenizer_config.json is not valid UTF-8"),
         ({"tokenizer_config__json": " " * ((16 << 20) + 1)}, "has more than 16777216 bytes"),
-        ({"tokenizer__json": "{"}, "tokenizer.json is not one of a tokenizer"),
+        ({"tokenizer__json": "{"}, "tokenizer.json is not a tokenizer"),
         ({"added_tokens__json": {"<x>": 10**30}}, "'<x>' in added_tokens.json"),
         ({"chat_template__jinja": "x", "tokenizer_config__json": {"bos_token": "\ud800"}}, "utf-8"),
     ],

@@ -46,4 +46,4 @@ def test_images_are_refused_by_name(server: Served) -> None:
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "messages[0].content[1].image_url"
-    assert "this server answers from text alone" in error["message"], json.dumps(error)
+    assert "this server takes text only" in error["message"], json.dumps(error)

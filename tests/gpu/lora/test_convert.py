@@ -29,7 +29,7 @@ def test_values_that_are_not_finite(value: float, kind: torch.dtype) -> None:
     tensor = torch.ones(9, 33)
     tensor[4, 20] = value
     raw = stored(tensor.to(kind))
-    with pytest.raises(AdapterError, match="a holds values that are not finite"):
+    with pytest.raises(AdapterError, match="a has values that are not finite"):
         to_tensor(*raw, torch.float32)
 
 
@@ -37,7 +37,7 @@ def test_values_that_are_not_finite(value: float, kind: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_matrices_that_float16_would_lose(size: float, kind: torch.dtype) -> None:
     raw = stored((normal() * size).to(kind))
-    with pytest.raises(AdapterError, match=r"a holds .* too small for torch.float16, .*--dtype"):
+    with pytest.raises(AdapterError, match=r"a has .* too small for torch.float16, .*--dtype"):
         to_tensor(*raw, torch.float16)
     for dtype in (torch.bfloat16, torch.float32):
         assert to_tensor(*raw, dtype).any()

@@ -68,7 +68,7 @@ def test_nothing_is_said_of_the_same_base(served: str, named: str | None) -> Non
 def test_another_base_is_named(served: str, named: str) -> None:
     found = remark(served, named)
     assert found is not None
-    assert found.startswith(f"made for {named}, another base than the one that is served (qwen2.5")
+    assert found.startswith(f"made for {named}, not for the base model that is served (qwen2.5")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_another_base_is_named(served: str, named: str) -> None:
 )
 def test_a_quantised_copy_is_named(suffix: str, kind: str) -> None:
     named = f"unsloth/Qwen2.5-7B-Instruct{suffix}"
-    found = f"trained over {named}, {kind} copy of the base that is served in full"
+    found = f"trained over {named}, {kind} copy of the base model, which is served in full"
     assert remark(QWEN, named) == found
     assert remark(named, named, is_quantized=True) is None
     assert remark(f"/models/qwen2.5-7b-instruct{suffix}", named, is_quantized=True) is None

@@ -138,7 +138,7 @@ def test_the_same_tokenizer_is_compared_once(
         ({"added_tokens__json": "{"}, "added_tokens.json is not valid JSON"),
         ({"generation_config__json": [1]}, "generation_config.json is not a JSON object"),
         ({"generation_config__json": {"eos_token_id": "x"}}, "eos_token_id"),
-        ({"tokenizer__json": {"model": {}}}, "tokenizer.json is not one of a tokenizer"),
+        ({"tokenizer__json": {"model": {}}}, "tokenizer.json is not a tokenizer"),
         ({"tokenizer__json": b'{"model": {"vocab": {"\xff": 1}}}'}, "tokenizer.json"),
         ({"tokenizer__json": {"model": {"vocab": {"a": 10**9}}}}, "has id 1000000000"),
     ],

@@ -129,7 +129,7 @@ def test_another_tokenizer_refuses_conversations_that_its_template_would_write()
     config = {"added_tokens_decoder": {"1": {"content": "<x>"}}, "eos_token": "<end>"}
     found, (note,) = read("x", tokenizer_config=config)
     assert found.refusal is not None
-    assert "id 1 is token '<x>', and token '</s>' in the base" in found.refusal
+    assert "id 1 is token '<x>', but token '</s>' in the base" in found.refusal
     assert (found.template, found.eos_token_ids) == (None, ())
     assert found.refusal in note
     assert read(tokenizer_config=config)[0] == NO_CONVENTIONS  # no template but the base's

@@ -144,7 +144,7 @@ def test_other_kinds_of_adapters_are_named(config: PeftConfig, tmp_path: Path) -
     with pytest.raises(AdapterError) as caught:
         read_peft_config(tmp_path)
     kind = f"peft_type={config.peft_type.value!r} is refused"
-    assert f"{kind}: corun serves LoRA adapters (LORA) and no other kind" in str(caught.value)
+    assert f"{kind}: corun serves only LoRA adapters (LORA)" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
@@ -225,7 +225,7 @@ def test_missing_directory_and_file(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"holds no adapter_config.json"):
         read_peft_config(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(AdapterError, match="is no directory; give the one that holds"):
+    with pytest.raises(AdapterError, match="is not a directory; give the directory with"):
         read_peft_config(tmp_path / "file")
 
 

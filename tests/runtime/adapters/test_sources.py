@@ -119,11 +119,11 @@ def test_start_warns_of_what_it_passes_over(
     assert [(one.name, one.path) for one in sources] == [
         ("a", str(tmp_path / "a")), ("b", "elsewhere"),
     ]  # fmt: skip
-    unreadable, colon, base, twice = sorted(caplog.messages, key=lambda one: "not served" in one)
+    unreadable, colon, base, twice = sorted(caplog.messages, key=lambda one: "skipped" in one)
     assert "'lost+found' cannot be read (Permission denied)" in unreadable
     assert "2026-11-25T16:45:00" in colon and "a backslash or a colon" in colon
     assert "is the name of the base model" in base
-    assert f"{tmp_path / 'b'} is not served" in twice
+    assert f"skipped {tmp_path / 'b'}: " in twice
 
 
 def test_what_can_be_read_again_is_said_once(
@@ -135,7 +135,7 @@ def test_what_can_be_read_again_is_said_once(
         log_entries(tmp_path, before, now)
     first, second = caplog.messages
     assert "'x0', 'x1', 'x2', 'x3', 'x4' and 2 more cannot be read (EIO)" in first
-    assert "can be read again" in second
+    assert "is readable again" in second
 
 
 def test_collect_joins_both(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_one_wrong_value_anywhere(kind: torch.dtype, place: int) -> None:
     tensor = torch.zeros(2 * BLOCK + 3, dtype=kind)
     assert problem(tensor, torch.float16) is None
     tensor[place] = float("-inf")
-    assert problem(tensor, torch.float16) == "a holds values that are not finite (NaN or infinity)"
+    assert problem(tensor, torch.float16) == "a has values that are not finite (NaN or infinity)"
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -36,8 +36,8 @@ def test_added_tokens_of_the_base_that_are_missing_are_told() -> None:
 @pytest.mark.parametrize(
     ("words", "added", "reason"),
     [
-        ({"a": 1, "b": 0}, ADDED, "token 'a' has id 1, and id 0 in the base"),
-        (WORDS, (*ADDED, AddedToken("<x>", 1)), "id 1 is token '<x>', and token 'b' in the base"),
+        ({"a": 1, "b": 0}, ADDED, "token 'a' has id 1, but id 0 in the base"),
+        (WORDS, (*ADDED, AddedToken("<x>", 1)), "id 1 is token '<x>', but token 'b' in the base"),
         ({**WORDS, "ab": 4}, ADDED, "the base has no token 'ab' (id 4)"),
         ({"a": 0}, ADDED, "the base's token 'b' is missing"),
         (WORDS, [AddedToken(f"<{i}>", 100 + i) for i in range(1025)], "it adds 1025 tokens"),

@@ -1,4 +1,4 @@
-"""The base's tokenizer with tokens that an adapter's tokenizer has beside them."""
+"""The base's tokenizer with the tokens that an adapter's tokenizer adds."""
 
 from pathlib import Path
 

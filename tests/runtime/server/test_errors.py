@@ -296,7 +296,7 @@ def test_parts_that_are_no_text(http: httpx.Client, part: dict[str, Any]) -> Non
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message.startswith("messages[0].content[1].")
-    assert "this server answers from text alone" in message
+    assert "this server takes text only" in message
 
 
 def test_values_that_ask_for_nothing_pass(http: httpx.Client) -> None:

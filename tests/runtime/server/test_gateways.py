@@ -40,7 +40,7 @@ def test_a_request_is_in_the_state_that_knows_its_engine_requests() -> None:
     ledger = GatewayLedger()
     opened(ledger, "g:1").expects(["a"])
     ledger.sent("a", 4)
-    ledger.sent("of somebody else", 4)
+    ledger.sent("not of a gateway", 4)
     assert ledger.accept_known(3) == {}
     changes = ledger.num_changes
     assert ledger.accept_known(4) == {"g": Accepted(last=1)}

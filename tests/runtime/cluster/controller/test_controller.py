@@ -45,7 +45,7 @@ def test_a_reload_has_a_new_revision_and_the_other_engines_follow(tmp_path: Path
         gateway = await cluster.gateway()
         first = await cluster.load("x", "old")
         agent.engines["a-2"].entries["x"] = first  # a request has brought it there
-        with pytest.raises(HttpError, match="'x' is loaded already, with other content") as refused:
+        with pytest.raises(HttpError, match="'x' is already loaded with other content") as refused:
             await cluster.load("x", "new")
         assert (refused.value.status, refused.value.code) == (400, "adapter_exists")
         second = await cluster.load("x", "new", load_inplace=True)
