@@ -1,4 +1,4 @@
-"""Measures the deltas of this machine from within the supervisor, without holding it up."""
+"""Measures the deltas of this machine in a child of the supervisor, without blocking it."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ class MeasureProcess:
     """A process on one of the workers' CPUs that prints a table of times."""
 
     def __init__(self, cpu: int, wanted: DeltaMeasurement, backend: str) -> None:
-        """``backend``: auto = all. Raises ``OSError`` if the system starts no process."""
+        """``backend``: auto = all. Raises ``OSError`` if the process cannot be started."""
         command = [sys.executable, "-P", "-m", __name__, "--parent-pid", str(os.getpid())]
         command += ["--cpu", str(cpu), "--in-features", str(wanted.in_features)]
         command += ["--columns", ",".join(map(str, wanted.columns))]
@@ -29,7 +29,7 @@ class MeasureProcess:
             )
 
     def has_ended(self) -> bool:
-        """Whether ``take`` may be called. What it prints fits a pipe, so it ends by itself."""
+        """Whether ``take`` may be called. The output fits a pipe, so the process ends by itself."""
         return self._process.poll() is not None
 
     def take(self) -> tuple[str, str]:

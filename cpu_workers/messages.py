@@ -1,8 +1,7 @@
-"""What engine, supervisor and workers say to each other, on one screen.
+"""The messages between engine, supervisor and workers.
 
 Structs of msgspec, one per packet of a ``Link``. Everything about jobs goes through shared memory;
-these are for starting, ending and telling what happened. Descriptors go by number: whoever starts
-a process passes them on to it.
+these messages start and end processes and report events. Descriptors are inherited by number.
 """
 
 import msgspec
@@ -13,7 +12,7 @@ class PoolMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Descriptors(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers of what is passed on; the same in every process."""
+    """Numbers of inherited descriptors; the same in every process."""
 
     control: int
     rings: int
@@ -25,16 +24,16 @@ class Descriptors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeltaMeasurement(msgspec.Struct, frozen=True, array_like=True):
-    """For which input group the times of deltas are measured."""
+    """The input group for which the times of deltas are measured."""
 
     in_features: int
     columns: tuple[int, ...]  # of each target
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
-    """What all workers have in common."""
+    """Settings common to all workers."""
 
-    backend: str  # of the deltas: auto | numba | numpy | torch
+    backend: str  # of deltas: auto | numba | numpy | torch
     delta_table: str  # measured times, a ``DeltaTable`` as JSON; "" = to be measured
     measurement: DeltaMeasurement
     log_level: str
@@ -44,34 +43,34 @@ class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(PoolMessage, frozen=True):
-    """What to start. From here on the supervisor answers for dead workers, not the engine."""
+    """The start parameters. From here on the supervisor handles dead workers, not the engine."""
 
     descriptors: Descriptors
     settings: WorkerSettings
     worker_cpus: tuple[int, ...]  # one worker each
-    own_cpus: tuple[int, ...]  # of the supervisor; () = wherever it may run
-    first_generations: tuple[int, ...]  # of the next process of each worker
+    own_cpus: tuple[int, ...]  # of the supervisor; () = all that it may use
+    first_generations: tuple[int, ...]  # generation of the next process of each worker
 
 
 class Stop(PoolMessage, frozen=True):
-    """End the workers and yourself."""
+    """End the workers and the supervisor."""
 
 
 # Supervisor -> engine.
 
 
 class Tick(PoolMessage, frozen=True):
-    """The supervisor lives. The first one asks for the ``Setup``."""
+    """A heartbeat of the supervisor. The first one requests the ``Setup``."""
 
 
 class DeltasMeasured(PoolMessage, frozen=True):
-    """How long deltas take here; workers choose by it."""
+    """The measured times of deltas; workers choose back ends by them."""
 
     delta_table: str
 
 
 class WorkerSpawned(PoolMessage, frozen=True):
-    """A process was started, and takes no jobs yet. A pidfd of it goes with this message."""
+    """A process was started, and takes no jobs yet. Its pidfd is sent with this message."""
 
     worker: int
 
@@ -80,8 +79,8 @@ class WorkerReady(PoolMessage, frozen=True):
     """The process takes jobs."""
 
     worker: int
-    pinning: str | None  # what differs from the CPU asked for
-    note: str  # how it computes, for people
+    pinning: str | None  # the difference from the requested CPU
+    note: str  # its back ends, for logs
 
 
 class WorkerGone(PoolMessage, frozen=True):
@@ -96,7 +95,7 @@ class WorkerGone(PoolMessage, frozen=True):
 
 
 class WorkerSetup(PoolMessage, frozen=True):
-    """Who the worker is. What it may do, it reads in its mailbox: the state."""
+    """The identity and settings of a worker. Its mailbox holds the state that it must obey."""
 
     worker: int
     generation: int
@@ -109,14 +108,14 @@ class WorkerSetup(PoolMessage, frozen=True):
 
 
 class Prepared(PoolMessage, frozen=True):
-    """The worker can begin."""
+    """The worker is ready to start."""
 
-    pinning: str | None  # what differs from the CPU asked for
+    pinning: str | None  # the difference from the requested CPU
     note: str
 
 
 class Refused(PoolMessage, frozen=True):
-    """The worker cannot work here; it exits."""
+    """The worker cannot start here, and exits."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""The CPU workers as the engine uses them: shared memory, jobs in, results out.
+"""The engine's interface to CPU workers: shared memory, jobs in, results out.
 
-Owns the segments that jobs go through and, by its ``SupervisorMonitor``, the processes. It knows
-nothing of models or requests: a job is a number of tokens and places in shared memory.
+Owns the segments of the jobs and, by its ``SupervisorMonitor``, the processes. Independent of
+models and requests: a job is a number of tokens and places in shared memory.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from .supervisor_monitor import SupervisorMonitor, WorkerCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """What a pool is made of."""
+    """The configuration of a pool."""
 
     worker_cpus: tuple[int, ...]  # one worker each
-    supervisor_cpus: tuple[int, ...] = ()  # () = wherever the caller may run
+    supervisor_cpus: tuple[int, ...] = ()  # () = those of the caller
     max_slice_tokens: int  # of one job
-    max_in_features: int  # width of x, of the widest input group, padded as kernels want it
-    max_out_columns: int  # width of y, likewise, all targets of the group together
-    num_ring_slots: int = 2  # jobs of a worker whose x or y may be under way; a power of two
-    num_job_slots: int = 256  # jobs that a worker may be given ahead; a power of two
-    backend: str = "auto"  # of the deltas
-    delta_table: DeltaTable | None = None  # how long they take here; None = measure it
+    max_in_features: int  # width of x, of the widest input group, padded for the kernels
+    max_out_columns: int  # width of y, padded, all targets of the group together
+    num_ring_slots: int = 2  # jobs of a worker whose x or y may be in transit; a power of two
+    num_job_slots: int = 256  # jobs that may be published to a worker; a power of two
+    backend: str = "auto"  # of deltas
+    delta_table: DeltaTable | None = None  # times of deltas on this machine; None = measure them
     measured_columns: tuple[int, ...] = (4096, 1024, 1024)  # of the targets of a usual group
     slowdown: float = 1.0  # see ``WorkerPool.slowdown``
     log_level: str = "warning"  # of the processes
@@ -47,22 +47,22 @@ class PoolConfig:
 
 
 class WorkerPool:
-    """See the module. Jobs are submitted and taken by one thread; the rest may be any thread's.
+    """See the module. One thread submits and takes jobs; other methods may be called by any thread.
 
     The order of a job: ``submit``, x into ``rings.rows(job.x_offset, ...)`` and ``ready`` stored
-    (both by the accelerator, in its own time), ``done``, ``take_result``, y read.
+    (both asynchronously by the accelerator), ``done``, ``take_result``, y read.
     """
 
     def __init__(self, config: PoolConfig, arena: Segment) -> None:
         """Make the segments and start the processes; see ``wait_ready``.
 
-        ``arena``: the adapters; it stays the caller's, and open as long as the pool.
+        ``arena``: the adapters; owned by the caller, and open as long as the pool.
         Raises ``ShmError`` if there is too little shared memory.
         """
         assert config.worker_cpus, "a pool has workers"
         self.config = config
         self.slowdown = config.slowdown
-        """Jobs submitted from now on take this many times as long as they must."""
+        """Jobs submitted from now on take this many times as long as necessary."""
         num_workers = len(config.worker_cpus)
         with contextlib.ExitStack() as undo:
             self.rings = undo.enter_context(
@@ -99,12 +99,12 @@ class WorkerPool:
 
     @property
     def num_workers(self) -> int:
-        """Workers that there should be."""
+        """The configured number of workers."""
         return len(self._ends)
 
     @property
     def is_available(self) -> bool:
-        """Whether work may be admitted: a worker takes jobs, and somebody watches over it."""
+        """Whether work may be admitted: a worker takes jobs, and a supervisor is running."""
         return bool(self.ready_workers())
 
     def ready_workers(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class WorkerPool:
 
     @property
     def trouble(self) -> str:
-        """What went wrong last, for people; "" if nothing has."""
+        """The latest problem, for logs; "" if there was none."""
         return self._monitor.last_trouble
 
     def counts(self) -> WorkerCounts:
@@ -127,35 +127,35 @@ class WorkerPool:
         return self._monitor.counts()
 
     def delta_table(self) -> DeltaTable | None:
-        """How long deltas take on a worker; None as long as it is not measured."""
+        """The times of deltas on a worker; None until measured."""
         text = self._monitor.delta_table
         return _table_of(text) if text else None
 
     def wait_ready(self, timeout_s: float, *, num_workers: int | None = None) -> None:
-        """Wait until so many workers, or all, take jobs.
+        """Wait until this many workers, or all, take jobs.
 
-        Raises ``WorkerPoolError`` with what is known of the reason, at once if none will come.
+        Raises ``WorkerPoolError`` with the known reason, at once if none will become ready.
         """
         wanted = self.num_workers if num_workers is None else num_workers
         if self._monitor.wait(lambda: len(self.ready_workers()) >= wanted, timeout_s):
             return
         if self._monitor.is_off:
-            raise WorkerPoolError(f"CPU workers cannot be had: {self.trouble}")
+            raise WorkerPoolError(f"CPU workers are not available: {self.trouble}")
         raise WorkerPoolError(
             f"{len(self.ready_workers())} of {wanted} CPU workers are ready after "
             f"{timeout_s:g} s: {self.trouble or 'they are still starting'}"
         )
 
     def end(self, worker: int) -> ProducerEnd:
-        """A worker's mailbox: the words that the accelerator signals and waits on, results."""
+        """A worker's mailbox: the words that the accelerator signals and waits on, and results."""
         return self._ends[worker]
 
     def submit(self, worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
-        """Publish jobs, all or none; returns them with numbers and places in the rings.
+        """Publish jobs, all or none; returns them with their numbers and places in the rings.
 
-        Raises ``WorkerUnavailableError`` if the worker takes none, ``MailboxFullError`` if it would
-        have more than ``num_job_slots`` jobs whose results are not taken. A worker that dies
-        afterwards makes the jobs' results FAILED.
+        Raises ``WorkerUnavailableError`` if the worker accepts none, ``MailboxFullError`` if more
+        than ``num_job_slots`` of its jobs would have untaken results. If the worker dies
+        afterwards, the jobs' results are FAILED.
         """
         end, slots = self._ends[worker], self._slots[worker]
         sequence, generation = end.next_sequence, end.generation()
@@ -182,8 +182,8 @@ class WorkerPool:
     def close(self) -> None:
         """End the processes and free the segments. Idempotent.
 
-        Nothing may be enqueued that waits for a job. Raises ``ShmError`` while views of the
-        segments, or ends of mailboxes, are held elsewhere; the processes are gone even then.
+        No operation may be enqueued that waits for a job. Raises ``ShmError`` while views of the
+        segments, or ends of mailboxes, are held elsewhere; the processes are ended even then.
         """
         self._monitor.close()
         self._ends.clear()
@@ -205,7 +205,7 @@ class WorkerPool:
         self.rings.__exit__(kind, error, traceback)
 
     def _slots_of(self, worker: int) -> list[tuple[int, int]]:
-        """Places of x and y in the rings, by job number modulo their number."""
+        """Places of x and y in the rings, by job number modulo the number of slots."""
         shape = self.rings.shape
         return [
             (shape.x_offset(worker, slot), shape.y_offset(worker, slot))
@@ -229,6 +229,6 @@ def _ring_shape(config: PoolConfig) -> RingShape:
     )
 
 
-@lru_cache(maxsize=1)  # it changes once at most, and every pass with a new shape asks
+@lru_cache(maxsize=1)  # it changes at most once, and every pass with a new shape calls
 def _table_of(text: str) -> DeltaTable:
     return DeltaTable.from_json(json.loads(text))

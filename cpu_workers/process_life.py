@@ -1,6 +1,6 @@
-"""How processes of corun's own begin and end, and what the kernel tells of a process.
+"""Start and end of corun's processes, and the kernel's facts about a process.
 
-Of the engine, its workers and the command line. Loads nothing but the standard library.
+Used by the engine, its workers and the command line. Loads only the standard library.
 """
 
 import argparse
@@ -30,10 +30,10 @@ class OrphanError(Exception):
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Have processes that are started inside begin with SIGINT and SIGTERM held back.
+    """Block SIGINT and SIGTERM in processes that are started inside.
 
-    They are let through once the process has said what they mean to it: an interpreter that is
-    still importing would show where it was interrupted.
+    A process unblocks them once it has installed its handlers: an interpreter that is still
+    importing would print a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     try:
@@ -43,13 +43,13 @@ def signals_held() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Leave SIGINT to the parent, which it reaches as well, and let held signals through."""
+    """Ignore SIGINT, which also reaches the parent, and unblock signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+    """Make the kernel kill this process when the thread that started it ends.
 
     Raises ``OrphanError`` if the parent, ``parent_pid``, is already gone, ``OSError`` if the
     kernel refuses.
@@ -62,7 +62,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def own_child_process(parent_pid: int) -> None:
-    """Set what only the owner of a process may: its end, its signals, its crash reports.
+    """Set what only the owner of a process may set: its end, its signals, its crash reports.
 
     The parent decides when it ends: an interrupt reaches all processes of a terminal.
 
@@ -76,22 +76,22 @@ def own_child_process(parent_pid: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without taking the interpreter apart.
+    """End the process without finalising the interpreter.
 
-    Its last garbage collection takes a tenth of a second with numpy, and more than one second
-    with torch and transformers, and the system takes the memory back anyway.
+    The last garbage collection takes a tenth of a second with numpy, and more than one second with
+    torch and transformers, and the system frees the memory anyway.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # its reader is gone
             stream.flush()
     os._exit(status)
 
 
 def bound_socket(prog: str, arguments: Sequence[str] | None) -> socket.socket | None:
-    """Begin a process of the pool: bind it to its parent; return the socket that it was given.
+    """Start a process of the pool: bind it to its parent; return its inherited socket.
 
-    None if the parent has ended already.
+    None if the parent has already ended.
     """
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--fd", type=int, required=True)
@@ -106,10 +106,10 @@ def bound_socket(prog: str, arguments: Sequence[str] | None) -> socket.socket | 
 
 
 def process_stat(pid: int) -> ProcessStat:
-    """Return what the kernel says of a process's main thread; a process gone is not runnable."""
+    """Return the kernel's statistics of a process's main thread; an ended one is not runnable."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        # The name, in parentheses, may hold anything.
+        # The name, in parentheses, may contain any characters.
         fields = stat.rpartition(")")[2].split()
         return ProcessStat(fields[0] == "R", _cpu_ns(pid, fields))
     except (FileNotFoundError, ProcessLookupError):
@@ -119,13 +119,13 @@ def process_stat(pid: int) -> ProcessStat:
 def _cpu_ns(pid: int, stat_fields: list[str]) -> int:
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[0])
-    except (FileNotFoundError, IndexError):  # a kernel built without it counts in ticks
+    except (FileNotFoundError, IndexError):  # without these statistics the kernel counts in ticks
         ticks = int(stat_fields[11]) + int(stat_fields[12])
         return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def kill_and_wait(pidfds: Sequence[int], timeout_s: float) -> bool:
-    """Kill the processes and wait until all have ended; False if they have not in time."""
+    """Kill the processes and wait until all have ended; False on time-out."""
     for pidfd in pidfds:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -134,7 +134,7 @@ def kill_and_wait(pidfds: Sequence[int], timeout_s: float) -> bool:
 
 
 def has_ended(pidfd: int, timeout_s: float = 0.0) -> bool:
-    """Whether the process has ended, or does so in time. Somebody may still have to reap it."""
+    """Whether the process ends in time; it may not have been reaped yet."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))

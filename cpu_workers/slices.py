@@ -1,10 +1,10 @@
-"""Which core computes which tokens of the cold requests of a step. Pure.
+"""Distributes the cold tokens of a step over cores. Pure.
 
-One core serves ``c`` tokens in the time that it has (the per-core budget of the profile), so L
-tokens of a step are served by ceil(L / c) cores. Source: Toppings, section 4.2, which cuts each
-request by itself and says nothing of several requests, nor of more slices than cores. Here all
-cold tokens of the step are laid end to end and shared equally, whoever they belong to; what is
-more than the cores have time for is cut into slices of at most c that wait in order.
+One core serves ``c`` tokens in the available time (the per-core budget of the profile), so L tokens
+of a step need ceil(L / c) cores. Source: Toppings, section 4.2, which cuts each request on its own
+and describes neither several requests nor more slices than cores. Here all cold tokens of the step
+are concatenated and divided equally, across requests. Tokens beyond the cores' budget are cut into
+slices of at most c that wait in order.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What kernels compute at once. Cutting between blocks wastes nothing but at a request's end.
+# Tokens that kernels compute at once. Cutting between blocks wastes tokens only at a request's end.
 BLOCK_TOKENS = 8
 
 
@@ -20,8 +20,8 @@ BLOCK_TOKENS = 8
 class Slice:
     """Contiguous tokens of one request, and so of one adapter, for one core.
 
-    ``request``: index in what was asked for. ``first_token``: counted from that request's first.
-    ``core``: counted from 0; the slices of a core are done in the order they are listed in.
+    ``request``: index in the arguments. ``first_token``: counted from that request's first.
+    ``core``: counted from 0; the slices of a core are computed in list order.
     """
 
     request: int
@@ -31,11 +31,11 @@ class Slice:
 
 
 class SliceJob(NamedTuple):
-    """A slice as ``WorkerPool.submit`` takes it: of one (layer, input group) of one adapter."""
+    """A slice for ``WorkerPool.submit``: of one (layer, input group) of one adapter."""
 
     arena_offset: int  # of the region
     num_tokens: int
-    in_columns: int  # width of x in the ring, padded as kernels want it
+    in_columns: int  # width of x in the ring, padded for the kernels
     out_columns: int  # width of y, all targets of the group together
     predicted_us: int
 
@@ -47,14 +47,13 @@ def split_tokens(
     tokens_per_core: int,
     block_tokens: int = BLOCK_TOKENS,
 ) -> tuple[Slice, ...]:
-    """Share the tokens of all requests over cores: every token once, core by core.
+    """Divide the tokens of all requests among cores: every token once, core by core.
 
     ``request_tokens`` [requests]: tokens of each in this step, in order; 0 gives no slice. Slices
-    begin at multiples of ``block_tokens`` and hold at most ``tokens_per_core`` (c, counted in
-    whole blocks, at least one). With L tokens, ceil(L / c) cores get work if there are as many,
-    else all; their shares differ by one block at most. Where slices must wait, each core has
-    equally many shares of at most c tokens. A share that crosses from one request to the next
-    makes a slice of each.
+    start at multiples of ``block_tokens`` and have at most ``tokens_per_core`` (c, rounded to whole
+    blocks, at least one). With L tokens, ceil(L / c) cores get work if there are as many, otherwise
+    all; their shares differ by at most one block. If slices must wait, each core has equally many
+    shares of at most c tokens. A share that spans several requests gives a slice of each.
     """
     assert num_cores > 0 and tokens_per_core > 0 and block_tokens > 0
     assert all(tokens >= 0 for tokens in request_tokens), request_tokens
@@ -66,7 +65,7 @@ def split_tokens(
         num_shares = shares_per_core * num_cores
 
     slices = []
-    first_block = 0  # of this request, in all blocks laid end to end
+    first_block = 0  # of this request, in the concatenated blocks
     for request, (tokens, blocks) in enumerate(zip(request_tokens, request_blocks, strict=True)):
         last_block = first_block + blocks
         for start, end, share in _cut(first_block, last_block, num_blocks, num_shares):
@@ -88,11 +87,11 @@ def max_tokens(
 ) -> int:
     """The most tokens of up to ``max_requests`` requests that give no core too many slices.
 
-    Whatever the requests' shares of them are. 0 = one token each may be too much.
+    Holds for any division among the requests. 0 = one token each may be too much.
     """
     blocks_per_share = max(1, tokens_per_core // block_tokens)
-    # A share of one block is one request's; others may be cut at each end of a request, all of
-    # them on one core.
+    # A share of one block belongs to one request; others may be cut at each end of a request, all
+    # of them on one core.
     num_cuts = max_requests - 1 if blocks_per_share > 1 else 0
     num_blocks = num_cores * blocks_per_share * max(0, max_slices_per_core - num_cuts)
     # All requests but one may fill their last block with one token.

@@ -1,10 +1,10 @@
 """The supervisor: ``python -m corun.cpu_workers.supervisor --fd N --parent-pid PID``.
 
-The parent of the workers, so that it can reap them: only then is it sure that a worker writes
-nothing any more, and its waits may be released. It knows neither torch nor an accelerator, so
-nothing that they block can block it. Descriptor N is its end of a link to the engine: there it
-shows life, is given its ``Setup`` and with it the mailboxes, and tells what happens. It ends with
-the engine, with the link, or when told; the workers end with it.
+The parent of the workers, so that it can reap them: only then is it certain that a worker no longer
+writes, and its waits may be released. It uses neither torch nor an accelerator, so these cannot
+block it. Descriptor N is its end of a link to the engine: there it sends heartbeats, receives its
+``Setup`` with the mailboxes, and reports events. It ends with the engine, with the link, or on
+request; the workers end with it.
 """
 
 import logging
@@ -25,7 +25,7 @@ from .process_life import bound_socket, leave
 from .worker_slot import WorkerSlot
 
 TICK_NS = 250_000_000
-"""How often the engine hears that the supervisor lives."""
+"""How often the supervisor sends a heartbeat to the engine."""
 
 _BUSY_POLL_NS = 10_000_000
 _IDLE_POLL_NS = 50_000_000
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Keeps one process per worker, and answers for those that are dead."""
+    """Keeps one process per worker, and handles jobs of dead workers."""
 
     def __init__(self, link: Link[ToSupervisor], setup: Setup) -> None:
         self._link = link
@@ -47,7 +47,7 @@ class Supervisor:
         self._next_tick_ns = 0
 
     def run(self) -> int:
-        """Watch until told to stop, or until the engine is gone; return the exit status."""
+        """Run until stopped, or until the engine is gone; return the exit status."""
         settings = self._setup.settings
         if not settings.delta_table:
             table = self._measure(settings)
@@ -66,7 +66,7 @@ class Supervisor:
         return 0
 
     def _measure(self, settings: WorkerSettings) -> str | None:
-        """Time the deltas; None if told to stop, or if nothing can be measured."""
+        """Time the deltas; None if stopped meanwhile, or if nothing can be measured."""
         backends = ["auto", "numba"] if settings.backend == "auto" else [settings.backend]
         for backend in backends:
             process = MeasureProcess(self._setup.worker_cpus[0], settings.measurement, backend)
@@ -78,7 +78,7 @@ class Supervisor:
             table, ended = process.take()
             if table:
                 return table
-            _LOG.warning("deltas (%s) cannot be measured: the process %s", backend, ended)
+            _LOG.warning("could not measure deltas (%s): the process %s", backend, ended)
         return None
 
     def _make_slots(self, settings: WorkerSettings) -> None:
@@ -99,7 +99,7 @@ class Supervisor:
         return is_told or self._link.at_end
 
     def _sleep(self, timeout_ns: int) -> None:
-        """Show life, then wait for a message, for a process to end, or for the next look."""
+        """Send a heartbeat, then wait for a message, the end of a process, or the next poll."""
         now_ns = time.monotonic_ns()
         if now_ns >= self._next_tick_ns and not self._link.has_unsent:
             self._link.send(Tick())
@@ -118,7 +118,7 @@ class Supervisor:
             for slot in self._slots:
                 slot.poll_end(time.monotonic_ns())
             if time.monotonic() >= deadline_s:
-                _LOG.error("workers do not end; they are left to the kernel")
+                _LOG.error("killed workers do not end; the supervisor exits without them")
                 return
             time.sleep(0.001)
 
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if setup.own_cpus:
         pinning = pin_thread(setup.own_cpus)
         if not pinning.is_exact:
-            _LOG.warning("the supervisor is not pinned as planned: %s", pinning.describe())
+            _LOG.warning("the supervisor is not pinned as configured: %s", pinning.describe())
     return Supervisor(link, setup).run()
 
 

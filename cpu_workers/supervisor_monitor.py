@@ -1,9 +1,9 @@
-"""Keeps a supervisor running, from a thread of the engine, and stands in for it when it is dead.
+"""Keeps a supervisor running, from a thread of the engine, and replaces it while it is dead.
 
 The thread lives as long as the pool, because the kernel kills a child when the *thread* that
-started it ends. It never touches the accelerator. While a supervisor runs, the thread only
-listens; when it dies, or is stopped, the thread makes sure that the supervisor and all workers
-are dead, releases their waits itself, and starts another one.
+started it ends. It never uses the accelerator. While a supervisor runs, the thread only receives
+its messages. When it dies, or hangs, the thread makes sure that the supervisor and all workers are
+dead, releases their waits itself, and starts another one.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _LISTEN_NS = 250 * _MS
 _MAX_STEP_NS = 2 * _LISTEN_NS
 _SILENCE_LIMIT_NS = 3_000 * _MS
 _START_LIMIT_NS = 60_000 * _MS
-_RELEASE_INTERVAL_S = 0.01  # while nobody watches, late jobs are failed this often
+_RELEASE_INTERVAL_S = 0.01  # without a supervisor, new jobs are failed this often
 _KILL_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 10.0
 _MAX_FAILURES = 5  # in a row
@@ -52,12 +52,12 @@ class WorkerCounts:
 
 
 class SupervisorMonitor:
-    """See the module. Everything public is for other threads."""
+    """See the module. Public methods are for other threads."""
 
     def __init__(self, control: Control, setup: Setup) -> None:
-        """Start the thread. ``setup``: the generations in it are replaced by the right ones."""
-        self.is_watching = False  # a supervisor lives, as far as is known
-        self.is_off = False  # no supervisor will come any more
+        """Start the thread. ``setup``: its generations are replaced by the right ones."""
+        self.is_watching = False  # a supervisor is running, as far as is known
+        self.is_off = False  # no further supervisor will be started
         self.last_trouble = ""
         self._setup = setup
         self._mailboxes = [
@@ -67,7 +67,7 @@ class SupervisorMonitor:
         self._num_spawned = [0] * len(self._mailboxes)
         self._ready: set[int] = set()  # workers
         self._pidfds: dict[int, int] = {}  # of workers
-        self._num_ticks = 0  # of the supervisor that lives
+        self._num_ticks = 0  # of the current supervisor
         self._restarts = Restarts()
         self._is_closing = False
         self._changed = threading.Condition()
@@ -81,11 +81,11 @@ class SupervisorMonitor:
 
     @property
     def delta_table(self) -> str:
-        """The measured times of deltas as JSON; "" as long as there are none."""
+        """The measured times of deltas as JSON; "" until measured."""
         return self._setup.settings.delta_table
 
     def wait(self, is_true: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``is_true``, which is asked after every event; False if in vain."""
+        """Wait until ``is_true``, which is called after every event; False on time-out."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_off or is_true(), timeout_s)
         return is_true()
@@ -98,20 +98,20 @@ class SupervisorMonitor:
         self._wake.close()
         self._mailboxes.clear()
 
-    # In the thread.
+    # Called in the thread.
 
     def _run(self) -> None:
         try:
             while not (self._is_closing or self.is_off):
                 self._run_one()
         except Exception as error:
-            _LOG.exception("the thread that keeps the CPU workers failed")
+            _LOG.exception("the thread that monitors CPU workers failed")
             self._turn_off(f"unexpected error: {type(error).__name__}: {error}")
         while not self._is_closing:
             self._answer_for_workers(_RELEASE_INTERVAL_S * 5)
 
     def _run_one(self) -> None:
-        """Start a supervisor and listen to it until it is dead, and the workers with it."""
+        """Start a supervisor and serve it until it and its workers are dead."""
         self._num_ticks = 0
         try:
             supervisor = SupervisorProcess(self._setup.descriptors)
@@ -131,14 +131,14 @@ class SupervisorMonitor:
             self._plan_restart(reason or ended, lived_ns)
 
     def _listen(self, supervisor: SupervisorProcess) -> str | None:
-        """Take in what it says; return why it must be killed, or None once it has ended."""
+        """Handle its messages; return why it must be killed, or None once it has ended."""
         watch = ProgressWatch(_MAX_STEP_NS)
         poll = select.poll()
         for fileno in (supervisor.pidfd, supervisor.link.fileno(), self._wake.fileno()):
             poll.register(fileno, select.POLLIN)
         while not self._is_closing:
             if self._num_ticks == 0:
-                self._fail_outstanding()  # it is not up yet, so this is still ours to do
+                self._fail_outstanding()  # until it runs, this is the monitor's task
             poll.poll(_LISTEN_NS / 1e6 if self._num_ticks else _RELEASE_INTERVAL_S * 1000)
             self._take_messages(supervisor)
             if supervisor.link.at_end or supervisor.wait_end(0):
@@ -146,10 +146,10 @@ class SupervisorMonitor:
             limit_ns = _SILENCE_LIMIT_NS if self._num_ticks else _START_LIMIT_NS
             read_stat = functools.partial(process_stat, supervisor.pid)
             if watch.observe(time.monotonic_ns(), self._num_ticks, limit_ns, read_stat):
-                return "was killed because it showed no life"
+                return "was killed because it sent no heartbeat"
         supervisor.link.send(Stop())
         if not supervisor.wait_end(_STOP_TIMEOUT_S):
-            _LOG.warning("the supervisor of the CPU workers does not end and is killed")
+            _LOG.warning("the supervisor of the CPU workers does not end; killing it")
         return None
 
     def _take_messages(self, supervisor: SupervisorProcess) -> None:
@@ -170,7 +170,7 @@ class SupervisorMonitor:
             self._changed.notify_all()
 
     def _note_tick(self, supervisor: SupervisorProcess) -> None:
-        """It lives; with the first sign of it, the mailboxes are handed over."""
+        """Handle a heartbeat; with the first one, the mailboxes are handed over."""
         self._num_ticks += 1
         if self._num_ticks == 1:
             generations = tuple(wrap(end.state().generation + 1) for end in self._mailboxes)
@@ -180,7 +180,7 @@ class SupervisorMonitor:
             self.is_watching = True
 
     def _note_measured(self, delta_table: str) -> None:
-        """Keep what was measured, for predictions, and for the next supervisor."""
+        """Store the measured times, for predictions and for the next supervisor."""
         settings = msgspec.structs.replace(self._setup.settings, delta_table=delta_table)
         self._setup = msgspec.structs.replace(self._setup, settings=settings)
 
@@ -199,7 +199,7 @@ class SupervisorMonitor:
             worker, self._setup.worker_cpus[worker], message.note,
         )  # fmt: skip
         if message.pinning is not None:
-            _LOG.warning("CPU worker %d is not pinned as planned: %s", worker, message.pinning)
+            _LOG.warning("CPU worker %d is not pinned as configured: %s", worker, message.pinning)
 
     def _note_gone(self, message: WorkerGone) -> None:
         was_ready = message.worker in self._ready
@@ -208,11 +208,11 @@ class SupervisorMonitor:
         self._count(num_failed_jobs=message.num_failed_jobs)
         self.last_trouble = f"CPU worker {message.worker} {message.reason}"
         _LOG.warning(
-            "%s; %d of its jobs failed, %d of %d workers are ready",
+            "%s; %d of its jobs failed and will be recomputed; %d of %d workers are ready",
             self.last_trouble, message.num_failed_jobs, len(self._ready), len(self._mailboxes),
         )  # fmt: skip
         if was_ready and not self._ready:
-            _LOG.error("no CPU worker is left: co-execution is off until one is back")
+            _LOG.error("no CPU worker is left; co-execution is off until one has restarted")
 
     def _forget_process(self, worker: int) -> None:
         pidfd = self._pidfds.pop(worker, None)
@@ -220,15 +220,15 @@ class SupervisorMonitor:
             os.close(pidfd)
 
     def _bury_workers(self, supervisor: SupervisorProcess) -> None:
-        """The supervisor is reaped: make sure that its workers are dead, then release the waits.
+        """After the supervisor is reaped: make sure that its workers are dead, then release waits.
 
-        The kernel kills them with it. One that it had just started, and not yet told of, ends
-        before it attaches to anything: it finds its parent gone.
+        The kernel kills them with it. One that it had just started, and not yet reported, ends
+        before it attaches to anything, because its parent is gone.
         """
         with contextlib.suppress(IpcError):
             self._take_messages(supervisor)
         while not kill_and_wait(list(self._pidfds.values()), _KILL_TIMEOUT_S):
-            _LOG.error("CPU workers do not end; what waits for them is held")
+            _LOG.error("killed CPU workers do not end; steps that wait for them hang")
             if self._is_closing:
                 return
         for worker in tuple(self._pidfds):
@@ -246,7 +246,7 @@ class SupervisorMonitor:
             return
         self._count(num_supervisor_restarts=1)
         _LOG.error(
-            "%s: co-execution is off until another one has started, in %.1f s",
+            "%s; co-execution is off until another one has started, in %.1f s",
             self.last_trouble, delay_ns / 1e9,
         )  # fmt: skip
         self._answer_for_workers(delay_ns / 1e9)

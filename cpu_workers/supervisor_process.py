@@ -1,4 +1,4 @@
-"""The supervisor, as the engine sees it: started, listened to, killed, reaped."""
+"""The supervisor's process, from the engine's side: start, messages, kill, reap."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ from .worker_process import describe_end
 
 
 class SupervisorProcess:
-    """A process that is this one's child. The kernel kills it when the calling thread ends."""
+    """A child of this process. The kernel kills it when the calling thread ends."""
 
     def __init__(self, descriptors: Descriptors) -> None:
-        """Start it with these passed on. Raises ``OSError`` if the system does not."""
+        """Start it with these descriptors. Raises ``OSError`` if it cannot be started."""
         ours, theirs = link_pair()
         command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
         command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
@@ -33,7 +33,7 @@ class SupervisorProcess:
         self.pidfd = os.pidfd_open(self.pid)
 
     def kill(self) -> str:
-        """Kill it if it has not ended, reap it, and say how it ended."""
+        """Kill it if it has not ended, reap it, and return how it ended."""
         self._process.kill()
         return describe_end(self._process.wait())
 

@@ -1,9 +1,9 @@
-"""Decides when a process that makes no progress counts as stuck. Pure: time and looks come in.
+"""Decides when a process that makes no progress counts as stuck. Pure: times are arguments.
 
 A deadline by the wall clock would kill healthy workers of a loaded machine. So a process is charged
-the time that it could have used: the CPU time it got while it was runnable, and the time that
-passed while it was not (stopped, or blocked). What its watcher slept through, because it was itself
-stopped or starved, or because the machine was suspended, is charged to nobody.
+only time that it could have used: CPU time while it was runnable, and all time while it was not
+(stopped, or blocked). Time in which its watcher did not run, because it was stopped or starved, or
+because the machine was suspended, is not charged.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ _MS = 1_000_000
 
 MIN_DEADLINE_NS = 250 * _MS
 PREDICTION_MARGIN = 20
-# Reading /proc costs more than the rest of a poll: a process that has been without progress for
-# less than this is charged the time that passed.
+# Reading /proc costs more than the rest of a poll. A process without progress for less than this is
+# charged the elapsed time.
 _LOOK_AFTER_NS = 20 * _MS
-# A runnable process that gets no CPU at all is given up at last: those who wait for it must end.
+# Limit for a runnable process that gets no CPU time at all, because jobs that wait for it must end.
 _MAX_STARVED_NS = 20_000 * _MS
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """What the kernel says of a process at one moment."""
+    """The kernel's statistics of a process at one moment."""
 
     is_runnable: bool  # running, or waiting for a CPU
     cpu_ns: int  # CPU time since its start
@@ -31,13 +31,13 @@ class ProcessStat:
 def job_deadline_ns(predicted_us: float, slowdown: float = 1.0) -> int:
     """Time that a job may take before its worker counts as stuck.
 
-    ``slowdown``: how many times as long jobs take on purpose, which no prediction knows of.
+    ``slowdown``: factor by which jobs are deliberately slower, not included in predictions.
     """
     return max(MIN_DEADLINE_NS, int(PREDICTION_MARGIN * predicted_us * 1000 * slowdown))
 
 
 class ProgressWatch:
-    """Follows one process. ``max_step_ns`` is the most that one observation may charge."""
+    """Observes one process. ``max_step_ns``: the most that one observation may charge."""
 
     def __init__(self, max_step_ns: int) -> None:
         self._max_step_ns = max_step_ns
@@ -50,10 +50,10 @@ class ProgressWatch:
     def observe(
         self, now_ns: int, progress: object, limit_ns: int, read_stat: Callable[[], ProcessStat]
     ) -> bool:
-        """Take in how far the process has come; return whether it is stuck.
+        """Update with the process's progress; return whether it is stuck.
 
-        ``progress`` is anything that differs from the last time if the process got on. It is
-        stuck when it has been charged more than ``limit_ns`` without that.
+        ``progress`` is any value that changes when the process advances. It is stuck when it has
+        been charged more than ``limit_ns`` without a change.
         """
         step_ns = 0 if self._last_ns is None else min(now_ns - self._last_ns, self._max_step_ns)
         self._last_ns = now_ns
@@ -78,7 +78,7 @@ class ProgressWatch:
 
 
 class Restarts:
-    """How long to wait before a process is started again: the longer, the more often it failed."""
+    """The delay before a process is started again: the longer, the more often it failed."""
 
     _FIRST_DELAY_NS = 100 * _MS
     _MAX_DELAY_NS = 30_000 * _MS

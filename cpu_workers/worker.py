@@ -1,9 +1,9 @@
 """A CPU worker: ``python -m corun.cpu_workers.worker --fd N --parent-pid PID``.
 
-Started by the supervisor with the right environment; the first message on descriptor N says who
-it is. It pins itself before it imports anything that starts threads, attaches to the segments,
-loads its kernels, and takes jobs as long as its mailbox says that it runs. It writes y, results
-and its own words there, and nothing else.
+Started by the supervisor with the right environment; the first message on descriptor N identifies
+it. It pins itself before it imports libraries that start threads, attaches to the segments, loads
+its kernels, and takes jobs while its mailbox says that it runs. It writes only y, results and its
+own words.
 """
 
 import logging
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _work(link: Link[ToWorker], setup: WorkerSetup) -> int:
     pinning = pin_thread([setup.cpu])
     try:
-        # Not before it is pinned: numeric libraries look at the CPUs when they are loaded.
+        # After pinning: numeric libraries read the available CPUs when they are loaded.
         from .job_loop import JobLoop
 
         loop = JobLoop(setup)

@@ -1,4 +1,4 @@
-"""One worker process, as its parent sees it: started, told who it is, killed, reaped."""
+"""One worker's process, from its parent's side: start, setup, kill, reap."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ ENVIRONMENT = {
     "NUMBA_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-"""For processes of one core, before they load any library: more threads would fight for it."""
+"""For processes of one core, before they load any library: more threads would compete for it."""
 
 
 def describe_end(status: int) -> str:
-    """Say in words how a process ended, from the status that ``subprocess`` gives."""
+    """How a process ended, in words, from the status of ``subprocess``."""
     if status >= 0:
         return f"exited with status {status}"
     try:
@@ -30,7 +30,7 @@ def describe_end(status: int) -> str:
 
 
 class WorkerProcess:
-    """A process that is this one's child. ``pidfd`` is readable once it has ended."""
+    """A child of this process. ``pidfd`` is readable once it has ended."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         ours, theirs = link_pair()
@@ -49,11 +49,11 @@ class WorkerProcess:
         self.link.send(setup)
 
     def kill(self) -> None:
-        """Send SIGKILL, which a stopped process obeys, too. It is gone once it is reaped."""
+        """Send SIGKILL, which also ends a stopped process. It has ended once it is reaped."""
         self._process.kill()
 
     def reap(self) -> str | None:
-        """How it ended, or None if it has not; it can write nothing any more afterwards."""
+        """How it ended, or None if it has not; afterwards it cannot write any more."""
         status = self._process.poll()
         return None if status is None else describe_end(status)
 

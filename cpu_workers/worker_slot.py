@@ -1,7 +1,7 @@
-"""One worker of the supervisor: the processes that serve it one after the other.
+"""One worker of the supervisor: its successive processes.
 
-Whose turn it is to write the mailbox's results follows from the state announced there: the
-process's while it is RUNNING, until it is reaped; the supervisor's at all other times.
+The announced state decides which process writes the mailbox's results: the worker's while RUNNING,
+until it is reaped; the supervisor's at all other times.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from .watch import ProgressWatch, Restarts, job_deadline_ns
 from .worker_process import WorkerProcess
 
 _MS = 1_000_000
-# A worker beats much more often than this, whether it spins or sleeps.
+# A worker sends heartbeats much more often than this, spinning or sleeping.
 _BEAT_LIMIT_NS = 2_000 * _MS
 _AWAKE_BEAT_LIMIT_NS = 500 * _MS
-# Loading and compiling on a slow machine; what a loaded one takes away is not counted.
+# Loading and compiling on a slow machine; time without a core is not counted.
 _START_LIMIT_NS = 120_000 * _MS
 
 Tell = Callable[[FromSupervisor, int | None], None]
@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class WorkerSlot:
-    """One worker: its mailbox, its process, and the watch over it."""
+    """One worker: its mailbox, its process, and the monitoring of it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WorkerSlot:
         tell: Tell,
         max_step_ns: int,
     ) -> None:
-        """``setup`` is for the first process; ``max_step_ns`` see ``ProgressWatch``."""
+        """``setup`` is for the first process; ``max_step_ns``: see ``ProgressWatch``."""
         self._setup = setup
         self._mailbox = mailbox
         self._tell = tell
@@ -70,18 +70,18 @@ class WorkerSlot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no process is left."""
+        """Whether there is no process."""
         return self._process is None
 
     def filenos(self) -> list[int]:
-        """Descriptors that become readable when ``poll`` has something to do."""
+        """Descriptors that become readable when ``poll`` has work."""
         process = self._process
         if process is None:
             return []
         return [process.pidfd] if process.link.at_end else [process.pidfd, process.link.fileno()]
 
     def poll(self, now_ns: int) -> None:
-        """Take in what has happened to the process; start one where there is none."""
+        """Handle events of the process; start one if there is none."""
         if self.poll_end(now_ns):
             return
         if self._process is None:
@@ -93,9 +93,9 @@ class WorkerSlot:
             self.kill(self._describe_stuck())
 
     def poll_end(self, now_ns: int) -> bool:
-        """Reap the process if it has ended, and fail jobs that nobody will compute.
+        """Reap the process if it has ended, and fail jobs that will not be computed.
 
-        Returns whether it was reaped. Starts no other.
+        Returns whether it was reaped. Starts no other process.
         """
         ended = None if self._process is None else self._process.reap()
         if ended is not None:
@@ -105,13 +105,13 @@ class WorkerSlot:
         return ended is not None
 
     def kill(self, reason: str) -> None:
-        """Kill the process, if there is one, and leave its waits until it is reaped."""
+        """Kill the process, if there is one; its waits are released when it is reaped."""
         if self._process is not None and self._kill_reason is None:
             self._kill_reason = reason
             self._process.kill()
 
     def stop(self) -> None:
-        """Kill the process for good."""
+        """Kill the process permanently."""
         self._is_stopping = True
         self.kill("was stopped")
 
@@ -121,11 +121,11 @@ class WorkerSlot:
         try:
             self._process = WorkerProcess(self._setup)
         except OSError as error:
-            _LOG.error("worker %d cannot be started: %s", worker, error)
+            _LOG.error("could not start worker %d (will retry): %s", worker, error)
             self._start_at_ns = now_ns + self._restarts.delay_ns(0)
             return
         self._watch = ProgressWatch(self._max_step_ns)
-        # Its number alone may name a stranger by the time that it is used.
+        # The pid alone may name another process by the time it is used.
         self._tell(WorkerSpawned(worker), self._process.pidfd)
 
     def _take_messages(self, now_ns: int) -> None:
@@ -143,7 +143,7 @@ class WorkerSlot:
                     self.kill(f"could not start: {reason}")
 
     def _last_words(self) -> str | None:
-        """Return why the process, which has ended, could not start, if it said so."""
+        """Return the reason that an ended process gave for not starting, if any."""
         assert self._process is not None
         with contextlib.suppress(IpcError):
             for message in self._process.link.receive():
@@ -152,7 +152,7 @@ class WorkerSlot:
         return None
 
     def _begin(self, prepared: Prepared, now_ns: int) -> None:
-        """Let the process take the jobs behind those that are failed here."""
+        """Let the process take the jobs after those that are failed here."""
         self._mailbox.fail_outstanding()
         self._announce(WorkerStatus.RUNNING)
         self._running_since_ns = now_ns
@@ -178,14 +178,14 @@ class WorkerSlot:
             return "was killed because it took too long to start"
         job = self._mailbox.activity().job
         if job is None:
-            return "was killed because it showed no life"
+            return "was killed because it sent no heartbeat"
         return (
-            f"was killed over job {job.sequence} of {job.num_tokens} tokens, which should have "
-            f"taken {job.predicted_us} us"
+            f"was killed because job {job.sequence} of {job.num_tokens} tokens took too long; it "
+            f"should have taken {job.predicted_us} us"
         )
 
     def _bury(self, reason: str, now_ns: int) -> None:
-        """The process is reaped: nobody else writes now."""
+        """After the process is reaped: no other process writes now."""
         assert self._process is not None
         self._process.close()
         self._process = None

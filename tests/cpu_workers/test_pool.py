@@ -107,7 +107,7 @@ def test_a_pinning_that_the_kernel_refuses_is_a_warning(caplog: pytest.LogCaptur
     with Driver([case()], make_config(worker_cpus=(5000,))) as driver:
         assert driver.run(0, 0) is DONE
         assert set(workers()[0].cpu_affinity()) == os.sched_getaffinity(0)
-    assert "CPU worker 0 is not pinned as planned: asked for CPU 5000" in caplog.text
+    assert "CPU worker 0 is not pinned as configured: requested CPU 5000" in caplog.text
 
 
 def test_deltas_are_measured_where_no_table_is_given() -> None:

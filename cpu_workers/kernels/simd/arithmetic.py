@@ -1,4 +1,4 @@
-"""Which arithmetic a process's kernels use, and how fast it is in registers alone."""
+"""The arithmetic of a process's kernels, and its speed in registers."""
 
 import time
 from functools import cache
@@ -23,12 +23,11 @@ _MEASURED_ROUNDS = 3
 
 @cache
 def bfloat16_tag() -> np.generic:
-    """The format tag of this process's kernels: by pairs where these are faster than float32.
+    """The format tag of this process's kernels: pairs if these are faster than float32.
 
-    An instruction that multiplies pairs has twice the products of one in float32; there are
-    processors that take four times as long for it (AVX512_BF16 on Intel's, which have matrix
-    instructions beside it). So the rates of both are measured, in milliseconds, unless the level is
-    forced.
+    An instruction for pairs computes twice as many products as one for float32, but some processors
+    take four times as long for it (AVX512_BF16 of Intel processors with matrix instructions). So
+    the rates of both are measured, for some milliseconds, unless the level is forced.
     """
     if not process_isa().has_bfloat16_dot:
         return BFLOAT16
@@ -40,7 +39,7 @@ def bfloat16_tag() -> np.generic:
 
 
 def describe() -> str:
-    """The level of this process's kernels, in one word or with what it does not use."""
+    """The level of this process's kernels, and the part of it that is not used."""
     isa = process_isa()
     if isa.has_bfloat16_dot and bfloat16_tag().dtype != BFLOAT16_DOT.dtype:
         return f"{isa.name} without pairs (they are slower here than float32)"
@@ -54,7 +53,7 @@ def products_per_loop(tag: np.generic) -> int:
 
 
 def products_per_s(tag: np.generic) -> float:
-    """Multiplications that one core of this machine does with ``tag``, measured now."""
+    """Multiplications per second of one core of this machine with ``tag``, measured now."""
     spin(tag, _MEASURED_LOOPS)  # compiles
     samples = []
     for _ in range(_MEASURED_ROUNDS):
@@ -66,7 +65,7 @@ def products_per_s(tag: np.generic) -> float:
 
 @emits("loops", result=types.float32)
 def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
-    """Products of as many sums as registers hold, again and again; one of the sums."""
+    """Repeated products of as many sums as registers hold; returns one of the sums."""
     is_integer = emit.tag in (types.int8, types.uint8)
     integers = Integers(emit) if is_integer else None
     emit = emit.of_registers()
@@ -75,7 +74,7 @@ def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
     def multiply(total: ir.Value) -> ir.Value:
         if integers is None:
             return emit.multiply_piece(factor, factor, total)
-        # With the sum itself: LLVM takes products that do not change out of the loop.
+        # With the sum itself: LLVM moves products that do not change out of the loop.
         return integers.multiply_add(factor, total, total)
 
     def body(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
@@ -90,7 +89,7 @@ def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
 
 
 def _ones(emit: Emitter) -> ir.Value:
-    """A vector of ones, of which LLVM does not know that they are."""
+    """A vector of ones that LLVM cannot fold."""
     builder = emit.builder
     slot = builder.alloca(emit.f32s)
     builder.store(ir.Constant(emit.f32s, [1.0] * emit.lanes), slot)

@@ -1,7 +1,7 @@
 """bfloat16 in kernels: as uint16, because numba has no such type, and rows of it made float32.
 
-Where a processor multiplies no pairs of bfloat16, kernels make rows of x float32 once, before all
-products with them: even values first, then the odd ones, as pairs of weights come apart.
+If a processor does not multiply pairs of bfloat16, kernels convert rows of x to float32 once,
+before all products with them: even values first, then the odd ones, to match the weights' layout.
 """
 
 from llvmlite import ir
@@ -13,7 +13,7 @@ from .intrinsics import ANY_FORMAT, emits
 from .isa import process_isa
 from .layout import WIDE_STEPS
 
-WIDE_ROW_BYTES = 2 * WIDE_STEPS * 4  # of one chunk of a row that ``widen`` has made float32
+WIDE_ROW_BYTES = 2 * WIDE_STEPS * 4  # of one chunk of a row that ``widen`` has converted
 
 
 @emits("bits", tag=ANY_FORMAT, result=types.float32, bits=types.uint16)
@@ -30,7 +30,7 @@ def rounded(emit: Emitter, value: ir.Value) -> ir.Value:
 
 @emits(result=types.boolean)
 def is_widened(emit: Emitter) -> ir.Value:
-    """Whether rows of x are made float32 by ``widen`` before products read them."""
+    """Whether ``widen`` converts rows of x to float32 before products read them."""
     return ir.IntType(1)(emit.tag == types.uint16)
 
 
@@ -38,7 +38,7 @@ def is_widened(emit: Emitter) -> ir.Value:
 def widen(
     emit: Emitter, x: ir.Value, num_values: ir.Value, wide: ir.Value, apart: ir.Value
 ) -> None:
-    """Make 8 bfloat16 or a multiple float32: even ones at ``wide``, odd ones ``apart`` bytes on."""
+    """Convert a multiple of 8 bfloat16 to float32: even ones at ``wide``, odd ones ``apart`` on."""
     builder = emit.builder
     done = I64(0)  # values; few at a time where fewer are left
     for lanes in sorted({process_isa().lanes, 4}, reverse=True):

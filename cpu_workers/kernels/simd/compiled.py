@@ -1,13 +1,13 @@
-"""How kernels are put together from functions that numba compiles.
+"""Builds kernels from functions that numba compiles.
 
-numba compiles a function again into each that calls it, and what a parallel loop contains five
-times: into the loop's function, two wrappers of it and the kernel. For code of vectors that is the
-time of a first start. So nobody but a kernel gets what only Python needs, functions of one caller
-are written into it, and parallel loops call through an address.
+numba compiles a function again into each caller, and the contents of a parallel loop five times:
+into the loop's function, two wrappers of it and the kernel. For vector code this dominates the time
+of a first start. So only kernels get what Python needs to call them, functions with one caller are
+inlined into it, and parallel loops call through an address.
 
-What numba keeps of a kernel holds all of its parts, and both ends of every call. It looks for
-changes in the kernel's own file and in what the kernel closes over, so kernels close over a digest
-of all files whose code they may contain.
+numba's cache entry of a kernel contains all of its parts, and both ends of every call. numba
+detects changes only in the kernel's own file and in the values that the kernel closes over. So
+kernels close over a digest of all files whose code they may contain.
 """
 
 import hashlib
@@ -28,27 +28,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SIMD = Path(__file__).parent
 _SHM = _SIMD.parents[2] / "shm"
-# What any kernel may contain beside the modules of its own folder.
+# Modules that any kernel may contain besides those of its own folder.
 _COMMON_SOURCES = (*sorted(_SIMD.glob("*.py")), _SHM / "atomics.py", _SHM / "region.py")
 
 # A part of kernels, which Python does not call.
 part: Callable[[Function], Function] = njit(
     error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
-# A large part with one caller, into which it is written.
+# A large part with one caller, into which it is inlined.
 inlined_part: Callable[[Function], Function] = njit(error_model="numpy", inline="always")
 
 
 def kernel(*signatures: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function that Python calls, compiled for each tuple of types, without the GIL, and kept.
+    """A function that Python calls, compiled for each tuple of types, without the GIL, and cached.
 
-    Compiled at once for the ``signatures``. What numba has kept of it is compiled anew when a
-    source of its folder or of ``simd`` changes. ``options``: more of ``numba.njit``'s.
+    Compiled at once for the ``signatures``. It is compiled again if a source of its folder or of
+    ``simd`` changes. ``options``: further ones of ``numba.njit``.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         assert isinstance(function, FunctionType) and function.__closure__ is None, function
-        # A free variable that the code does not use: numba keys what it keeps by its value.
+        # A free variable that the code does not use: its value is a part of numba's cache key.
         bound = FunctionType(
             function.__code__.replace(co_freevars=("sources_digest",)),
             function.__globals__,
@@ -66,7 +66,7 @@ def kernel(*signatures: str, **options: Any) -> Callable[[Callable[..., Any]], A
 
 @cache
 def sources_digest(folder: Path) -> str:
-    """Of what a kernel in ``folder`` may contain."""
+    """Digest of the sources that a kernel in ``folder`` may contain."""
     digest = hashlib.sha256()
     for source in dict.fromkeys((*sorted(folder.glob("*.py")), *_COMMON_SOURCES)):
         digest.update(source.read_bytes())
@@ -74,7 +74,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def function_address(function: Any, kinds: tuple[types.Type, ...]) -> int:
-    """The address of a function of numba's for arguments of these types, for ``call_function``.
+    """The address of a numba function for arguments of these types, for ``call_function``.
 
     Compiles it, or loads it from numba's cache.
     """
@@ -101,9 +101,9 @@ def address_of(typing_context: Any, function: Any, arguments: Any) -> tuple[Any,
 
 @intrinsic
 def call_function(typing_context: Any, address: Any, arguments: Any) -> tuple[Any, Any]:
-    """Call a function of numba's, which returns nothing, with a tuple of what it takes.
+    """Call a numba function that returns nothing, with a tuple of its arguments.
 
-    The types in the tuple must be those that the address was asked for with.
+    The types in the tuple must be those for which the address was requested.
     """
     kinds = _kinds(arguments)
 

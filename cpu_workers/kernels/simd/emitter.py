@@ -1,8 +1,8 @@
-"""Vector instructions on one LLVM builder: what the register tiles of products are made of.
+"""Vector instructions on one LLVM builder, from which the register tiles of products are built.
 
-Vectors have 16 lanes, which LLVM cuts to what the machine has, unless a tile says how many: where
-registers are few, a tile has to know how many it takes. A *format tag* of ``layout`` selects code
-by its type. Addresses are integers in bytes.
+Vectors have 16 lanes, which LLVM splits to the machine's width, unless a tile sets the number: with
+few registers, a tile must know how many it uses. A *format tag* of ``layout`` selects code by its
+type. Addresses are integers in bytes.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ BF16X32 = ir.VectorType(_Bfloat(), 32)
 def bfloat16_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The bfloat16, as int16, of a result of arithmetic on bfloat16, rounded to nearest even.
 
-    value: one float32 or a vector of them. NaN stays NaN: of such a NaN no bit is set that is cut
-    off, so that rounding keeps it.
+    value: one float32 or a vector of them. NaN stays NaN: such a NaN has none of the bits that are
+    cut off, so rounding preserves it.
     """
     word, half = I32, I16
     if isinstance(value.type, ir.VectorType):
@@ -74,7 +74,7 @@ def bfloat16_values(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 class Emitter:
     """Vector instructions on one LLVM builder, for one format tag.
 
-    ``is_float32_product``: multiply in float32 although the machine could do pairs of bfloat16;
+    ``is_float32_product``: multiply in float32 although the machine supports pairs of bfloat16;
     ``lanes``: float32 values of a vector.
     """
 
@@ -98,7 +98,7 @@ class Emitter:
         self.has_dot = self.has_rounding and not is_float32_product
 
     def of_registers(self, *, is_float32_product: bool = False) -> "Emitter":
-        """The same with vectors that are the processor's registers."""
+        """The same for vectors of the processor's register width."""
         return Emitter(
             self.builder, self.tag, is_float32_product=is_float32_product,
             lanes=process_isa().lanes,
@@ -115,7 +115,7 @@ class Emitter:
         self.builder.store(value, pointer, align=2)
 
     def prefetch(self, address: ir.Value, *, is_near: bool = False) -> None:
-        """Ask for the cache line at ``address``, which need not be valid.
+        """Prefetch the cache line at ``address``, which need not be valid.
 
         Into the second-level cache, or (``is_near``) the first.
         """
@@ -163,13 +163,13 @@ class Emitter:
         return self.builder.call(function, values)
 
     def fma(self, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-        """Give a * b + total, rounded once where the processor can, else twice."""
-        # What a processor cannot do at once, ``fma`` computes value by value in a library.
+        """Give a * b + total, rounded once if the processor supports it, otherwise twice."""
+        # ``fma`` would call a library for each value if the processor does not support it.
         name = "fma" if process_isa().has_fma else "fmuladd"
         return self.call(f"llvm.{name}.v{self.lanes}f32", self.f32s, [a, b, total])
 
     def same(self, value: int) -> ir.Constant:
-        """All lanes this int32."""
+        """All lanes set to this int32."""
         return ir.Constant(self.i32s, [value] * self.lanes)
 
     def halves(self, bits: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -190,7 +190,7 @@ class Emitter:
         return self.builder.fadd(even, odd)
 
     def operands(self, bits: ir.Value) -> tuple[ir.Value, ...]:
-        """What ``multiply_add`` takes, from the 64 bytes of 16 pairs or 16 floats."""
+        """The arguments of ``multiply_add``, from the 64 bytes of 16 pairs or 16 floats."""
         if self.has_dot:
             return (self.builder.bitcast(bits, BF16X32),)
         if self.is_float32:
@@ -203,11 +203,11 @@ class Emitter:
         return 1 if self.has_dot or self.is_float32 else 2
 
     def piece_of_columns(self, address: ir.Value, piece: int) -> ir.Value:
-        """What ``multiply_piece`` takes of a packed matrix: one of ``num_pieces`` at ``address``.
+        """Columns of a packed matrix for ``multiply_piece``: one of ``num_pieces`` at ``address``.
 
-        Where registers are few, two bytes before ``address`` are read, too: so each half of pairs
-        takes one operation on what lies in memory, and LLVM does not keep what it has read for the
-        other half, for which there is no room beside twelve sums.
+        With few registers, two bytes before ``address`` are read, too. Each half of pairs then
+        takes one operation on memory, and LLVM does not keep the loaded value for the other half,
+        for which there is no register beside twelve sums.
         """
         if self.has_dot:
             return self.builder.bitcast(self.load(address, self.i32s), BF16X32)
@@ -219,9 +219,9 @@ class Emitter:
         return self.builder.bitcast(self.builder.and_(bits, self.same(_HIGH)), self.f32s)
 
     def piece_of_apart(self, address: ir.Value, piece: int) -> ir.Value:
-        """The same of a matrix whose even and odd bfloat16 lie apart: see ``layout.pack_linear``.
+        """The same of a matrix whose even and odd bfloat16 are apart: see ``layout.pack_linear``.
 
-        One operation on what lies in memory makes them float32, with a zero but without a mask.
+        One operation on memory converts them to float32, with a zero and without a mask.
         """
         kind = ir.VectorType(I16, 2 * self.lanes)
         lanes = []
@@ -234,7 +234,7 @@ class Emitter:
         return self.builder.bitcast(words, self.f32s)
 
     def piece_of_row(self, address: ir.Value, num_bytes: int) -> ir.Value:
-        """What ``multiply_piece`` takes of a row: 4 or 8 bytes, in all lanes."""
+        """The row of ``multiply_piece``: 4 or 8 bytes, in all lanes."""
         unit = self.load(address, I32 if num_bytes == _LANE_BYTES else I64)
         splat = self.splat(unit, self.bytes // num_bytes)
         return self.builder.bitcast(splat, BF16X32 if self.has_dot else self.f32s)
@@ -262,7 +262,7 @@ class Emitter:
     ) -> list[ir.Value]:
         """Run ``body(index, totals) -> totals`` for index < count (at least once).
 
-        ``totals``: what to begin with, or of how many zeros.
+        ``totals``: initial values, or the number of zeros.
         """
         builder = self.builder
         before = builder.block

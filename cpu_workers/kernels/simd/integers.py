@@ -1,12 +1,12 @@
 """Products of small integers: codes of quantised weights times codes of x, one register at a time.
 
 With weights of 8 bits, x has 16, and a product adds two neighbours to a sum of 32 bits. With 4 bits
-x has 8. Where an instruction multiplies and adds (``isa.has_integer_dot``), a product adds four
-neighbours to a sum of 32 bits; elsewhere pairs of them to sums of 16, which may wrap around, as
-what a whole group adds up to does not: see ``Integers.first``.
+x has 8. If an instruction multiplies and adds (``isa.has_integer_dot``), a product adds four
+neighbours to a sum of 32 bits, otherwise pairs of them to sums of 16. These may wrap around, but
+the final sums of a group do not: see ``Integers.first``.
 
-Sums are carried as float32 vectors of the same bits, because LLVM can be kept from regrouping
-additions of floats alone: where it adds products first, it runs out of registers.
+Sums are held as float32 vectors of the same bits, because LLVM can be kept from regrouping only
+additions of floats: if it adds products first, it runs out of registers.
 """
 
 from llvmlite import ir
@@ -17,7 +17,7 @@ from .isa import has_integer_dot, process_isa
 
 I8 = ir.IntType(8)
 
-# By lanes; others are made of what LLVM has for any machine.
+# By lanes; others are composed of operations that LLVM has for any machine.
 _PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 _QUADS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _DOT_BITS = {8: 256, 16: 512}

@@ -1,4 +1,4 @@
-"""The one way to make an intrinsic of numba: from a function that emits LLVM code."""
+"""Makes intrinsics of numba from functions that emit LLVM code."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from .emitter import Emitter
 
-# For ``emits``, where the format of the emitter does not matter.
+# For ``emits``, if the format of the emitter does not matter.
 ANY_FORMAT = types.uint16
 
 
@@ -20,8 +20,8 @@ def emits(
     """Make a numba intrinsic of ``function(emitter, *values)``.
 
     The intrinsic takes a format tag, which selects code by its type, then one argument per name:
-    int64 unless ``kinds`` says otherwise. With ``tag`` it takes none, and is of that format. What
-    the function returns is of numba's type ``result``.
+    int64 unless ``kinds`` says otherwise. With ``tag`` it takes none, and has that format. The
+    function returns a value of numba's type ``result``.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

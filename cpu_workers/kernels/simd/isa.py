@@ -1,12 +1,12 @@
-"""What the processor can compute with, in one place: instruction set levels, and how one is forced.
+"""Instruction set levels of the processor, and how one is forced.
 
-A level is what kernels are written for: how many values a vector holds, how many vectors stay in
-registers, whether pairs of bfloat16 are multiplied by one instruction. All of a process's kernels
-are of one level, because numba compiles for one target. ``auto`` is the highest that the processor
-has; a lower one is forced by the environment that a process starts with, so that torch's and
-oneDNN's products keep to it as well.
+A level determines how kernels are written: how many values a vector holds, how many vectors stay in
+registers, whether one instruction multiplies pairs of bfloat16. All of a process's kernels have one
+level, because numba compiles for one target. ``auto`` is the highest level of the processor. A
+lower one is forced by the environment with which a process starts, so that it also limits torch and
+oneDNN.
 
-Loads nothing but the standard library; what asks the processor imports llvmlite.
+Loads only the standard library; querying the processor imports llvmlite.
 """
 
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ class CpuIsa:
     """One level. Features are named as LLVM names them."""
 
     name: str
-    features: frozenset[str]  # what a processor must have, more than the next lower level
+    features: frozenset[str]  # required in addition to the next lower level
     lanes: int  # float32 values of a vector register
     has_many_registers: bool  # 32 vectors, else 16
     has_fma: bool
     has_bfloat16_dot: bool
-    integer_dot: str | None  # what some of its processors have beside: products of integers, added
-    benefit: str  # what it is for, in words
+    integer_dot: str | None  # optional instructions of some processors: products of integers, added
+    benefit: str  # description for users
     llvm_cpu: str
-    environment: Mapping[str, str]  # holds other libraries to the level
+    environment: Mapping[str, str]  # limits other libraries to the level
 
 
 _AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 
-# From the highest to the lowest; a processor that has one has all below it.
+# From the highest to the lowest; a processor with one has all lower ones.
 LEVELS = (
     CpuIsa(
         "avx512-bf16", frozenset({"avx512bf16"}), 16, True, True, True, "avx512vnni",
@@ -78,9 +78,9 @@ NAMES = (AUTO, *(level.name for level in LEVELS))
 
 
 def forcing_environment(name: str) -> dict[str, str]:
-    """The variables that hold a process to a level, set before it loads any library.
+    """The variables that limit a process to a level, set before it loads any library.
 
-    Nothing for ``auto``.
+    Empty for ``auto``.
     """
     if name == AUTO:
         return {}
@@ -98,7 +98,7 @@ def level_of(features: frozenset[str]) -> CpuIsa:
 
 @cache
 def machine_features() -> frozenset[str]:
-    """What the processor and its system allow, by LLVM's names."""
+    """The features of the processor that the system allows, by LLVM's names."""
     import llvmlite.binding
 
     features = llvmlite.binding.get_host_cpu_features()
@@ -112,7 +112,7 @@ def machine_levels() -> tuple[CpuIsa, ...]:
 
 @cache
 def process_features() -> frozenset[str]:
-    """What numba compiles for in this process, by LLVM's names."""
+    """The features for which numba compiles in this process, by LLVM's names."""
     from numba import config
 
     if config.CPU_FEATURES is not None:
@@ -126,41 +126,41 @@ def process_features() -> frozenset[str]:
 
 @cache
 def process_isa() -> CpuIsa:
-    """The level of the kernels of this process: what numba compiles for."""
+    """The level of the kernels of this process, for which numba compiles."""
     return level_of(process_features())
 
 
 def has_integer_dot() -> bool:
     """Whether an instruction of this process multiplies integers and adds them to a sum.
 
-    Not a level: processors with and without it have the same ones. A forced level does without.
+    Not a level: processors of the same level differ in it. A forced level does not use it.
     """
     return process_isa().integer_dot in process_features()
 
 
 def is_forced() -> bool:
-    """Whether somebody has said what numba compiles for."""
+    """Whether the user has set numba's target."""
     from numba import config
 
     return config.CPU_FEATURES is not None
 
 
 def why_not(name: str) -> str | None:
-    """Why this process cannot compute at a level; None if it does."""
+    """Why this process cannot compute at a level; None if it can."""
     if name == AUTO:
         return None
     level = next(level for level in LEVELS if level.name == name)
     missing = _needed(level) - machine_features()
     if missing:
         return (
-            f"this processor has no {', '.join(sorted(missing))}; the highest level that it has "
+            f"this processor does not support {', '.join(sorted(missing))}; its highest level "
             f"is {machine_levels()[0].name}"
         )
     if process_isa() is level:
         return None
     variables = " ".join(f"{key}={value}" for key, value in forcing_environment(name).items())
     return (
-        f"this process compiles for {process_isa().name}; give the engine a process of its own "
+        f"this process compiles for {process_isa().name}; run the engine in its own process "
         f"(own_process=True), or start this one with {variables}"
     )
 

@@ -1,4 +1,4 @@
-"""Layouts of packed matrices on the CPU, and the tags that name them to kernels.
+"""Layouts of packed matrices on the CPU, and the tags by which kernels select them.
 
 LoRA matrices of any type:
 
@@ -14,18 +14,18 @@ Weights of the base model, bfloat16:
 
   W [out, in] -> [out / columns, in / 2, columns, 2], padded to 64 columns and to ``in`` of 8 values
 
-where 16 columns make a panel if pairs are multiplied. Elsewhere as many do as a vector register
-holds in float32, and what was [4 columns, 2] is [2, 4 columns]: with even and odd values apart, one
-instruction makes them float32 on their way into registers.
+where 16 columns form a panel if pairs are multiplied. Otherwise a panel has as many columns as a
+vector register holds in float32, and [4 columns, 2] becomes [2, 4 columns]: with even and odd
+values apart, one instruction converts them to float32 while loading.
 
 The same weights in 8 or 4 bits, ``in`` in groups of 64, padded to 64 columns, one panel for each
 vector register's worth of float32:
 
   W [out, in] -> [out / lanes, in / 64, block], a block of bytes: codes, then scales;
-  codes of 8 bits [32, lanes, 2]; of 4 bits [8, lanes, 4], in whose low halves lie the first four
-  values of eight, and in whose high halves the others; scales float32 [lanes]
+  codes of 8 bits [32, lanes, 2]; of 4 bits [8, lanes, 4], with the first four values of eight in
+  the low halves, and the others in the high halves; scales float32 [lanes]
 
-Zero points of 4 bits, where they are not 8 everywhere, are uint8 [out / lanes, in / 64, lanes].
+Zero points of 4 bits, if they are not 8 everywhere, are uint8 [out / lanes, in / 64, lanes].
 """
 
 import numpy as np
@@ -34,15 +34,15 @@ from .isa import process_isa
 
 RANKS_PER_TILE = 8
 COLUMNS_PER_GROUP = 16
-STEPS_UNROLLED = 4  # of 8 bytes each: what ``in`` is padded to
+STEPS_UNROLLED = 4  # of 8 bytes each: the padding of ``in``
 
-LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
+LINEAR_STEPS_UNROLLED = 4  # of 2 values each: the padding of ``in`` of a base weight
 GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
 
-# Rows of x that are made float32 (``tiles.widen``) are cut into chunks of so many pairs of values,
-# even ones before odd ones, which lie side by side for a block of rows.
+# Rows of x converted to float32 (``tiles.widen``) are cut into chunks of this many pairs of values,
+# even ones before odd ones; chunks of a block of rows are adjacent.
 WIDE_STEPS = 256
 
 # Format tags: the first argument of a kernel, which selects code by its type.
@@ -54,7 +54,7 @@ INT4 = np.uint8(0)  # of 4 bits
 
 
 def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple[int, int]:
-    """The widths that the kernels want of x and y."""
+    """The widths of x and y that the kernels require."""
     in_multiple = STEPS_UNROLLED * 8 // itemsize
     return -(-in_features // in_multiple) * in_multiple, -(
         -out_features // COLUMNS_PER_GROUP
@@ -62,14 +62,14 @@ def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple
 
 
 def packed_a_shape(rank: int, in_features: int, itemsize: int) -> tuple[int, int, int, int]:
-    """The shape of what ``pack_a`` makes of A [rank, in]."""
+    """The shape of the result of ``pack_a`` for A [rank, in]."""
     unit = 8 // itemsize
     padded_in, _ = padded_features(in_features, 0, itemsize)
     return -(-rank // RANKS_PER_TILE), padded_in // unit, RANKS_PER_TILE, unit
 
 
 def packed_b_shape(out_features: int, rank: int, itemsize: int) -> tuple[int, int, int, int]:
-    """The shape of what ``pack_b`` makes of B [out, rank]."""
+    """The shape of the result of ``pack_b`` for B [out, rank]."""
     unit = 4 // itemsize
     return -(-out_features // COLUMNS_PER_GROUP), -(-rank // unit), COLUMNS_PER_GROUP, unit
 
@@ -77,7 +77,7 @@ def packed_b_shape(out_features: int, rank: int, itemsize: int) -> tuple[int, in
 def pack_a(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Lay out A [rank, in], uint16 (bfloat16 bits) or float32, for ``add_delta``.
 
-    out: where to, contiguous, of A's type and ``packed_a_shape``; all of it is written.
+    out: target, contiguous, of A's type and ``packed_a_shape``; all of it is written.
     """
     tiles, steps, ranks, unit = shape = packed_a_shape(a.shape[0], a.shape[1], a.itemsize)
     packed = np.empty(shape, a.dtype) if out is None else out
@@ -90,7 +90,7 @@ def pack_a(a: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 def pack_b(b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Lay out B [out, rank], uint16 (bfloat16 bits) or float32, for ``add_delta``.
 
-    out: where to, contiguous, of B's type and ``packed_b_shape``; all of it is written.
+    out: target, contiguous, of B's type and ``packed_b_shape``; all of it is written.
     """
     groups, steps, columns, unit = shape = packed_b_shape(b.shape[0], b.shape[1], b.itemsize)
     packed = np.empty(shape, b.dtype) if out is None else out
@@ -110,7 +110,7 @@ def _padded(matrix: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
 
 
 def padded_linear_features(in_features: int, out_features: int) -> tuple[int, int]:
-    """The widths of x and y that a packed base weight is for."""
+    """The widths of x and y for a packed base weight."""
     in_multiple = 2 * LINEAR_STEPS_UNROLLED
     out_multiple = COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
     return -(-in_features // in_multiple) * in_multiple, -(
@@ -124,7 +124,7 @@ def linear_panel_columns(tag: np.generic) -> int:
 
 
 def linear_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
-    """The shape of what ``pack_linear`` makes of W [out, in]."""
+    """The shape of the result of ``pack_linear`` for W [out, in]."""
     padded_in, padded_out = padded_linear_features(in_features, out_features)
     columns = linear_panel_columns(tag)
     return padded_out // columns, padded_in // 2, 2 * columns
@@ -133,8 +133,7 @@ def linear_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[
 def pack_linear(weight: np.ndarray, packed: np.ndarray, tag: np.generic) -> None:
     """Lay out W [out, in], uint16 (bfloat16 bits), for ``linear.multiply`` with ``tag``.
 
-    packed: zeros, uint16, of ``linear_shape``; where they come from decides their alignment, which
-    should be 64 bytes.
+    packed: zeros, uint16, of ``linear_shape``; the caller allocates it, best aligned to 64 bytes.
     """
     if weight.shape[1] % 2:
         weight = np.pad(weight, ((0, 0), (0, 1)))
@@ -152,7 +151,7 @@ def pack_linear(weight: np.ndarray, packed: np.ndarray, tag: np.generic) -> None
 def unpack_linear(
     packed: np.ndarray, out_features: int, in_features: int, tag: np.generic
 ) -> np.ndarray:
-    """W [out, in] as it was given to ``pack_linear``: a copy."""
+    """The original W [out, in] of ``pack_linear``: a copy."""
     panels, pairs, values = packed.shape
     lines = np.ascontiguousarray(_by_column(packed, tag)).reshape(panels, pairs, values // 2, 2)
     weight = lines.transpose(0, 2, 1, 3).reshape(panels * values // 2, 2 * pairs)
@@ -167,7 +166,7 @@ def _by_column(lines: np.ndarray, tag: np.generic) -> np.ndarray:
 
 
 def quantized_panel_columns() -> int:
-    """Columns of a panel of a quantised base weight: process by process one and the same."""
+    """Columns of a panel of a quantised base weight: constant within a process."""
     return process_isa().lanes
 
 
@@ -177,7 +176,7 @@ def quantized_block_bytes(bits: int) -> int:
 
 
 def quantized_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int, int]:
-    """The shape of the blocks that ``pack_quantized`` makes of W [out, in]."""
+    """The shape of the blocks of ``pack_quantized`` for W [out, in]."""
     _, padded_out = padded_linear_features(in_features, out_features)
     num_panels = padded_out // quantized_panel_columns()
     return num_panels, in_features // GROUP_SIZE, quantized_block_bytes(bits)
@@ -208,7 +207,7 @@ def pack_quantized(codes: np.ndarray, scales: np.ndarray, bits: int, blocks: np.
 def unpack_quantized(
     blocks: np.ndarray, out_features: int, bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales as they were given to ``pack_quantized``: copies."""
+    """The original codes and scales of ``pack_quantized``: copies."""
     groups = blocks.shape[1]
     units, scales = _quantized_parts(blocks, bits)
     rows = np.ascontiguousarray(units.transpose(0, 3, 1, 2)).reshape(-1, groups * units.shape[2])
@@ -234,7 +233,7 @@ def _quantized_parts(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndar
 
 
 def pack_zero_points(zero_points: np.ndarray) -> np.ndarray:
-    """Lay out zero points, uint8 [out, in / 64], beside what ``pack_quantized`` makes."""
+    """Lay out zero points, uint8 [out, in / 64], in the order of ``pack_quantized``."""
     out_features, groups = zero_points.shape
     _, padded_out = padded_linear_features(GROUP_SIZE * groups, out_features)
     padded = _padded(zero_points, padded_out, groups)

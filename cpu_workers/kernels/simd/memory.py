@@ -1,7 +1,7 @@
 """Raw memory in numba kernels: values at addresses, copies, and a shared counter.
 
-Addresses are integers in bytes; whoever passes one keeps the memory alive. Raw addresses spare the
-cost of array objects at every call.
+Addresses are integers in bytes; the caller keeps the memory alive. Raw addresses avoid the cost of
+array objects at every call.
 """
 
 from typing import Any
@@ -64,6 +64,6 @@ def clear_bytes(emit: Emitter, address: ir.Value, num_bytes: ir.Value) -> None:
 
 @emits("address", tag=ANY_FORMAT, result=types.int64)
 def next_number(emit: Emitter, address: ir.Value) -> ir.Value:
-    """Return the int64 at ``address`` and count it up, as one step even between threads."""
+    """Return the int64 at ``address`` and increment it, atomically between threads."""
     place = emit.builder.inttoptr(address, I64.as_pointer())
     return emit.builder.atomic_rmw("add", place, I64(1), "monotonic")

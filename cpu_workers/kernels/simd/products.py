@@ -1,7 +1,7 @@
 """The inner loop that all register tiles of products share: a few rows times a few panels.
 
 A *panel* of a packed matrix is a vector register's worth of columns or ranks: a vector for each
-step. Rows hold 4 or 8 bytes a step and piece, which go to all lanes.
+step. Rows have 4 or 8 bytes per step and piece, which are broadcast to all lanes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from llvmlite import ir
 from .emitter import I64, VECTOR_BYTES, Emitter
 from .isa import process_isa
 
-# Where a piece of a row lies at a step: (row, piece, step) -> address.
+# The address of a piece of a row at a step: (row, piece, step) -> address.
 PlaceOf = Callable[[int, int, ir.Value], ir.Value]
 
 
@@ -21,7 +21,7 @@ class Product:
     """A few rows times a few panels, step by step.
 
     panels: addresses at step 0; each step is ``line_bytes`` further.
-    place_of: where rows lie; unit_bytes: what of a row goes to all lanes, 4 or 8 bytes.
+    place_of: the places of rows; unit_bytes: bytes of a row for all lanes, 4 or 8.
     """
 
     emit: Emitter
@@ -40,9 +40,9 @@ class Product:
     def add_step(self, step: ir.Value, row_step: ir.Value, totals: list[ir.Value]) -> None:
         """Add the products of one step to ``totals``; rows count steps on their own.
 
-        The shorter side stays in registers, while the other comes one by one. Beside the sums and
-        one of the other side there is a zero or a mask; where it does not fit, some panels stay at
-        a time, and rows are read again for the others.
+        The shorter side stays in registers, while the other is loaded one by one. Besides the sums
+        and one value of the other side there is a zero or a mask. If the registers do not suffice,
+        some panels are processed at a time, and rows are read again for the others.
         """
         room = 32 if process_isa().has_many_registers else 14 - self.num_sums
         num_panels = len(self.panels)
@@ -74,14 +74,14 @@ class Product:
     def _column(self, p: int, piece: int, step: ir.Value) -> ir.Value:
         address = self.emit.offset(self.panels[p], step, self.line_bytes)
         if self.are_words_apart:
-            # Both pieces at once would need a register more.
+            # Both pieces at once would need one more register.
             return self.emit.piece_of_apart(self._anew(address) if piece else address, piece)
         return self.emit.piece_of_columns(address, piece)
 
     def _anew(self, place: ir.Value) -> ir.Value:
-        """The same, of which LLVM does not know, so that it reads there once more.
+        """The same address, unknown to LLVM, so that it loads the value again.
 
-        It would keep what it has read before, for which there is no register, in memory.
+        Otherwise it would spill the loaded value, for which there is no register, to memory.
         """
         builder = self.emit.builder
         nothing = builder.lshr(self.panels[0], I64(62))  # addresses have 47 bits
@@ -94,7 +94,7 @@ def choose(
     flag: ir.Value,
     cases: Mapping[tuple[int, bool], Callable[[], None]],
 ) -> None:
-    """Run the code of the case that an int64 and a boolean name; there must be one."""
+    """Run the code of the case that an int64 and a boolean select; there must be one."""
     wrong, after = builder.append_basic_block("wrong"), builder.append_basic_block("after")
     key = builder.add(builder.mul(number, I64(2)), builder.zext(flag, I64))
     switch = builder.switch(key, wrong)

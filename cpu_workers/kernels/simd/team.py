@@ -1,4 +1,4 @@
-"""Which threads compute a parallel loop of kernels."""
+"""The threads that compute a parallel loop of kernels."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .compiled import kernel
 
 @intrinsic
 def _own_thread_id(typing_context: Any) -> tuple[Any, Any]:
-    """The calling thread, as the kernel counts; through libc, so that it can be cached."""
+    """The kernel's id of the calling thread; by libc, so that it can be cached."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -26,7 +26,7 @@ def _own_thread_id(typing_context: Any) -> tuple[Any, Any]:
 
 @kernel(parallel=True)
 def note_thread_ids(ids: np.ndarray) -> None:
-    """Write the identity of the thread that computes each part of a loop.
+    """Write the id of the thread that computes each part of a loop.
 
     ids: int32 [threads], at most as many as numba has started.
     """

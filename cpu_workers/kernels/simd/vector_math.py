@@ -1,7 +1,7 @@
 """Arithmetic on vectors of 16 float32 for the tiles of attention: powers, tanh, folds, transposes.
 
-Works on the builder of an ``Emitter``, which has loads, stores and products; nothing here knows of
-attention or of numba's types. LLVM cuts the vectors to whatever registers the machine has.
+Works on the builder of an ``Emitter``, which has loads, stores and products. Independent of
+attention and of numba's types. LLVM splits the vectors to the machine's registers.
 """
 
 import math
@@ -20,11 +20,11 @@ Combine = Callable[[ir.Value, ir.Value], ir.Value]
 
 _LOG2_E = 1.4426950408889634
 _LN2 = 0.6931471805599453
-# Adding 1.5 * 2**23 rounds a float32 to an integer, which then lies in the low mantissa bits; with
+# Adding 1.5 * 2**23 rounds a float32 to an integer, which is then in the low mantissa bits; with
 # 127 more these bits are the exponent of a float32.
 _ROUNDER = 12582912.0 + 127.0
 _EXP_LOWEST = -87.0
-# Beyond 44 the hyperbolic tangent is 1 in float32 long since; below 0.25 its series is better.
+# Above 44 the hyperbolic tangent is 1 in float32; below 0.25 its series is more accurate.
 _TANH_HIGHEST = 44.0
 _TANH_SERIES_BELOW = 0.25
 _TAYLOR_TANH = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
@@ -33,8 +33,8 @@ _TAYLOR_TANH = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
 def _fitted(base: float, low: float, high: float, degree: int) -> tuple[float, ...]:
     """A polynomial near ``base**x`` for x from low to high, the highest power first.
 
-    It goes through ``base**x`` at the zeros of a Chebyshev polynomial, which is nearly the best
-    there is.
+    It equals ``base**x`` at the zeros of a Chebyshev polynomial, which is nearly the best
+    approximation.
     """
     zeros = np.cos((np.arange(degree + 1) + 0.5) * np.pi / (degree + 1))
     points = 0.5 * (low + high) + 0.5 * (high - low) * zeros
@@ -49,7 +49,7 @@ _EXP2_OF_FRACTION = _fitted(2.0, 0.0, 1.0, 4)  # off by 7e-6
 
 
 def vectors_at_once(wanted: int) -> int:
-    """Sums of 16 lanes that stay in registers, at most as many as are wanted."""
+    """Sums of 16 lanes that stay in registers, at most as many as needed."""
     return wanted if process_isa().has_many_registers else min(wanted, 4)
 
 
@@ -59,7 +59,7 @@ def constant(value: float) -> ir.Constant:
 
 
 def constant_i32(values: Sequence[int]) -> ir.Constant:
-    """These lanes."""
+    """A constant vector of int32 lanes."""
     return ir.Constant(I32X16, list(values))
 
 
@@ -72,7 +72,7 @@ def shuffle(
 
 
 def splat_lane(emit: Emitter, vector: ir.Value, lane: int) -> ir.Value:
-    """All lanes one lane of ``vector``."""
+    """All lanes set to one lane of ``vector``."""
     return shuffle(emit.builder, vector, vector, [lane] * LANES)
 
 
@@ -84,7 +84,7 @@ def any_lane(emit: Emitter, condition: ir.Value) -> ir.Value:
 
 
 def splat_i32(emit: Emitter, scalar: ir.Value) -> ir.Value:
-    """All lanes the low 32 bits of an int64."""
+    """All lanes set to the low 32 bits of an int64."""
     return emit.splat(emit.builder.trunc(scalar, I32), LANES)
 
 
@@ -96,9 +96,9 @@ def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 def fold_each(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> ir.Value:
     """Fold the lanes of each of 2, 4, 8 or 16 vectors to neighbouring lanes of one.
 
-    With n vectors, lanes i * 16 / n and following are what is left of vector i: 16 / n partial
-    results. A binary tree: of two vectors, the lanes that stay are blended and those that come to
-    them are shuffled, so a level takes one shuffle for two vectors.
+    With n vectors, lanes i * 16 / n and following are the rest of vector i: 16 / n partial
+    results. A binary tree: of two vectors, the lanes that stay are blended and those that move are
+    shuffled, so a level takes one shuffle for two vectors.
     """
     width = LANES // 2
     while len(vectors) > 1:
@@ -172,7 +172,7 @@ def exp2(emit: Emitter, x: ir.Value) -> ir.Value:
 
 
 def _exp2_by_avx512(emit: Emitter, x: ir.Value) -> ir.Value:
-    """One instruction leaves the fraction, 0 of -inf; one multiplies by 2**floor(x)."""
+    """One instruction gives the fraction, 0 of -inf; one multiplies by 2**floor(x)."""
     all_lanes, rounding_down, current_mode = ir.IntType(16)(0xFFFF), I32(1), I32(4)
     name, unused = "llvm.x86.avx512.mask.reduce.ps.512", constant(0.0)
     fraction = emit.call(name, F32X16, [x, rounding_down, unused, all_lanes, current_mode])
