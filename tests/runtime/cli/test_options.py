@@ -1,4 +1,4 @@
-"""The tables of the README and of the page of routes are those that the code gives."""
+"""The tables of the pages of options, of clusters and of routes are those that the code gives."""
 
 from pathlib import Path
 
