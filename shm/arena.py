@@ -1,14 +1,13 @@
 """The host adapter arena: packed adapters in one segment that loader and workers both read.
 
-Memory and bookkeeping only: it knows no files and no arithmetic, and decides nothing. Whoever keeps
-the account says where an adapter goes and which one has to leave. An adapter is a list of regions,
-one per (layer, input group), in the format of ``region``. The regions of a layer follow each other
-in one extent.
+Manages memory only: it knows no files and no arithmetic, and makes no decisions. The caller chooses
+the place of an adapter and which one to evict. An adapter is a list of regions, one per (layer,
+input group), in the format of ``region``. The regions of a layer are adjacent in one extent.
 
-    place -> one reference, the filler's; others may refer to what it has filled already
-    evict -> goes now, or with its last reference
+    place -> one reference, the filler's; other references may use what it has already filled
+    evict -> removed now, or with the last reference
 
-What is referenced is never moved and never goes. All methods may be called by any thread.
+A referenced adapter is never moved or removed. Any thread may call all methods.
 """
 
 import itertools
@@ -25,13 +24,13 @@ from .region import ALIGNMENT_BYTES
 from .segment import Segment
 
 KIND = "adapters"
-PAGE_BYTES = mmap.PAGESIZE  # what extents are rounded to, so that their memory can be returned
+PAGE_BYTES = mmap.PAGESIZE  # extents are rounded to pages, so that their memory can be returned
 assert PAGE_BYTES % ALIGNMENT_BYTES == 0
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """A region that is wanted; regions of a layer come one after the other, layers ascending."""
+    """A requested region; regions of a layer are consecutive, layers ascending."""
 
     layer: int
     input_group: int
@@ -40,7 +39,7 @@ class RegionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RegionPlace:
-    """A region that has its place."""
+    """A placed region."""
 
     layer: int
     input_group: int
@@ -50,7 +49,7 @@ class RegionPlace:
 
 @dataclass(slots=True, eq=False)
 class ArenaEntry:
-    """One adapter in the arena. The arena alone writes its fields."""
+    """One adapter in the arena. Only the arena writes its fields."""
 
     regions: tuple[RegionPlace, ...]
     extents: tuple[tuple[int, int], ...]  # (offset, bytes), whole pages
@@ -65,7 +64,7 @@ class HostArena:
     """See the module. Owns its segment."""
 
     def __init__(self, segment: Segment, *, is_elastic: bool) -> None:
-        """``segment`` is sparse; ``is_elastic``: memory is taken and returned with the adapters.
+        """``segment`` is sparse; ``is_elastic``: memory is allocated and returned per adapter.
 
         Raises ``SpaceError``.
         """
@@ -77,9 +76,9 @@ class HostArena:
 
     @classmethod
     def create(cls, num_bytes: int, *, is_elastic: bool, backing: Backing = "auto") -> Self:
-        """Make an arena of ``num_bytes``: of memory, or if it is elastic of addresses.
+        """Make an arena of ``num_bytes`` of memory, or of addresses if it is elastic.
 
-        Raises ``SpaceError`` if the machine has too little.
+        Raises ``SpaceError`` if the machine has too little memory.
         """
         rounded_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         segment = Segment.create(rounded_bytes, kind=KIND, backing=backing, is_sparse=True)
@@ -91,7 +90,7 @@ class HostArena:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that adapters together may take."""
+        """Bytes for all adapters together."""
         return self.segment.num_bytes
 
     @property
@@ -108,7 +107,7 @@ class HostArena:
 
     @property
     def num_references(self) -> int:
-        """Of all entries together."""
+        """References to all entries together."""
         with self._lock:
             return sum(entry.num_references for entry in self._all_entries())
 
@@ -118,12 +117,12 @@ class HostArena:
         """Make a place for an adapter, which the caller fills and releases.
 
         Args:
-            place_id: Not used before.
+            place_id: An unused id.
             extents: (offset, bytes) of each layer.
-            regions: Of the layers.
+            regions: The regions of the layers.
 
-        Raises ``SpaceError`` if the machine has too little memory for what is elastic, ``ShmError``
-        if somebody still refers to what was there.
+        Raises ``SpaceError`` if the machine has too little memory for an elastic arena,
+        ``ShmError`` if the previous contents are still referenced.
         """
         assert [size for _, size in extents] == extent_sizes(regions), (extents, regions)
         placed = _place_regions(regions, [start for start, _ in extents])
@@ -142,14 +141,14 @@ class HostArena:
         return entry
 
     def acquire(self, place_id: int) -> ArenaEntry:
-        """Refer to an adapter that was placed."""
+        """Add a reference to a placed adapter."""
         with self._lock:
             entry = self._entries[place_id]
             entry.num_references += 1
             return entry
 
     def release(self, entry: ArenaEntry) -> None:
-        """End one reference."""
+        """Release one reference."""
         with self._lock:
             assert entry.num_references > 0, "released more often than acquired"
             entry.num_references -= 1
@@ -158,7 +157,7 @@ class HostArena:
                 self._give_back(entry)
 
     def evict(self, place_ids: Iterable[int]) -> None:
-        """Let adapters go, now or with their last reference; unknown places never came to be."""
+        """Remove adapters, now or with their last reference; unknown places are ignored."""
         with self._lock:
             for place_id in place_ids:
                 entry = self._entries.pop(place_id, None)
@@ -191,7 +190,7 @@ class HostArena:
 
     def _check_free(self, entry: ArenaEntry) -> None:
         if any(_overlap(entry, other) for other in self._leaving):
-            raise ShmError("what was evicted from the host adapter arena is still in use")
+            raise ShmError("an evicted adapter in the host adapter arena is still in use")
 
     def _give_back(self, entry: ArenaEntry) -> None:
         for start, size in entry.extents:
@@ -208,7 +207,7 @@ def extent_sizes(regions: Sequence[RegionSpec]) -> list[int]:
 
 
 def _place_regions(regions: Sequence[RegionSpec], starts: Sequence[int]) -> Iterable[RegionPlace]:
-    """Place regions one after the other in the extents of their layers."""
+    """Place regions consecutively in the extents of their layers."""
     layers = itertools.groupby(regions, key=lambda region: region.layer)
     for (_, members), start in zip(layers, starts, strict=True):
         position = start

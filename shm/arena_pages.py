@@ -1,7 +1,7 @@
 """Huge pages for a segment that holds matrices, and the memory of parts of a sparse one.
 
-A product over matrices in pages of 4 KiB spends part of its time on address translation, so the
-kernel is asked for huge pages before the first touch, where it gives any to shared memory.
+With pages of 4 KiB a product over matrices spends part of its time on address translation, so huge
+pages are requested before the first touch, if the kernel offers them for shared memory.
 """
 
 import logging
@@ -14,11 +14,15 @@ from .segment import Segment
 _LOG = logging.getLogger(__name__)
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_GIVEN = ("always", "within_size", "advise")  # settings under which advice, or nothing, is needed
+_GIVEN = (
+    "always",
+    "within_size",
+    "advise",
+)  # settings that give huge pages
 
 
 def huge_page_setting(path: Path = _SETTING) -> str:
-    """What the kernel does about huge pages in shared memory; "never" where it has none."""
+    """The kernel's setting for huge pages in shared memory; "never" if it does not support them."""
     try:
         words = path.read_text(encoding="ascii").split()
     except OSError:
@@ -28,23 +32,23 @@ def huge_page_setting(path: Path = _SETTING) -> str:
 
 
 class ArenaPages:
-    """Takes and returns the memory of ranges of a sparse segment.
+    """Allocates and returns the memory of ranges of a sparse segment.
 
-    An elastic one holds memory only for what is taken. Huge pages are then asked for inside a
-    range: one that reached beyond it would hold memory that nobody accounts for. One that is not
-    elastic takes all memory at once, and ``take`` and ``give_back`` do nothing.
+    An elastic segment has memory only for allocated ranges. Huge pages are then requested inside
+    a range, because one that reached beyond it would hold memory that is not accounted for. A
+    segment that is not elastic allocates all memory at once; ``take`` and ``give_back`` do nothing.
     """
 
     def __init__(self, segment: Segment, *, is_elastic: bool, setting: str | None = None) -> None:
-        """``setting`` stands for the kernel's; None = read it. Raises ``SpaceError``."""
-        assert segment.is_sparse, "its memory was taken before huge pages could be asked for"
+        """``setting`` overrides the kernel's; None = read it. Raises ``SpaceError``."""
+        assert segment.is_sparse, "its memory was allocated before requesting huge pages"
         self._segment = segment
         self._is_elastic = is_elastic
         setting = huge_page_setting() if setting is None else setting
         self._wants_huge = setting in _GIVEN
         _LOG.debug(
             "huge pages in shared memory: %s; %s", setting,
-            "asked for" if self._wants_huge else "not asked for",
+            "requested" if self._wants_huge else "not requested",
         )  # fmt: skip
         if not is_elastic:
             self._take(0, segment.num_bytes)
@@ -52,12 +56,12 @@ class ArenaPages:
             self._advise(0, segment.num_bytes, MADV_NOHUGEPAGE)
 
     def take(self, offset: int, num_bytes: int) -> None:
-        """Have memory for a range; its contents are kept. Raises ``SpaceError``."""
+        """Allocate memory for a range; its contents are kept. Raises ``SpaceError``."""
         if self._is_elastic:
             self._take(offset, num_bytes)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """Return the memory of a range that was taken."""
+        """Return the memory of an allocated range."""
         if not self._is_elastic:
             return
         start, end = self._huge_interior(offset, num_bytes)
@@ -67,8 +71,8 @@ class ArenaPages:
 
     def _take(self, offset: int, num_bytes: int) -> None:
         start, end = self._huge_interior(offset, num_bytes)
-        # Only a touch makes huge pages, allocation does not. It is not tried on a machine that has
-        # too little memory, for which somebody would be killed: ``allocate`` says so instead.
+        # Only a touch makes huge pages, allocation does not. It is not tried on a machine with too
+        # little memory, where a process would be killed for it: ``allocate`` raises an error.
         if self._wants_huge and end > start and num_bytes <= available_memory_bytes():
             self._advise(start, end - start, MADV_HUGEPAGE)
             self._advise(start, end - start, MADV_POPULATE_WRITE)
@@ -82,5 +86,5 @@ class ArenaPages:
         return start, end
 
     def _advise(self, offset: int, num_bytes: int, advice: int) -> None:
-        # A segment's payload begins with a page.
+        # A segment's payload starts with a page.
         advise(self._segment.address + offset, num_bytes, advice)

@@ -1,7 +1,7 @@
-"""Which byte ranges of a segment are free: best fit, neighbours joined when they are freed.
+"""Tracks the free byte ranges of a segment: best fit, neighbours joined when they are freed.
 
-Offsets only; knows no memory. Whatever is allocated and freed, in whatever order, free ranges are
-disjoint, never touch each other, and together with what is allocated they cover everything.
+Offsets only, no memory. After any sequence of allocations, free ranges are disjoint, not adjacent,
+and together with the allocated ones they cover everything.
 """
 
 import bisect
@@ -9,14 +9,14 @@ from typing import Self
 
 
 class RangeAllocator:
-    """Hands out ranges of [0, ``num_bytes``), all multiples of ``granule_bytes``.
+    """Allocates ranges of [0, ``num_bytes``), all multiples of ``granule_bytes``.
 
     Best fit: the smallest free range that is large enough, the lowest of equal ones. O(free
-    ranges) per call, for the lists are kept sorted.
+    ranges) per call, because the lists are kept sorted.
     """
 
     def __init__(self, num_bytes: int, granule_bytes: int) -> None:
-        """Everything is free; what ``num_bytes`` has beyond whole granules is never used."""
+        """Everything is free; a rest of ``num_bytes`` beyond whole granules is never used."""
         assert granule_bytes > 0, granule_bytes
         self.granule_bytes = granule_bytes
         self.capacity_bytes = num_bytes // granule_bytes * granule_bytes
@@ -29,11 +29,11 @@ class RangeAllocator:
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest range that ``allocate`` could hand out now."""
+        """The largest range that ``allocate`` can return now."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def copy(self) -> Self:
-        """An allocator in the same state, to try something out."""
+        """An allocator in the same state, for trying allocations."""
         other = type(self)(0, self.granule_bytes)
         other.capacity_bytes, other.free_bytes = self.capacity_bytes, self.free_bytes
         other._sizes = dict(self._sizes)
@@ -41,7 +41,7 @@ class RangeAllocator:
         return other
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The start of ``num_bytes`` free bytes, which are taken from now on; None if none fit."""
+        """Allocate ``num_bytes`` and return their start; None if none fit."""
         assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
         position = bisect.bisect_left(self._by_size, (num_bytes, 0))
         if position == len(self._by_size):
@@ -54,7 +54,7 @@ class RangeAllocator:
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Give back a range that was allocated, or a part of one."""
+        """Free an allocated range, or a part of one."""
         assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
         position = bisect.bisect_left(self._starts, start)
         before = self._starts[position - 1] if position else None
@@ -73,7 +73,7 @@ class RangeAllocator:
         self._insert(start, end - start)
 
     def check_invariants(self) -> None:
-        """Assert that free ranges are apart from each other, and add up."""
+        """Assert that free ranges are not adjacent, and add up."""
         assert self._starts == sorted(self._sizes)
         assert self._by_size == sorted((size, start) for start, size in self._sizes.items())
         assert self.free_bytes == sum(self._sizes.values())

@@ -1,8 +1,8 @@
 """Words that processes share: acquire loads, release stores, fences, and a bounded spin.
 
 All functions take raw addresses and are compiled, without the GIL, and callable from Python and
-from other compiled functions. They exist because a plain load in a compiled loop is hoisted out of
-it and the loop never ends, and because only an acquire load orders what is read after it.
+from other compiled functions. A plain load in a compiled loop would be moved out of the loop, which
+then never ends, and only an acquire load orders the reads after it.
 
 Values of words count up and wrap around: they are compared cyclically, by ``has_reached``.
 """
@@ -23,7 +23,7 @@ _KEPT = keeps_code(__file__)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
-# An iteration reads the clock only now and then: a read costs as much as several pauses.
+# The clock is read only every few iterations: reading it costs as much as several pauses.
 _PAUSES_PER_CLOCK = 32
 
 
@@ -83,13 +83,13 @@ def _external(builder: ir.IRBuilder, name: str, result: ir.Type, kinds: list[ir.
 
 
 def emit_pause(builder: ir.IRBuilder, machine: str) -> None:
-    """Tell the core that a loop waits, where ``machine`` has an instruction for that."""
+    """Tell the core that a loop waits, if ``machine`` has an instruction for it."""
     if machine in {"x86_64", "AMD64"}:
         builder.call(_external(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
     elif machine in {"aarch64", "arm64"}:
-        # 1 is YIELD.
+        # 1 means YIELD.
         builder.call(_external(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32]), [_I32(1)])
-    # Elsewhere a spin works without the hint.
+    # Other machines spin without the hint.
 
 
 @intrinsic
@@ -103,12 +103,12 @@ def _pause(typing_context: Any) -> Any:
 
 @intrinsic
 def _monotonic_ns(typing_context: Any) -> Any:
-    """What ``time.monotonic_ns`` reads, through libc, so that it can be cached."""
+    """The clock of ``time.monotonic_ns``, by libc, so that it can be cached."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         timespec = ir.ArrayType(_I64, 2)
         read = _external(builder, "clock_gettime", _I32, [_I32, timespec.as_pointer()])
-        # At the function's entry: in a loop, every turn would take more of the stack.
+        # At the function's entry: in a loop, every iteration would take more of the stack.
         slot = cgutils.alloca_once(builder, timespec)
         builder.call(read, [_I32(1), slot])
         value = builder.load(slot)
@@ -128,7 +128,7 @@ def load_acquire(address: int) -> int:
 def store_release(address: int, value: int) -> None:
     """Store to the 4-byte word at ``address``, after everything that this thread wrote before.
 
-    The fence is for streaming stores, which memory copies may use and which no release orders.
+    The fence is for streaming stores, which memory copies may use and which release does not order.
     """
     _fence()
     _store_release_32(address, value)
@@ -149,7 +149,7 @@ def store_release_64(address: int, value: int) -> None:
 
 @numba.njit("void()", nogil=True, cache=_KEPT)
 def fence() -> None:
-    """Order everything before against everything after, streaming stores included."""
+    """Order all accesses before it with all accesses after it, including streaming stores."""
     _fence()
 
 
@@ -161,7 +161,7 @@ def pause() -> None:
 
 @numba.njit("int64()", nogil=True, cache=_KEPT)
 def monotonic_ns() -> int:
-    """What ``time.monotonic_ns`` says."""
+    """The clock of ``time.monotonic_ns``."""
     return int(_monotonic_ns())
 
 

@@ -1,8 +1,8 @@
-"""Where the bytes of a segment come from: POSIX shared memory, or an anonymous file in memory.
+"""The memory of segments: POSIX shared memory, or an anonymous file in memory.
 
-Both give a descriptor without a name: a POSIX name is removed as soon as it is open. So nobody's
-death leaves anything behind; what can be left by a kill between the two calls, an empty file, is
-removed by ``stale.remove_stale_names`` at the next start.
+Both give a descriptor without a name: a POSIX name is removed as soon as it is open. So a process
+that dies leaves nothing behind. Only a kill between the two calls leaves an empty file, which
+``stale.remove_stale_names`` removes at the next start.
 """
 
 import errno
@@ -22,12 +22,12 @@ _numbers = itertools.count()
 
 
 def open_backing(what: str, num_bytes: int, backing: Backing) -> tuple[int, str]:
-    """Open an empty file in memory for ``num_bytes`` later on; its descriptor, and its backing.
+    """Open an empty file in memory for ``num_bytes``; returns its descriptor and its backing.
 
     ``auto`` takes POSIX shared memory, or ``memfd`` where posix_ipc cannot be imported or
     /dev/shm has less space left (64 MB in a container, by default). Allocates nothing.
 
-    Raises ``ShmError`` if the backing cannot be had, and for a name that is none.
+    Raises ``ShmError`` if the backing is not available or not known.
     """
     chosen = backing
     if backing == "auto":
@@ -38,11 +38,11 @@ def open_backing(what: str, num_bytes: int, backing: Backing) -> tuple[int, str]
             return _open_posix(), chosen
         if chosen == "memfd":
             fd = os.memfd_create(f"corun-{what}", os.MFD_CLOEXEC)
-            os.fchmod(fd, 0o600)  # it is reachable in /proc
+            os.fchmod(fd, 0o600)  # it is accessible by /proc
             return fd, chosen
     except (OSError, ImportError) as error:
         raise ShmError(f"cannot open {chosen} shared memory for {what}: {error}") from error
-    raise ShmError(f"{backing!r} is no backing of shared memory; choose auto, posix or memfd")
+    raise ShmError(f"{backing!r} is not a backing of shared memory; choose auto, posix or memfd")
 
 
 def _choose(num_bytes: int) -> tuple[Backing, str]:
@@ -61,30 +61,30 @@ def _open_posix() -> int:
 
     name = own_name(next(_numbers))
     try:
-        # Size 0 leaves the size alone; the descriptor is the caller's, the object holds nothing.
+        # Size 0 does not change the size. The caller owns the descriptor; the object has none.
         memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
     except posix_ipc.Error as error:
         raise OSError(f"{name}: {error}") from error
     try:
         posix_ipc.unlink_shared_memory(name)
     except posix_ipc.ExistentialError:
-        # Somebody with another view of the processes took it for stale. It is gone either way.
-        _log.debug("%s was removed by somebody else", name)
+        # A process with another view of the pids took it for stale. It is removed either way.
+        _log.debug("%s was already removed by another process", name)
     return int(memory.fd)
 
 
 def allocate(fd: int, offset: int, num_bytes: int, *, what: str, backing: str) -> None:
-    """Take memory for [offset, offset + num_bytes) of ``fd``, now rather than at the first touch.
+    """Allocate memory for [offset, offset + num_bytes) of ``fd`` now, not at the first touch.
 
-    Without it too little memory shows as SIGBUS at some later store. Raises ``SpaceError``, also
-    where there would be enough only because parts of the range have their memory already.
+    Otherwise too little memory would show as SIGBUS at a later store. Raises ``SpaceError``, also
+    if there were enough only because parts of the range already have memory.
     """
     hint = (
         "enlarge /dev/shm (docker: --shm-size) or ask for less"
         if backing == "posix"
         else "free memory or ask for less"
     )
-    # A memfd has no limit of its own: past the machine's memory somebody is killed for it.
+    # A memfd has no limit of its own: beyond the machine's memory the kernel kills a process.
     available_bytes = available_memory_bytes()
     if backing == "posix":
         available_bytes = min(available_bytes, _free_in_shm_bytes())
@@ -107,7 +107,7 @@ def _free_in_shm_bytes() -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What may still be allocated: by the machine, and by a container's own limit."""
+    """Memory that can still be allocated, on the machine and within a container's limit."""
     available_bytes = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -132,7 +132,7 @@ def _meminfo_bytes(path: Path, name: str) -> int:
 
 
 def _cached_bytes(path: Path) -> int:
-    """Cached pages of files: they count as used by the group, but go when memory is wanted."""
+    """Cached pages of files: the group's usage includes them, but they are freed on demand."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -27,9 +27,9 @@ _GEOMETRY = structure(CONTROL_FIELDS, LINE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """Where the producer and one worker talk: addresses in this process.
+    """The mailbox of the producer and one worker: addresses in this process.
 
-    ``buffer`` is the mailbox itself; it stays mapped while this is held.
+    ``buffer`` is the mailbox itself; it stays mapped while referenced.
     """
 
     worker: int
@@ -38,20 +38,20 @@ class Mailbox:
     buffer: memoryview
 
     def word(self, name: str) -> int:
-        """Address of a field of ``MAILBOX_FIELDS``."""
+        """The address of a field of ``MAILBOX_FIELDS``."""
         return self.address + offset_of(name)
 
     def job_offset(self, sequence: int) -> int:
-        """Of the job's descriptor, from the mailbox's start."""
+        """The offset of the job's descriptor from the mailbox's start."""
         return JOBS_OFFSET + sequence % self.num_slots * JOB_BYTES
 
     def result_offset(self, sequence: int) -> int:
-        """Of the job's result, from the mailbox's start."""
+        """The offset of the job's result from the mailbox's start."""
         return results_offset(self.num_slots) + sequence % self.num_slots * RESULT_BYTES
 
 
 class Control:
-    """The control segment, from the side of whoever made it or got its descriptor."""
+    """The control segment, created here or attached by descriptor."""
 
     def __init__(self, segment: Segment, num_workers: int, num_slots: int) -> None:
         self.segment = segment
@@ -69,8 +69,8 @@ class Control:
     ) -> Self:
         """Make empty mailboxes of ``num_slots`` jobs each; all workers are absent.
 
-        ``num_slots`` is a power of two, so that slots follow each other where sequence numbers
-        wrap around. Raises ``ShmError`` and its kinds.
+        ``num_slots`` is a power of two, so that slots stay consecutive where sequence numbers
+        wrap around. Raises ``ShmError`` and its subclasses.
         """
         _check_shape(num_workers, num_slots)
         num_bytes = LINE_BYTES + num_workers * mailbox_bytes(num_slots)
@@ -100,7 +100,7 @@ class Control:
 
     @property
     def fd(self) -> int:
-        """To be handed over."""
+        """The descriptor, for other processes."""
         return self.segment.fd
 
     def mailbox(self, worker: int) -> Mailbox:
@@ -112,7 +112,7 @@ class Control:
         return Mailbox(worker, self.num_slots, address, self.segment.buffer[start : start + size])
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with the last mailbox that is held."""
+        """Close the descriptor; the memory is freed with the last referenced mailbox."""
         self.segment.drop()
 
     def __enter__(self) -> Self:
@@ -129,6 +129,6 @@ class Control:
 
 def _check_shape(num_workers: int, num_slots: int) -> None:
     if num_workers < 1:
-        raise ShmError(f"{num_workers} workers have no mailbox")
+        raise ShmError(f"{num_workers} workers are not possible: there must be at least one")
     if num_slots < 2 or num_slots & (num_slots - 1) or num_slots > 2**20:
         raise ShmError(f"a mailbox of {num_slots} slots: it must be a power of two, 2 to 2^20")

@@ -1,8 +1,8 @@
-"""What shared memory raises: a small tree of its own, since this folder imports nothing inside."""
+"""Errors of shared memory: their own tree, since this folder imports nothing of corun."""
 
 
 class ShmError(Exception):
-    """Base of all errors of this folder: a machine, a file or a peer did not do what was needed."""
+    """Base of all errors of this folder."""
 
 
 class SpaceError(ShmError):
@@ -18,19 +18,19 @@ class SpaceError(ShmError):
 
 
 class FormatError(ShmError):
-    """A descriptor does not hold the segment that was expected of it."""
+    """A descriptor does not contain the expected segment."""
 
 
 class MailboxFullError(ShmError):
-    """No slot is free: results must be taken before more jobs are published."""
+    """No slot is free: take results before publishing more jobs."""
 
 
 class RingFullError(ShmError):
-    """More jobs should be under way than a worker's rings have slots for their x and y."""
+    """More jobs would be running than a worker's rings have slots for x and y."""
 
 
 class WorkerUnavailableError(ShmError):
-    """The worker of a mailbox takes no jobs: it is starting, stopping or dead."""
+    """The worker of a mailbox accepts no jobs: it is starting, stopping or dead."""
 
 
 class WaitTimeoutError(ShmError):
@@ -38,4 +38,4 @@ class WaitTimeoutError(ShmError):
 
 
 class PeerDeadError(ShmError):
-    """Whoever should have written a word is dead."""
+    """The process that should have written a word is dead."""

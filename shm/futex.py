@@ -1,9 +1,8 @@
-"""Sleeping on a word of shared memory until somebody wakes its sleepers: futex(2), compiled.
+"""Sleeping on a word of shared memory until its sleepers are woken: futex(2), compiled.
 
-The kernel compares the word with what the sleeper saw of it, so a change between that look and
-the sleep is not slept through. Nothing has to be made or handed over, and nothing is left by a
-sleeper that is killed: that is why this is used and not a semaphore, which either has a name in
-the file system, or keeps counting dead sleepers.
+The kernel compares the word with the value that the sleeper saw, so a change before the sleep is
+not missed. There is nothing to create or pass on, and a killed sleeper leaves nothing behind. A
+semaphore would have a name in the file system, or keep counting dead sleepers.
 """
 
 import platform
@@ -22,7 +21,7 @@ _KEPT = keeps_code(__file__)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
-# Not the private kind: its sleepers are found by their address in one process only.
+# Not the private kind, which finds sleepers only by their address in one process.
 _WAIT, _WAKE = 0, 1
 _NUMBERS = {"x86_64": 202, "AMD64": 202}
 _COMMON_NUMBER = 98  # of aarch64, and of all later machines
@@ -69,12 +68,12 @@ def _futex_wake(typing_context: Any, address: Any) -> Any:
 def sleep_on(address: int, seen: int, timeout_ns: int) -> None:
     """Sleep while the 4-byte word at ``address`` is ``seen``, until woken or ``timeout_ns``.
 
-    Returns at once if it is another value, and also for no reason: the caller looks again.
+    Returns at once if it has another value, and possibly without reason: the caller checks again.
     """
     _futex_wait(address, seen, timeout_ns)
 
 
 @numba.njit("int64(int64)", nogil=True, cache=_KEPT)
 def wake(address: int) -> int:
-    """Wake all who sleep on the word at ``address``, in all processes; how many that were."""
+    """Wake all sleepers on the word at ``address``, in all processes; returns their number."""
     return int(_futex_wake(address))

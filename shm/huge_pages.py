@@ -1,6 +1,6 @@
 """Advice to the kernel about pages of memory.
 
-Only ever a matter of speed: what the kernel refuses is logged and done without.
+It affects only speed: if the kernel refuses, this is logged and ignored.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 14, 15, 23  # Linux's
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
-    """Advise the kernel of memory that begins with a page.
+    """Advise the kernel about memory that starts with a page.
 
-    Other threads of Python go on meanwhile, as they do not with ``mmap.madvise``.
+    Releases the GIL, unlike ``mmap.madvise``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) != 0:

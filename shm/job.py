@@ -1,4 +1,4 @@
-"""What is said in a mailbox: jobs, results, and the state of a worker."""
+"""The contents of a mailbox: jobs, results, and the state of a worker."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,7 +19,7 @@ class Job(NamedTuple):
     """
 
     sequence: int  # int32, the one after the last job's
-    generation: int  # the worker that it is meant for
+    generation: int  # of the worker that it is for
     arena_offset: int
     x_offset: int
     y_offset: int
@@ -27,7 +27,7 @@ class Job(NamedTuple):
     x_stride_bytes: int
     y_stride_bytes: int
     predicted_us: int
-    slowdown_permille: int = 1000  # takes so many thousandths of its time, on purpose
+    slowdown_permille: int = 1000  # deliberate slowdown: thousandths of the normal time
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Encode to 64 bytes."""
@@ -60,30 +60,30 @@ class Result(NamedTuple):
 
     @classmethod
     def read(cls, buffer: memoryview, offset: int) -> Self:
-        """Decode. Raises ``ValueError`` for a status that is none."""
+        """Decode. Raises ``ValueError`` for an unknown status."""
         sequence, generation, status, duration_us = _RESULT.unpack_from(buffer, offset)
         return cls(sequence, generation, JobStatus(status), duration_us)
 
 
 class WorkerStatus(IntEnum):
-    """What the supervisor says of a worker."""
+    """The supervisor's status of a worker."""
 
-    ABSENT = 0  # none has been started
-    STARTING = 1  # it may look, but does not write but its heartbeat
-    RUNNING = 2  # the only one in which jobs are meant for it
-    STOPPING = 3  # it ends after the job that it computes
-    DEAD = 4  # reaped, so it writes no more
+    ABSENT = 0  # not started
+    STARTING = 1  # may read, and writes only its heartbeat
+    RUNNING = 2  # the only state in which it gets jobs
+    STOPPING = 3  # ends after the current job
+    DEAD = 4  # reaped, so it no longer writes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One 8-byte word, so that nobody sees the status of one worker with the number of another."""
+    """One 8-byte word, so that status and generation are always read together."""
 
-    generation: int  # counts the workers that were started here; wraps around as an int32
+    generation: int  # counts the workers started here; wraps around as an int32
     status: WorkerStatus
 
     def to_word(self) -> int:
-        """The int64 that stands for it."""
+        """The int64 that encodes it."""
         return wrap(self.generation) * 2**32 + self.status
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Whether compiled kernels are kept in files, which numba runs as code, and why not.
+"""Decides whether compiled kernels are cached in files, which numba runs as code.
 
-numba takes the first directory that it can write: that of NUMBA_CACHE_DIR, else the one beside the
-source, else the user's. It raises an error if there is none, and trusts whatever it finds there. So
-kernels are kept only where a directory can be written, and by this user and root alone.
+numba uses the first writable directory of: NUMBA_CACHE_DIR, else the one beside the source, else
+the user's. It raises an error if there is none, and trusts the files it finds there. So kernels are
+cached only in a directory that only this user and root can write.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
-_reasons: list[str] = []  # of modules whose kernels are not kept
+_reasons: list[str] = []  # for modules whose kernels are not cached
 
 
 @cache
 def keeps_code(source: str) -> bool:
-    """Whether kernels of the file ``source`` are kept: ``cache`` of numba's decorators."""
+    """Whether kernels of the file ``source`` are cached: ``cache`` of numba's decorators."""
     reason = _why_not(Path(source).resolve().parent)
     if reason is not None:
         _reasons.append(reason)
@@ -27,7 +27,7 @@ def keeps_code(source: str) -> bool:
 
 
 def why_code_is_not_kept() -> str | None:
-    """Why kernels of a module that has been imported are not kept; None if all are."""
+    """Why kernels of an imported module are not cached; None if all are."""
     return _reasons[0] if _reasons else None
 
 
@@ -35,7 +35,7 @@ def shared_with(path: Path) -> Path | None:
     """The first directory on the way to ``path`` that others can write; None if there is none.
 
     Others are all but root, this user and a group that has this user's name and no other member. A
-    directory that is not there yet is as private as the one that it would be made in.
+    directory that does not exist yet is as private as its parent.
     """
     path = path.resolve()
     child_exists = False
@@ -44,7 +44,7 @@ def shared_with(path: Path) -> Path | None:
             found = directory.stat()
         except OSError:
             continue
-        # In a sticky directory nobody can replace what is another user's.
+        # In a sticky directory another user's entries cannot be replaced.
         is_safe_parent = child_exists and bool(found.st_mode & stat.S_ISVTX)
         if found.st_uid not in (0, os.geteuid()) or (_is_shared(found) and not is_safe_parent):
             return directory
@@ -63,7 +63,7 @@ def _why_not(folder: Path) -> str | None:
 
 
 def _directories(folder: Path) -> tuple[Path, ...]:
-    """Where numba looks for a place, in this order."""
+    """The directories that numba tries, in this order."""
     import numba
     from numba.misc.appdirs import AppDirs
 
@@ -73,7 +73,7 @@ def _directories(folder: Path) -> tuple[Path, ...]:
 
 
 def _can_write(directory: Path) -> bool:
-    """Whether a file can be made there, as numba tries it."""
+    """Whether a file can be made there, tested as numba does."""
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()

@@ -1,8 +1,8 @@
-"""Where every field that processes share lies, who writes it, and who reads it.
+"""The place, writer and readers of every field that processes share.
 
-The one description of it: code takes offsets from here, and ``FIELDS.md`` shows the same tables.
-Offsets are in bytes. A flag has a cache line of its own and one writer, so that no store of one
-process takes a line away from the writer of another flag.
+This is the only description: code takes offsets from here, and ``FIELDS.md`` shows the same tables.
+Offsets are in bytes. A flag has its own cache line and one writer, so that a store of one process
+does not take a line away from the writer of another flag.
 """
 
 import struct
@@ -50,7 +50,7 @@ MAILBOX_FIELDS = (
           "last job whose result is written"),
     Field("waiter_sleeps", 256, "int32", _HOST, "worker, supervisor",
           "1 from before a thread of the producer sleeps on done until it is awake"),
-    Field("beat_ns", 320, "int64", _WORKER, _SUPERVISOR, "when the worker last showed life"),
+    Field("beat_ns", 320, "int64", _WORKER, _SUPERVISOR, "time of the worker's last heartbeat"),
     Field("started", 328, "int32", _WORKER, _SUPERVISOR, "last job whose computation began"),
     Field("state", 384, "int64", _SUPERVISOR, "producer, worker",
           "generation of the worker * 2^32 + status"),
@@ -59,24 +59,24 @@ MAILBOX_FIELDS = (
 
 JOB_FIELDS = (
     Field("sequence", 0, "int32", _HOST, "worker, supervisor", "number of the job; wraps around"),
-    Field("generation", 4, "int32", _HOST, _WORKER, "the worker that the job is meant for"),
+    Field("generation", 4, "int32", _HOST, _WORKER, "of the worker that the job is for"),
     Field("arena_offset", 8, "int64", _HOST, _WORKER, "of the matrices, in the adapter arena"),
     Field("x_offset", 16, "int64", _HOST, _WORKER, "of x, in the rings"),
     Field("y_offset", 24, "int64", _HOST, _WORKER, "of y, in the rings"),
     Field("num_tokens", 32, "int32", _HOST, _WORKER, "rows of x and y"),
     Field("x_stride_bytes", 36, "int32", _HOST, _WORKER, "from a row of x to the next"),
     Field("y_stride_bytes", 40, "int32", _HOST, _WORKER, "from a row of y to the next"),
-    Field("predicted_us", 44, "int32", _HOST, _SUPERVISOR, "how long it should take"),
+    Field("predicted_us", 44, "int32", _HOST, _SUPERVISOR, "predicted duration"),
     Field("slowdown_permille", 48, "int32", _HOST, "worker, supervisor",
-          "1000 times how many times as long it is to take, on purpose"),
+          "deliberate slowdown, 1000 = none"),
 )  # fmt: skip
 """One job: a slice of tokens of one (layer, input group) of one adapter."""
 
 RESULT_FIELDS = (
-    Field("sequence", 0, "int32", _FOR_DEAD, _HOST, "the job that this is the result of"),
-    Field("generation", 4, "int32", _FOR_DEAD, _HOST, "of whoever wrote it"),
+    Field("sequence", 0, "int32", _FOR_DEAD, _HOST, "number of the job"),
+    Field("generation", 4, "int32", _FOR_DEAD, _HOST, "of the worker that wrote it"),
     Field("status", 8, "int32", _FOR_DEAD, _HOST, "1: y is computed, 2: it is not"),
-    Field("duration_us", 12, "int32", _FOR_DEAD, _HOST, "from the start of the computation on"),
+    Field("duration_us", 12, "int32", _FOR_DEAD, _HOST, "time since the computation began"),
 )
 """One result, in the slot of its job."""
 
@@ -110,7 +110,7 @@ JOBS_OFFSET = (max(field.offset for field in MAILBOX_FIELDS) // LINE_BYTES + 1) 
 
 
 def results_offset(num_slots: int) -> int:
-    """Of a mailbox's results, from the mailbox's start."""
+    """Offset of a mailbox's results from the mailbox's start."""
     return JOBS_OFFSET + num_slots * JOB_BYTES
 
 

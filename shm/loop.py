@@ -1,8 +1,8 @@
 """The compiled steps of a worker's loop over one mailbox; all take the mailbox's address.
 
 A worker calls, in this order and for every sequence number in turn: ``await_job``, ``await_x``,
-``begin``, its kernel, ``complete``. While it waits it beats, and it ends a wait as soon as the
-supervisor's word on it changes. They can be called from Python and from compiled code.
+``begin``, its kernel, ``complete``. While it waits it writes its heartbeat, and it ends a wait as
+soon as the supervisor changes its state. Callable from Python and from compiled code.
 """
 
 import numba
@@ -25,7 +25,7 @@ from .park import publish
 _KEPT = keeps_code(__file__)
 
 NOT_YET, ARRIVED, ENDED = 0, 1, 2
-"""What a wait says: nothing came in time; it is there; the worker's state has changed."""
+"""Result of a wait: time-out; available; the worker's state has changed."""
 
 _PUBLISHED = offset_of("published")
 _WORKER_SLEEPS = offset_of("worker_sleeps")
@@ -63,7 +63,7 @@ def _spin(mailbox: int, word: int, target: int, state: int, spin_ns: int) -> int
 def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: int) -> int:
     """Wait until job ``sequence`` is published: spin, then sleep once until woken or ``park_ns``.
 
-    ``state`` is the 8-byte word of the state in which this worker works.
+    ``state`` is the 8-byte word of the expected state.
     """
     word = mailbox + _PUBLISHED
     found: int = _spin(mailbox, word, sequence, state, spin_ns)
@@ -80,9 +80,9 @@ def await_job(mailbox: int, sequence: int, state: int, spin_ns: int, park_ns: in
 
 @numba.njit("int32(int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
 def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: int) -> int:
-    """Wait until the x of job ``sequence`` has arrived: spin, then look every 50 microseconds.
+    """Wait until the x of job ``sequence`` has arrived: spin, then poll every 50 microseconds.
 
-    An accelerator cannot wake anybody, so there is no sleep until woken.
+    An accelerator cannot wake a sleeper, so there is no sleep until woken.
     """
     word = mailbox + _READY
     end = monotonic_ns() + timeout_ns
@@ -95,7 +95,7 @@ def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: i
 
 @numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
 def begin(mailbox: int, sequence: int) -> None:
-    """Say that the computation of job ``sequence`` begins: its deadline counts from here."""
+    """Record that the computation of job ``sequence`` begins: its deadline counts from here."""
     store_release_64(mailbox + _BEAT, monotonic_ns())
     store_release(mailbox + _STARTED, sequence)
 
@@ -104,9 +104,9 @@ def begin(mailbox: int, sequence: int) -> None:
 def complete(
     mailbox: int, num_slots: int, sequence: int, generation: int, status: int, duration_us: int
 ) -> None:
-    """Write the result of job ``sequence``, then let everybody who waits for it go on.
+    """Write the result of job ``sequence``, then release its waiters.
 
-    y, written by the caller before, is visible to whoever sees ``done``. ``status`` is a plain
+    y, written by the caller before, is visible to a reader of ``done``. ``status`` is a plain
     int: from Python, an enum costs ten microseconds here.
     """
     slot = sequence & (num_slots - 1)

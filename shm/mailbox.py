@@ -1,13 +1,13 @@
 """The three ends of a mailbox: the producer's, the worker's, the supervisor's.
 
-An end writes only what its process may write (``layout``). Jobs are numbered one after the other,
-are done in that order, and are named by these numbers, which wrap around as int32.
+An end writes only what its process may write (``layout``). Jobs have consecutive numbers, are done
+in this order, and are identified by them; the numbers wrap around as int32.
 
-A job is meant for one worker: it carries the generation that the producer saw running. Whatever
-kills that worker, the job ends as FAILED: the supervisor fails what is outstanding once it has
-reaped the worker, and a replacement refuses jobs of another generation than its own. Nobody has
-to know when exactly the other died. Nobody but the producer ever reuses a slot, and only after it
-took the result, so a result is there until it is taken.
+A job is for one worker: it carries the generation that the producer saw running. If that worker
+dies, the job ends as FAILED. The supervisor fails outstanding jobs once it has reaped the worker,
+and a replacement refuses jobs of another generation than its own, so the exact time of death does
+not matter. Only the producer reuses a slot, and only after it has taken the result, so a result is
+available until it is taken.
 """
 
 import time
@@ -31,7 +31,7 @@ from .park import PARK_NS, SPIN_NS, publish, wait_until
 from .words import distance, has_reached, wrap
 
 X_SPIN_NS = 20_000_000
-"""How long a worker spins for x; the accelerator is late by then, and has more to do than that."""
+"""How long a worker spins for x; after that it polls less often."""
 
 
 def _state(mailbox: Mailbox) -> WorkerState:
@@ -44,11 +44,11 @@ class ProducerEnd:
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
         self.ready_address = mailbox.word("ready")
-        """The accelerator signals here that the x of a job has arrived."""
+        """Signalled by the accelerator when the x of a job has arrived."""
         self.done_address = mailbox.word("done")
-        """The accelerator waits here for the y of a job."""
+        """Awaited by the accelerator for the y of a job."""
         self.waiter_sleeps_address = mailbox.word("waiter_sleeps")
-        """For ``park.wait_until`` on ``done_address``, which then sleeps until it is woken."""
+        """For ``park.wait_until`` on ``done_address``: makes it sleep until it is woken."""
         self._published_address = mailbox.word("published")
         self._worker_sleeps_address = mailbox.word("worker_sleeps")
         self._published: int = load_acquire(self._published_address)
@@ -71,19 +71,19 @@ class ProducerEnd:
 
     @property
     def num_outstanding(self) -> int:
-        """Jobs published whose results are not taken."""
+        """Published jobs whose results are not taken."""
         return distance(self._published, self._taken)
 
     def can_publish(self, num_jobs: int = 1) -> bool:
-        """Whether there is room for that many more."""
+        """Whether there is room for this many more jobs."""
         return self.num_outstanding + num_jobs <= self.mailbox.num_slots
 
     def state(self) -> WorkerState:
-        """Of the worker, now; it may be dead in the next moment, which does no harm."""
+        """The worker's state now; it may die at any time, which does no harm."""
         return _state(self.mailbox)
 
     def generation(self) -> int:
-        """For the jobs of a step. Raises ``WorkerUnavailableError`` if no worker is running."""
+        """The generation of a step's jobs. Raises ``WorkerUnavailableError`` if none is running."""
         state = self.state()
         if state.status != WorkerStatus.RUNNING:
             raise WorkerUnavailableError(
@@ -92,22 +92,22 @@ class ProducerEnd:
         return state.generation
 
     def publish(self, job: Job) -> None:
-        """Hand a job to the worker; see ``publish_all``."""
+        """Publish a job; see ``publish_all``."""
         self.publish_all((job,))
 
     def publish_all(self, jobs: Sequence[Job]) -> None:
-        """Hand jobs to the worker, all of them at once, and wake it if it sleeps.
+        """Publish jobs, all of them at once, and wake the worker if it sleeps.
 
         Their signals and waits on the accelerator are enqueued afterwards. If the worker has died
-        meanwhile, or has another generation than a job, the job is failed, not lost.
-        Raises ``MailboxFullError`` if there are too few free slots; nothing is published then.
+        meanwhile, or has another generation than a job, the job fails and is not lost. Raises
+        ``MailboxFullError`` if there are too few free slots; then nothing is published.
         """
         assert jobs and jobs[0].sequence == self.next_sequence, (jobs[:1], self.next_sequence)
         if not self.can_publish(len(jobs)):
             mailbox = self.mailbox
             raise MailboxFullError(
                 f"{self.num_outstanding} of {mailbox.num_slots} slots of worker {mailbox.worker} "
-                f"hold jobs whose results are not taken, so {len(jobs)} more find no room; take "
+                f"hold jobs whose results are not taken, so {len(jobs)} more do not fit; take "
                 "results first, or make it with more slots"
             )
         buffer, job_offset = self.mailbox.buffer, self.mailbox.job_offset
@@ -123,9 +123,9 @@ class ProducerEnd:
     def wait_done(
         self, sequence: int, *, timeout_s: float, is_peer_alive: Callable[[], bool] | None = None
     ) -> None:
-        """Wait until the result of a job is written; see ``park.wait_until`` for what it raises.
+        """Wait until the result of a job is written; raises as ``park.wait_until``.
 
-        ``is_peer_alive`` asks after the supervisor, which answers for the worker.
+        ``is_peer_alive`` checks the supervisor, which is responsible for the worker.
         """
         wait_until(
             self.done_address, sequence, timeout_s=timeout_s,
@@ -133,9 +133,9 @@ class ProducerEnd:
         )  # fmt: skip
 
     def take_result(self) -> Result:
-        """Take the oldest result that is not taken; its job's slot is free then.
+        """Take the oldest untaken result; its job's slot is free afterwards.
 
-        Raises ``ShmError`` if its job is not done, or if what is written is not its result.
+        Raises ``ShmError`` if its job is not done, or if the slot holds another result.
         """
         sequence = self.oldest_sequence
         if self.num_outstanding == 0 or not self.is_done(sequence):
@@ -147,7 +147,7 @@ class ProducerEnd:
     def take_failed(self) -> tuple[int, ...]:
         """Take the results of all jobs; return the numbers of those that have failed.
 
-        Raises ``ShmError`` as ``take_result`` does; nothing is taken then.
+        Raises ``ShmError`` as ``take_result`` does; then nothing is taken.
         """
         if self.num_outstanding and not self.is_done(self._published):
             raise ShmError(f"job {self._published} of worker {self.mailbox.worker} is not done")
@@ -162,12 +162,12 @@ class ProducerEnd:
         return failed
 
     def _read_result(self, sequence: int) -> Result:
-        """Of a job that is done. Raises ``ShmError`` if it is not its own."""
+        """The result of a job that is done. Raises ``ShmError`` if it is another job's."""
         mailbox = self.mailbox
         try:
             result = Result.read(mailbox.buffer, mailbox.result_offset(sequence))
         except ValueError as error:
-            raise ShmError(f"the result of job {sequence} is none: {error}") from error
+            raise ShmError(f"the result of job {sequence} is not valid: {error}") from error
         if result.sequence != sequence:
             raise ShmError(f"the result of job {sequence} is that of job {result.sequence}")
         return result
@@ -187,11 +187,11 @@ class WorkerEnd:
         self._began_ns = 0
 
     def beat(self) -> None:
-        """Show life, while starting up; waits and ``begin`` do it themselves."""
+        """Write the heartbeat, during start-up; waits and ``begin`` do so themselves."""
         store_release_64(self.mailbox.word("beat_ns"), monotonic_ns())
 
     def wait_running(self, timeout_s: float) -> bool:
-        """Wait until the supervisor says that this worker runs; False after ``timeout_s``.
+        """Wait until the supervisor sets this worker to RUNNING; False after ``timeout_s``.
 
         From then on it owns ``done``, and takes the jobs after the last that is done.
         """
@@ -201,19 +201,19 @@ class WorkerEnd:
                 return False
             self.beat()
             time.sleep(0.001)
-        store_release(self.mailbox.word("worker_sleeps"), 0)  # of one that died asleep
+        store_release(self.mailbox.word("worker_sleeps"), 0)  # of a dead worker
         self._next = wrap(load_acquire(self.mailbox.word("done")) + 1)
         return True
 
     def is_running(self) -> bool:
-        """Whether the supervisor still says so. If not, end."""
+        """Whether the state is still RUNNING. If not, the worker must end."""
         return bool(load_acquire_64(self.mailbox.word("state")) == self._own_state)
 
     def next_job(self, *, spin_ns: int = SPIN_NS, park_ns: int = PARK_NS) -> Job | None:
         """The next job; None if none comes within about ``park_ns`` or the state changes.
 
-        Jobs meant for another generation are failed on the way, at once.
-        Raises ``ShmError`` if the descriptor is not that of the job.
+        Jobs for another generation are failed at once. Raises ``ShmError`` if the descriptor is not
+        that of the job.
         """
         assert self._next is not None, "wait_running comes first"
         mailbox = self.mailbox
@@ -237,19 +237,19 @@ class WorkerEnd:
         return bool(found == loop.ARRIVED)
 
     def begin(self, job: Job) -> None:
-        """Say that the computation begins; the supervisor's deadline counts from here."""
+        """Record that the computation begins; the supervisor's deadline counts from here."""
         self._began_ns = time.monotonic_ns()
         loop.begin(self.mailbox.address, job.sequence)
 
     def finish(self, job: Job, status: JobStatus = JobStatus.DONE) -> None:
-        """Write the result, with the time since ``begin``; y is written before."""
+        """Write the result, with the time since ``begin``; y must have been written."""
         assert job.sequence == self._next, (job.sequence, self._next)
         duration_us = (time.monotonic_ns() - self._began_ns) // 1000
         self._complete(job.sequence, status, min(duration_us, 2**31 - 1))
 
     def _complete(self, sequence: int, status: JobStatus, duration_us: int) -> None:
         self._next = wrap(sequence + 1)
-        # A plain int: compiled functions take ten microseconds to see that an enum is one.
+        # A plain int: compiled functions take ten microseconds to recognise an enum.
         loop.complete(
             self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, int(status),
             duration_us,
@@ -258,24 +258,24 @@ class WorkerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker is at; ``job`` is the one that it computes."""
+    """A worker's activity; ``job`` is the one that it computes."""
 
-    beat_ns: int  # on the clock of ``time.monotonic_ns``; 0 before the first
+    beat_ns: int  # last heartbeat, on the clock of ``time.monotonic_ns``; 0 = none
     job: Job | None
 
 
 class SupervisorEnd:
-    """Says who works, watches, and answers for a worker that does not write any more."""
+    """Sets worker states, observes workers, and completes jobs of those that no longer write."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
 
     def state(self) -> WorkerState:
-        """What was announced last."""
+        """The state announced last."""
         return _state(self.mailbox)
 
     def announce(self, state: WorkerState) -> None:
-        """Say how the worker is, and wake it if it sleeps.
+        """Set the worker's state, and wake it if it sleeps.
 
         Announce RUNNING after the last ``fail_outstanding``, DEAD after the worker is reaped.
         """
@@ -285,13 +285,13 @@ class SupervisorEnd:
             wake(self.mailbox.word("published"))
 
     def num_outstanding(self) -> int:
-        """Jobs that are published and not done."""
-        # In this order: a job that is done between the two looks was published before.
+        """Published jobs that are not done."""
+        # In this order: a job that is done between the two reads was published before.
         done = load_acquire(self.mailbox.word("done"))
         return distance(load_acquire(self.mailbox.word("published")), done)
 
     def activity(self) -> Activity:
-        """What the worker is at, now. The job's deadline counts from ``beat_ns``."""
+        """The worker's current activity. The job's deadline counts from ``beat_ns``."""
         word = self.mailbox.word
         started = load_acquire(word("started"))
         beat_ns = load_acquire_64(word("beat_ns"))
@@ -300,10 +300,10 @@ class SupervisorEnd:
         return Activity(beat_ns, job if is_computing and job.sequence == started else None)
 
     def fail_outstanding(self) -> int:
-        """Write FAILED for all jobs that are not done and release their waits; return how many.
+        """Write FAILED for all jobs that are not done and release their waits; returns how many.
 
-        For a worker that is reaped, or not running yet; to be repeated at every poll while it is
-        so, because the producer may publish before it has seen that. The results name the
+        For a worker that is reaped, or not running yet. Repeat it at every poll in these states,
+        because the producer may publish before it has seen the state. The results have the
         generation announced last.
         """
         state = self.state()

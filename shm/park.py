@@ -1,15 +1,15 @@
 """Waiting for a word: a bounded spin, and then sleep until its writer wakes the sleeper.
 
-A wake-up is a system call, so the writer makes it only for a sleeper that has said that it
-sleeps, in a flag of its own. Sleeper and writer each store and then look at what the other
-stores; a full fence between the two steps, on both sides, makes it impossible that both see the
-old value (release and acquire order alone would allow it):
+A wake-up is a system call, so the writer makes it only for a sleeper that has set its flag. Sleeper
+and writer each store and then load what the other one stores. A full fence between the two steps,
+on both sides, excludes that both see the old value (release and acquire order alone would allow
+it):
 
     sleeper: flag = 1; fence; is the word there? no: sleep    writer: word = n; fence; flag? wake
 
-What lies between the sleeper's look and its sleep is caught by the kernel (see ``futex``). A flag
-is for one sleeper at a time. Words that nobody wakes for, an accelerator's, are looked at in
-short sleeps instead.
+The kernel handles a change between the sleeper's check and its sleep (see ``futex``). A flag is for
+one sleeper at a time. Words whose writer wakes nothing, such as an accelerator's, are polled in
+short sleeps.
 """
 
 import time
@@ -26,17 +26,17 @@ from .words import wrap
 _KEPT = keeps_code(__file__)
 
 SPIN_NS = 50_000
-"""How long to spin before sleeping: about what falling asleep and being woken takes."""
+"""How long to spin before sleeping: about as long as falling asleep and being woken takes."""
 
 PARK_NS = 50_000_000
-"""How long to sleep at a stretch: whoever sleeps looks after its peers this often."""
+"""The longest uninterrupted sleep: a sleeper checks its peers this often."""
 
 _NAP_NS = 50_000
 
 
 @numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=_KEPT)
 def park_once(address: int, target: int, park_ns: int, sleeps_address: int) -> bool:
-    """Sleep until somebody publishes or ``park_ns`` are over; whether the word has come by then."""
+    """Sleep until a publication or for ``park_ns``; returns whether the word has been reached."""
     store_release(sleeps_address, 1)
     fence()
     seen = load_acquire(address)
@@ -63,7 +63,7 @@ def wait_once(address: int, target: int, spin_ns: int, park_ns: int, sleeps_addr
     """Spin up to ``spin_ns``, then sleep once, up to ``park_ns``; whether ``target`` is reached.
 
     It may be False early, so callers repeat it. ``sleeps_address`` is the flag that the writer of
-    the word looks at (``publish``), or 0 where it looks at none.
+    the word checks (``publish``), or 0 if it checks none.
     """
     if spin_until(address, target, spin_ns):
         return True
@@ -92,8 +92,8 @@ def wait_until(
 ) -> None:
     """Wait until the 4-byte word at ``address`` has reached ``target``, cyclically.
 
-    Signals are handled, and ``is_peer_alive`` is asked, every 50 ms. Raises ``PeerDeadError`` if
-    it says no and the word is not there, and ``WaitTimeoutError`` after ``timeout_s``.
+    Signals are handled, and ``is_peer_alive`` is called, every 50 ms. Raises ``PeerDeadError`` if
+    it returns False and the word is not reached, and ``WaitTimeoutError`` after ``timeout_s``.
     """
     target = wrap(target)
     deadline = time.monotonic_ns() + int(timeout_s * 1e9)
@@ -103,7 +103,7 @@ def wait_until(
         if wait_once(address, target, min(spin_ns, left_ns), park_ns, sleeps_address):
             return
         if is_peer_alive is not None and not is_peer_alive():
-            # What it stored before it died counts.
+            # Values stored before the death count.
             if has_reached(load_acquire(address), target):
                 return
             raise PeerDeadError(f"the writer died at {load_acquire(address)}, before {target}")

@@ -1,4 +1,4 @@
-"""The bytes of one (layer, input group) of one adapter in the host arena: what a delta is made of.
+"""The format of a region: one (layer, input group) of one adapter in the host arena.
 
 A region starts at a multiple of 64 bytes and is copied as a whole. All fields are little-endian.
 
@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 64
 HEADER_BYTES = 64
 TARGET_BYTES = 64
 VERSION = 1
-MAX_TARGETS = 16  # of one input group; gate, up of an expert and q, k, v have two or three
+MAX_TARGETS = 16  # of one input group; gate and up, or q, k and v, have two or three
 
 _MAGIC = b"corunreg"
 _HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
@@ -34,17 +34,17 @@ _FLOAT32 = struct.Struct("<f")
 _NUM_TARGETS, _NUM_TARGETS_OFFSET = struct.Struct("<I"), 12
 assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
 
-# For readers that are compiled: fields of a target's line in words of 8 bytes. The scaling is the
-# float32 that the fifth word starts with.
+# For compiled readers: fields of a target's line in words of 8 bytes. The scaling is the float32 at
+# the start of the fifth word.
 RANK_WORD, A_WORD, B_WORD, COLUMNS_WORD, SCALING_WORD = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSize:
-    """One target before it has a place.
+    """One target before it is placed.
 
     ``padded_columns``: width of its part of y. ``a_bytes`` and ``b_bytes``: of the packed
-    matrices, 0 where ``rank`` is 0.
+    matrices, 0 if ``rank`` is 0.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class TargetSize:
 
 @dataclass(frozen=True, slots=True)
 class TargetPlace:
-    """One target of a region; offsets in bytes from the region's start, 0 where ``rank`` is 0."""
+    """One target of a region; offsets in bytes from the region's start, 0 if ``rank`` is 0."""
 
     rank: int
     a_offset: int
@@ -67,7 +67,7 @@ class TargetPlace:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What a region's header says.
+    """The contents of a region's header.
 
     ``in_features``: width of x, without padding. ``item_bytes``: of one value of A and B, 2
     (bfloat16) or 4 (float32).
@@ -85,19 +85,19 @@ class Region:
 
     @property
     def rank_sum(self) -> int:
-        """Ranks of all targets together: what the shrink costs per token and input."""
+        """Ranks of all targets together: the cost of the shrink per token and input."""
         return sum(target.rank for target in self.targets)
 
 
 def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]) -> Region:
-    """Give every matrix its place behind the header. Pure; the same sizes give the same region."""
+    """Place every matrix behind the header. Pure; equal sizes give equal regions."""
     assert in_features > 0 and item_bytes in {2, 4}, (in_features, item_bytes)
     assert 0 < len(targets) <= MAX_TARGETS, len(targets)
     end = HEADER_BYTES + len(targets) * TARGET_BYTES
     places = []
     for target in targets:
         assert target.rank >= 0 and target.padded_columns > 0, target
-        (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers will see it
+        (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers see it
         if target.rank == 0:
             assert target.a_bytes == target.b_bytes == 0, target
             places.append(TargetPlace(0, 0, 0, target.padded_columns, scaling))
@@ -123,10 +123,10 @@ def write_header(region: Region, buffer: memoryview) -> None:
 
 
 def read_header(buffer: memoryview) -> Region:
-    """What the region that starts at ``buffer``'s first byte says of itself.
+    """Read the header of the region that starts at ``buffer``'s first byte.
 
     ``buffer`` may be longer than the region. Raises ``FormatError`` if there is no region, or if
-    it says that it reaches beyond ``buffer`` or its matrices beyond itself.
+    its header exceeds ``buffer`` or its matrices exceed it.
     """
     if len(buffer) < HEADER_BYTES:
         raise FormatError(f"a region needs {HEADER_BYTES} bytes; {len(buffer)} are left")
@@ -148,7 +148,7 @@ def _parse(header: bytes) -> Region:
     is_sound = 0 < num_targets <= MAX_TARGETS and item_bytes in {2, 4} and in_features > 0
     if not is_sound or not matrices_start <= min(num_bytes, len(header)):
         raise FormatError(
-            f"a region's header makes no sense: {num_targets} targets of {item_bytes} bytes a "
+            f"a region's header is not valid: {num_targets} targets of {item_bytes} bytes a "
             f"value, width {in_features}, {num_bytes} bytes"
         )
     targets = []
@@ -159,7 +159,7 @@ def _parse(header: bytes) -> Region:
             matrices_start <= offset < num_bytes for offset in (target.a_offset, target.b_offset)
         )
         if target.rank < 0 or target.padded_columns <= 0 or (target.rank > 0 and not inside):
-            raise FormatError(f"target {index} of a region makes no sense: {line}")
+            raise FormatError(f"target {index} of a region is not valid: {line}")
         targets.append(target)
     return Region(in_features, item_bytes, num_bytes, tuple(targets))
 

@@ -1,7 +1,7 @@
-"""The x and y rings: where activations go to a worker, and its deltas come back.
+"""The x and y rings: memory for activations sent to a worker, and for its deltas.
 
-Per worker a ring of slots of x and one of y, all in one segment. A slot holds bf16 rows,
-contiguous: x [tokens, in features] of a job, y [tokens, padded out columns].
+Per worker a ring of slots of x and one of y, all in one segment. A slot holds contiguous bf16 rows:
+x [tokens, in features] of a job, y [tokens, padded out columns].
 """
 
 from dataclasses import astuple, dataclass
@@ -23,7 +23,7 @@ _GEOMETRY = structure(RINGS_FIELDS, LINE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """How many slots there are, and how large they are: decided once, at start."""
+    """Number and size of the slots, fixed at start."""
 
     num_workers: int
     num_slots: int  # of each ring: a power of two, at least 2
@@ -63,7 +63,7 @@ class RingShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the segment."""
+        """Size of the segment."""
         return LINE_BYTES + self.num_workers * self._worker_bytes
 
     @property
@@ -71,11 +71,11 @@ class RingShape:
         return self.num_slots * (self.x_slot_bytes + self.y_slot_bytes)
 
     def x_offset(self, worker: int, sequence: int) -> int:
-        """Of the slot of x of a job, in the segment."""
+        """Offset of a job's slot of x in the segment."""
         return self._start(worker) + sequence % self.num_slots * self.x_slot_bytes
 
     def y_offset(self, worker: int, sequence: int) -> int:
-        """Of the slot of y of a job, in the segment."""
+        """Offset of a job's slot of y in the segment."""
         y_start = self._start(worker) + self.num_slots * self.x_slot_bytes
         return y_start + sequence % self.num_slots * self.y_slot_bytes
 
@@ -87,10 +87,10 @@ class RingShape:
 class Rings:
     """The segment of all rings.
 
-    The slot of a job follows from its sequence number, so nothing is handed out or given back.
-    A slot is written again ``num_slots`` jobs later. Whoever enqueues that later job orders its
-    copy of x behind the wait for ``done`` of the earlier one, and its signal ``ready`` behind the
-    last read of the earlier y. So with two slots, two jobs of a worker are in flight.
+    A job's slot follows from its sequence number, so there is no allocation. A slot is written
+    again ``num_slots`` jobs later. The caller that enqueues this later job orders its copy of x
+    behind the wait for ``done`` of the earlier one, and its signal ``ready`` behind the last read
+    of the earlier y. So with two slots, two jobs of a worker may be running.
     """
 
     def __init__(self, segment: Segment, shape: RingShape) -> None:
@@ -99,7 +99,7 @@ class Rings:
 
     @classmethod
     def create(cls, shape: RingShape, *, backing: Backing = "auto") -> Self:
-        """Make the rings, all zero. Raises ``ShmError`` and its kinds."""
+        """Make the rings, all zero. Raises ``ShmError`` and its subclasses."""
         segment = Segment.create(shape.num_bytes, kind=RINGS_KIND, backing=backing)
         _GEOMETRY.pack_into(segment.buffer, 0, *astuple(shape))
         return cls(segment, shape)
@@ -120,19 +120,19 @@ class Rings:
 
     @property
     def fd(self) -> int:
-        """To be handed over."""
+        """The descriptor, for other processes."""
         return self.segment.fd
 
     @property
     def address(self) -> int:
-        """What offsets of jobs are added to."""
+        """The address that offsets of jobs are relative to."""
         return self.segment.address
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> np.ndarray:
         """The bits of bf16 rows [num_rows, num_columns], contiguous, as uint16; a view.
 
-        ``torch.from_numpy(rows).view(torch.bfloat16)`` keeps the segment from being closed as the
-        view does.
+        ``torch.from_numpy(rows).view(torch.bfloat16)`` prevents the segment from being closed as
+        the view does.
         """
         values = self.segment.view(np.uint16, offset, num_rows * num_columns)
         return values.reshape(num_rows, num_columns)

@@ -1,9 +1,9 @@
-"""Segments: memory that processes share, handed over by file descriptor.
+"""Segments: memory that processes share, passed on by file descriptor.
 
-A segment starts with one page of header (magic, version, kind, size), written once by whoever
-creates it and checked by whoever attaches. Its payload starts at the second page, so that it can
-be registered with an accelerator on its own. No segment has a name (see ``backing``), so it is
-gone when the last process that has it is gone, however that one ends.
+A segment starts with one page of header (magic, version, kind, size), written once by its creator
+and checked by every process that attaches. Its payload starts at the second page, so that it can be
+registered with an accelerator on its own. No segment has a name (see ``backing``), so it is freed
+with the last process that has it, however that process ends.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ class Segment:
     def __init__(
         self, fd: int, kind: str, num_bytes: int, *, is_sparse: bool, backing: str
     ) -> None:
-        """For ``create`` and ``attach``; takes over ``fd``, also when it raises."""
+        """For ``create`` and ``attach``; takes ownership of ``fd``, also if it raises."""
         self.fd = fd
         self.kind = kind
         self.num_bytes = num_bytes
         self.is_sparse = is_sparse
         self.backing = backing
-        # Faults in all pages now, so that no wait in microseconds meets one; but not of holes.
+        # Faults in all pages now, so that no time-critical wait meets a fault; but not in holes.
         flags = mmap.MAP_SHARED | (0 if is_sparse else mmap.MAP_POPULATE)
         try:
             self._map = mmap.mmap(fd, _file_bytes(num_bytes), flags=flags)
@@ -62,9 +62,9 @@ class Segment:
         """Make a segment of ``num_bytes``, all zero, readable by this user only.
 
         All its memory is allocated at once, on the NUMA node of the calling thread. A sparse one
-        holds no memory until ``allocate``: touching any other byte of it may kill the process.
+        has no memory until ``allocate``: touching any other byte of it may kill the process.
 
-        Raises ``SpaceError`` if there is too little memory, ``ShmError`` if there is none.
+        Raises ``SpaceError`` if there is too little memory, ``ShmError`` if shared memory fails.
         """
         if num_bytes <= 0:
             raise ShmError(f"a segment needs at least one byte; {kind} was given {num_bytes}")
@@ -94,7 +94,7 @@ class Segment:
     def attach(cls, fd: int, *, kind: str) -> Self:
         """Map the segment behind a descriptor that another process handed over.
 
-        ``fd`` stays the caller's: the segment has its own copy, ``self.fd``.
+        The caller keeps ``fd``: the segment has its own copy, ``self.fd``.
         Raises ``FormatError`` if it is not a whole segment of this kind and version.
         """
         try:
@@ -110,36 +110,36 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Where the payload is mapped; a multiple of the page size."""
+        """The address of the payload in this process; a multiple of the page size."""
         self._check_open()
         return self._base + HEADER_BYTES
 
     @property
     def buffer(self) -> memoryview:
-        """The payload, writable. Give it and its parts up before ``close``.
+        """The payload, writable. Release it and its parts before ``close``.
 
-        A new object every time, because tensors made of one hold the object and nothing else.
+        A new object every time, because tensors made from one hold only the object.
         """
         self._check_open()
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + self.num_bytes]
 
     @property
     def pages(self) -> memoryview:
-        """The whole pages that the payload lies in, for registration; else as ``buffer``."""
+        """The whole pages of the payload, for registration; otherwise like ``buffer``."""
         self._check_open()
         return memoryview(self._map)[HEADER_BYTES:]
 
     def view(self, dtype: npt.DTypeLike, offset: int, count: int) -> np.ndarray:
-        """An array [count] of the payload from byte ``offset`` on. Give it up before ``close``."""
+        """An array [count] of the payload from byte ``offset`` on. Release it before ``close``."""
         return np.frombuffer(self.buffer, dtype, count, offset)
 
     def allocate(self, offset: int, num_bytes: int) -> None:
-        """Take memory for a range of a sparse segment. Raises ``SpaceError``; keeps contents."""
+        """Allocate memory for a range of a sparse segment; keeps contents. ``SpaceError``."""
         self._check_range(offset, num_bytes)
         allocate(self.fd, HEADER_BYTES + offset, num_bytes, what=self.kind, backing=self.backing)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """Return the memory of a range of a sparse segment to the system; it reads as zero then.
+        """Return the memory of a range of a sparse segment to the system; it then reads as zero.
 
         Pages that the range covers only partly are cleared in that part and kept.
         """
@@ -156,10 +156,10 @@ class Segment:
     def close(self) -> None:
         """Unmap, and close the descriptor. Idempotent; other processes keep theirs.
 
-        Views must be gone, and an accelerator's registration with them: raises ``ShmError``
-        while arrays, tensors or memoryviews of it are alive, and leaves it open. (Unmapping
-        under them would turn their next use into a crash.) Raw addresses are nobody's to count:
-        whoever computed with one must be done.
+        Views must be released first, and with them an accelerator's registration: raises
+        ``ShmError`` while arrays, tensors or memoryviews of it are alive, and leaves it open.
+        (Unmapping under them would turn their next use into a crash.) Raw addresses cannot be
+        tracked: code that uses one must be finished.
         """
         if self.fd < 0:
             return
@@ -173,7 +173,7 @@ class Segment:
         self._close_fd()
 
     def drop(self) -> None:
-        """Close the descriptor now, and unmap when the last view is gone. Idempotent."""
+        """Close the descriptor now, and unmap with the last view. Idempotent."""
         with contextlib.suppress(BufferError):
             self._map.close()
         self._close_fd()
@@ -195,7 +195,7 @@ class Segment:
         if error is None:
             self.close()
         else:
-            self.drop()  # the frames of an error on its way out hold views
+            self.drop()  # the frames of a propagating error hold views
 
     def _check_open(self) -> None:
         if self.fd < 0:
@@ -208,7 +208,7 @@ class Segment:
 
 
 def _file_bytes(num_bytes: int) -> int:
-    """Header and payload in whole pages: an accelerator registers nothing less."""
+    """Header and payload in whole pages, the unit of registration with an accelerator."""
     return HEADER_BYTES + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -217,7 +217,7 @@ def _check(fd: int, kind: str) -> tuple[int, bool, str]:
     try:
         header = os.pread(fd, _HEADER.size, 0)
     except OSError as error:
-        raise FormatError(f"descriptor {fd} for segment {kind} is no file: {error}") from error
+        raise FormatError(f"descriptor {fd} for segment {kind} is not a file: {error}") from error
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise FormatError(f"descriptor {fd} holds no segment; {kind} was expected")
     _, version, header_bytes, num_bytes, is_sparse, backing, name = _HEADER.unpack(header)

@@ -1,6 +1,6 @@
-"""Names of POSIX shared memory that say whose they are, and removal of those whose owner is dead.
+"""Names of POSIX shared memory with their owner, and removal of those with a dead owner.
 
-A name lives only between two calls, so this finds something only after a kill right there.
+A name exists only between two calls, so this finds one only after a kill in between.
 """
 
 import contextlib
@@ -18,29 +18,29 @@ _NAME = re.compile(r"corun-(\d+)-(\d+)-(\d+)-\d+")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process and no other one that gets its id later."""
+    """A process, distinguished from later ones with the same id."""
 
     pid: int
     start_ticks: int  # since boot, in clock ticks
 
     def is_alive(self) -> bool:
-        """Whether it runs, or has ended and waits to be reaped: then it holds nothing, too."""
+        """Whether it is running; False if it has ended, even if it is not reaped."""
         return start_ticks(self.pid) == self.start_ticks
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or a dead one."""
+    """When a process started, in clock ticks since boot; None if there is none, or it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command's name, in parentheses, may itself hold spaces and parentheses.
+    # The command's name, in parentheses, may itself contain spaces and parentheses.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
 def this_process() -> Process:
-    """The caller."""
+    """The calling process."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None
     return Process(os.getpid(), ticks)
@@ -55,9 +55,9 @@ def own_name(number: int) -> str:
 def remove_stale_names(directory: Path = DIRECTORY) -> list[str]:
     """Remove names of this user's dead processes; returns them.
 
-    Other users' names and those of live processes stay. Where process ids are not shared with
-    whoever else uses the directory, a live owner looks dead: that does no harm, because an owner
-    opens its name once, removes it itself, and never opens it again.
+    Other users' names and those of live processes stay. If users of the directory do not share
+    process ids, a live owner looks dead. That does no harm, because an owner opens its name once,
+    removes it itself, and never opens it again.
     """
     removed = []
     try:
@@ -71,7 +71,7 @@ def remove_stale_names(directory: Path = DIRECTORY) -> list[str]:
         uid, pid, ticks = (int(group) for group in match.groups())
         if uid != os.getuid() or Process(pid, ticks).is_alive():
             continue
-        # It may be gone, or belong to somebody else in spite of its name.
+        # It may be gone, or belong to another user in spite of its name.
         with contextlib.suppress(OSError):
             (directory / entry).unlink()
             removed.append(entry)

@@ -1,4 +1,4 @@
-"""Arithmetic of 4-byte words that count up for ever: signed, wrapping at 2^31."""
+"""Arithmetic of 4-byte words that count up indefinitely: signed, wrapping at 2^31."""
 
 
 def wrap(value: int) -> int:

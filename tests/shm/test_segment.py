@@ -174,7 +174,7 @@ def test_attach_refuses_what_is_no_such_segment(tmp_path: Path) -> None:
             Segment.attach(segment.fd, kind="test")
     empty = os.open(tmp_path / "empty", os.O_CREAT | os.O_RDWR)
     reading, writing = os.pipe()
-    for fd, message in ((empty, "no segment"), (reading, "no file"), (999_999, "not open")):
+    for fd, message in ((empty, "no segment"), (reading, "is not a file"), (999_999, "not open")):
         with pytest.raises(FormatError, match=message):
             Segment.attach(fd, kind="test")
     for fd in (empty, reading, writing):
