@@ -35,7 +35,7 @@ class PoolConfig:
     max_slice_tokens: int  # of one job
     max_in_features: int  # width of x, of the widest input group, padded for the kernels
     max_out_columns: int  # width of y, padded, all targets of the group together
-    num_ring_slots: int = 2  # jobs of a worker whose x or y may be in transit; a power of two
+    num_ring_slots: int = 2  # a worker's jobs with x or y in transit; a power of two
     num_job_slots: int = 256  # jobs that may be published to a worker; a power of two
     backend: str = "auto"  # of deltas
     delta_table: DeltaTable | None = None  # times of deltas on this machine; None = measure them

@@ -14,7 +14,7 @@ from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
-_reasons: list[str] = []  # for modules whose kernels are not cached
+_reasons: list[str] = []  # for modules with kernels that are not cached
 
 
 @cache

@@ -42,16 +42,16 @@ CONTROL_FIELDS = (
 
 MAILBOX_FIELDS = (
     Field("published", 0, "int32", _HOST, "worker, supervisor",
-          "last job whose descriptor is written"),
+          "last job with a complete descriptor"),
     Field("worker_sleeps", 64, "int32", _WORKER, "producer, supervisor",
           "1 from before the worker sleeps on published until it is awake"),
-    Field("ready", 128, "int32", "accelerator", _WORKER, "last job whose x has arrived"),
+    Field("ready", 128, "int32", "accelerator", _WORKER, "last job with x available"),
     Field("done", 192, "int32", _FOR_DEAD, "accelerator, producer, supervisor",
-          "last job whose result is written"),
+          "last job with a result"),
     Field("waiter_sleeps", 256, "int32", _HOST, "worker, supervisor",
           "1 from before a thread of the producer sleeps on done until it is awake"),
     Field("beat_ns", 320, "int64", _WORKER, _SUPERVISOR, "time of the worker's last heartbeat"),
-    Field("started", 328, "int32", _WORKER, _SUPERVISOR, "last job whose computation began"),
+    Field("started", 328, "int32", _WORKER, _SUPERVISOR, "last job with a started computation"),
     Field("state", 384, "int64", _SUPERVISOR, "producer, worker",
           "generation of the worker * 2^32 + status"),
 )  # fmt: skip

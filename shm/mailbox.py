@@ -61,7 +61,7 @@ class ProducerEnd:
 
     @property
     def oldest_sequence(self) -> int:
-        """The job whose result ``take_result`` takes next."""
+        """The job of the next ``take_result``."""
         return wrap(self._taken + 1)
 
     @property
@@ -71,7 +71,7 @@ class ProducerEnd:
 
     @property
     def num_outstanding(self) -> int:
-        """Published jobs whose results are not taken."""
+        """Published jobs with untaken results."""
         return distance(self._published, self._taken)
 
     def can_publish(self, num_jobs: int = 1) -> bool:
@@ -107,7 +107,7 @@ class ProducerEnd:
             mailbox = self.mailbox
             raise MailboxFullError(
                 f"{self.num_outstanding} of {mailbox.num_slots} slots of worker {mailbox.worker} "
-                f"hold jobs whose results are not taken, so {len(jobs)} more do not fit; take "
+                f"hold jobs with untaken results, so {len(jobs)} more do not fit; take "
                 "results first, or make it with more slots"
             )
         buffer, job_offset = self.mailbox.buffer, self.mailbox.job_offset

@@ -8,7 +8,7 @@ it):
     sleeper: flag = 1; fence; is the word there? no: sleep    writer: word = n; fence; flag? wake
 
 The kernel handles a change between the sleeper's check and its sleep (see ``futex``). A flag is for
-one sleeper at a time. Words whose writer wakes nothing, such as an accelerator's, are polled in
+one sleeper at a time. Words of a writer that cannot wake, such as an accelerator, are polled in
 short sleeps.
 """
 

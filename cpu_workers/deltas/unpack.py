@@ -51,7 +51,7 @@ def padded_ranks(job: DeltaJob) -> int:
 
 
 def views(job: DeltaJob) -> Iterator[TargetViews]:
-    """Packed matrices of every target whose rank is not 0."""
+    """Packed matrices of every target with a rank above 0."""
     in_units = padded_in(job) // _A_UNIT
     first_rank = first_column = 0
     for place in job.region.targets:

@@ -6,8 +6,8 @@ so regions are always packed for them. Where the device's kernels want plain row
 copied to one staging buffer on the device and unpacked from there. This costs device bandwidth, but
 neither link bandwidth nor a second copy on the host.
 
-An adapter whose files are being read is copied as they are read: a layer group is copied once its
-regions are whole. A pass that needs a group earlier waits for the files, for a limited time.
+An adapter's files can be read while it is copied: a layer group is copied once its regions are
+whole. A pass that needs a group earlier waits for the files, for a limited time.
 """
 
 import logging
@@ -102,7 +102,7 @@ class AdapterLoad(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _LayerGroup:
-    """Neighbouring layers, whose regions are copied together."""
+    """Neighbouring layers with regions that are copied together."""
 
     span: LayerSpan
     event: Event | None = None  # recorded after its copies; None = not placed yet
@@ -347,7 +347,7 @@ class Copied:
 
 
 class InPlace:
-    """An adapter whose kernels read the arena itself: on a CPU without a link."""
+    """An adapter that kernels read in the arena: on a CPU without a link."""
 
     def __init__(self, host: HostAdapter, layout: AdapterLayout) -> None:
         """Kernels read ``host`` until the adapter is evicted."""

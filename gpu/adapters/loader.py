@@ -46,7 +46,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class StartedLoad:
-    """A load whose copies are enqueued: its first layers can be used before the last arrive."""
+    """A load with enqueued copies: its first layers can be used before the last arrive."""
 
     adapter_id: AdapterId
     arrival: Copied
@@ -100,7 +100,7 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # used by the engine's thread; not taken yet
         self._under_way: list[_Started] = []  # used by the engine's thread
-        self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # whose files are still read
+        self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # their files are still read
         self._watch_error: Exception | None = None  # the error that ended the polling thread
         self._may_look = threading.Event()
         self._may_look.set()

@@ -25,7 +25,7 @@ _CACHE_LINE_BYTES = 64
 
 @dataclass(slots=True, eq=False)
 class _LayerKind:
-    """Layers of one shape and window, whose calls share the fields of a pass."""
+    """Layers of one shape and window; their calls share the fields of a pass."""
 
     shape: Shape
     window: int

@@ -51,7 +51,7 @@ class ColdRow:
 
     @property
     def first_layer(self) -> int:
-        """The first layer whose deltas the device computes: 0 if the adapter has arrived."""
+        """The first layer with deltas computed by the device: 0 if the adapter has arrived."""
         return 0 if self.arriving is None else self.split_layer
 
 
@@ -66,7 +66,7 @@ class AssistedPass:
     _cold_spans: frozenset[tuple[int, int]]
 
     def settle(self) -> frozenset[tuple[int, int]]:
-        """Packed token spans whose deltas are void, after the end of the pass."""
+        """After the end of the pass, return the packed token spans with void deltas."""
         if self._gateway is None or not self._invocations:
             return frozenset()
         void_spans = self._take_results(self._gateway)
@@ -120,7 +120,7 @@ class Assistant:
         """Publish the workers' jobs and plan the device's part.
 
         Raises ``ShmError`` if workers that the plan relies on are not available; then no part of
-        the pass may be computed. Layers whose files have not been read yet are computed by the
+        the pass may be computed. Layers with files that are not read yet are computed by the
         device, regardless of the plan.
         """
         rows = [_within_reach(row) for row in rows]
@@ -152,7 +152,7 @@ class Assistant:
 
 
 def _batch(rows: Sequence[ColdRow], layer: int, device: torch.device) -> LoraBatch | None:
-    """The rows whose deltas the device computes in a layer."""
+    """The rows for which the device computes a layer's deltas."""
     table_rows = [row.table_row if row.first_layer <= layer else -1 for row in rows]
     starts = [row.start for row in rows] + [rows[-1].end]
     return lora_batch(table_rows, [row.max_rank for row in rows], starts, device)

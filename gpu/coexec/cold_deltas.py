@@ -38,8 +38,8 @@ class Arrival:
 class ColdPlan:
     """The sources of a pass's deltas.
 
-    ``batches`` and ``arrivals`` have one entry per layer: the rows whose deltas the device computes
-    there, and the running loads that they need.
+    ``batches`` and ``arrivals`` have one entry per layer: the rows with deltas that the device
+    computes there, and the running loads that they need.
     """
 
     invocations: Mapping[GroupKey, tuple[Invocation, ...]]

@@ -46,7 +46,7 @@ class ColdAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AssistedRow:
-    """Packed tokens [start, end) whose deltas workers compute in the layers below the split."""
+    """Packed tokens [start, end); workers compute their deltas in the layers below the split."""
 
     start: int
     end: int
@@ -135,7 +135,7 @@ class WorkerGateway:
         the pass. Jobs published before the error have then ended.
         """
         if any(self._pool.end(w).num_outstanding for w in range(self._pool.num_workers)):
-            self._drop_published()  # of a pass whose results were not taken
+            self._drop_published()  # of a pass with results that were not taken
         workers = self._pool.ready_workers()
         if not workers:
             raise WorkerUnavailableError("no CPU worker is ready")
@@ -150,7 +150,7 @@ class WorkerGateway:
     def settle(
         self, invocations: Mapping[GroupKey, Sequence[Invocation]], *, timeout_s: float
     ) -> frozenset[tuple[int, int]]:
-        """Take the results of all jobs; return the token spans whose deltas are void.
+        """Take the results of all jobs; return the token spans with void deltas.
 
         All waits of the pass have ended, so all results are available.
         """
@@ -217,13 +217,13 @@ class WorkerGateway:
             if most > self._num_ring_slots:
                 raise RingFullError(
                     f"layer {layer}, input group {group} has {most} slices for worker {worker}, "
-                    f"whose rings have {self._num_ring_slots} slots; lower "
+                    f"but its rings have {self._num_ring_slots} slots; lower "
                     "--max-assisted-tokens-per-step, or use more workers"
                 )
         for worker, number in num_jobs.items():
             if not self._pool.end(worker).can_publish(number):
                 raise MailboxFullError(
-                    f"a pass has {number} jobs for worker {worker}, whose limit is "
+                    f"a pass has {number} jobs for worker {worker}; its limit is "
                     f"{self._pool.config.num_job_slots}; lower "
                     "--max-assisted-tokens-per-step, or use more workers"
                 )

@@ -50,7 +50,7 @@ class Handover(Protocol):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange whose ``compute`` is the stream of the pass."""
+        """The exchange; its ``compute`` is the stream of the pass."""
         ...
 
     def begin(self) -> None:

@@ -1,6 +1,6 @@
 """The device interface: the basis of co-execution, adapter loading and swapping.
 
-A device runs *streams*: queues whose operations take effect one after the other, in the order in
+A device runs *streams*: queues of operations that take effect one after the other, in the order in
 which they were enqueued, concurrently with the caller. Only events and words order a stream with
 other streams and other processes. There are three implementations: CUDA, the CPU (a thread per
 stream), and in the tests a symbolic one that computes nothing and runs the streams in every legal

@@ -133,7 +133,7 @@ class EventPool:
             self._free.append(event.index)
 
     def record(self, event: Event, state: StreamState, needs: tuple[Ticket, ...]) -> None:
-        """Record on a stream whose host work so far is ``needs``."""
+        """Record on a stream; ``needs``: its host work so far."""
         with self._lock:
             slot = self._slot(event)
             if slot.is_recorded:

@@ -69,7 +69,7 @@ class Transfers:
         source: torch.Tensor,
         direction: Direction | None,
     ) -> None:
-        """Enqueue a copy whose ``direction`` is what ``check`` returned."""
+        """Enqueue a copy in the ``direction`` that ``check`` returned."""
         if direction is None:
             state.paced = None
             self._runtime.copy(state.handle, destination, source)

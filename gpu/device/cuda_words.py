@@ -1,7 +1,7 @@
 """Words and memory as the host sees them: load, store, and wait for a word.
 
-On x86-64 an aligned load or store of 4 bytes through ctypes is one instruction, whose order with
-other loads or stores the processor keeps; that is an acquire and a release, and needs no compiler.
+On x86-64 an aligned load or store of 4 bytes through ctypes is one instruction. The processor keeps
+its order with other loads or stores; that is an acquire and a release, and needs no compiler.
 Copies that stream past the caches end with a fence of their own (glibc, torch). Elsewhere the
 compiled functions of ``shm.atomics`` are used, which need numba.
 """

@@ -179,7 +179,7 @@ class DeviceExecutor:
             raise_if_lost(error)
             _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
             reason = f"the step failed: {type(error).__name__}: {error}"
-            # Rows whose adapter is not on the device are the most likely cause.
+            # Rows with an adapter that is not on the device are the most likely cause.
             is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
             return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)
 
@@ -196,7 +196,7 @@ class DeviceExecutor:
         return states, lower(packed, self._runner.block_size, self._runner.device)
 
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
-        """A pass whose deltas partly come from workers; rows whose deltas are void are retried."""
+        """A pass with some deltas from workers; rows with void deltas are retried."""
         is_absent = [
             self._requests[request_id].adapter_id not in self._adapters
             for request_id in batch.request_ids

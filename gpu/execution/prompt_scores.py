@@ -15,7 +15,7 @@ from .request_table import RequestState
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Packed tokens of a row whose logits score the next token of the prompt."""
+    """Packed tokens of a row with logits that score the next token of the prompt."""
 
     state: RequestState
     first_position: int  # position of the first token in its request
@@ -40,7 +40,7 @@ def scored_spans(
 
 
 def packed_indices(spans: Sequence[ScoredSpan], device: torch.device) -> torch.Tensor:
-    """Return the packed indices whose logits ``spans`` need: int64 [tokens]."""
+    """Return the packed indices of the logits that ``spans`` need: int64 [tokens]."""
     parts = [torch.arange(one.first_index, one.first_index + one.num_tokens) for one in spans]
     return torch.cat(parts).to(device)
 

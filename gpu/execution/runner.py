@@ -41,7 +41,7 @@ class ModelRunner:
 
         Args:
             inputs: The packed rows.
-            logit_indices: int64 [n], packed indices of the tokens whose logits are wanted.
+            logit_indices: int64 [n], packed indices of the tokens that need logits.
             deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
 
         Returns:

@@ -54,7 +54,7 @@ class Sampler:
             states: The rows' requests; not changed.
 
         Returns:
-            One entry per row. A row whose logits are NaN or infinite, or whose parameters exclude
+            One entry per row. A row with NaN or infinite logits, or with parameters that exclude
             every token, has an error and token -1; other rows are not affected.
         """
         # NaN and +inf survive a maximum; a row of -inf alone has -inf.
@@ -251,7 +251,7 @@ def _largest(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> list[int]:
-    """First column whose cumulative probability exceeds ``number`` times the row's total."""
+    """First column with a cumulative probability above ``number`` times the row's total."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     totals = cumulative[:, -1:].contiguous()
     columns = torch.searchsorted(cumulative, numbers[:, None] * totals, right=True)

@@ -33,7 +33,7 @@ def probe(
     """Compare packed rows with plain transformers, and choose the threads of the CPU device.
 
     Args:
-        loaded: The model, whose pool is not yet made.
+        loaded: The model, before its pool is made.
         config: With ``skip_parity_probe`` a mismatch only logs a warning.
         max_threads: Limit of threads for this process; None = the current number.
         owns_torch: Whether the engine may set torch's number of threads in this process.

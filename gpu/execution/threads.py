@@ -1,6 +1,6 @@
 """Chooses how many threads the CPU device uses for a model: all of them, or one.
 
-Every parallel region ends in a barrier. A model whose matrices fit a core's cache gains nothing
+Every parallel region ends in a barrier. A model with matrices that fit a core's cache gains nothing
 from a second core and waits at every barrier if other programs use the cores.
 """
 

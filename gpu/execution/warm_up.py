@@ -62,7 +62,7 @@ def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[Pac
 def _rows(
     num_rows: int, num_tokens: int, context_len: int, block_size: int, table_row: int
 ) -> PackedRows:
-    """Rows of one shape whose contexts repeat the pool's first block."""
+    """Rows of one shape with contexts that repeat the pool's first block."""
     num_columns = -(-context_len // block_size)
     return PackedRows(
         token_ids=np.zeros(num_rows * num_tokens, dtype=np.int64),

@@ -91,7 +91,7 @@ def _innermost(function: Any) -> types.FunctionType | None:
 
 
 def _copy(function: types.FunctionType, rotation: Rotate) -> types.FunctionType:
-    """A copy whose innermost function uses another rotation."""
+    """A copy that uses another rotation in its innermost function."""
     names, closure = function.__globals__, function.__closure__ or ()
     if _NAME in function.__code__.co_names:
         names = {**names, _NAME: rotation}

@@ -1,4 +1,4 @@
-"""An embedding whose rows are read from the packed weight of the output head it is tied to."""
+"""An embedding that reads its rows from the packed weight of the tied output head."""
 
 import torch
 from torch import nn

@@ -70,7 +70,7 @@ class QuantizedLinear(KernelLinear):
     """Holds only the packed matrix; x and results are bfloat16.
 
     x is rounded to 16 bits for weights of 8, and to 8 for weights of 4, with a scale for each group
-    of 64 values. A token whose x is not finite gets NaN for all of its result.
+    of 64 values. A token with an x that is not finite gets NaN for all of its result.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Deltas of passes whose adapters are on the device: one call of the backend per input group."""
+"""Deltas of passes with all adapters on the device: one call of the backend per input group."""
 
 from collections.abc import Hashable, Sequence
 

@@ -36,7 +36,7 @@ class GenerationDefaults:
 def read_generation_defaults(
     source: ModelSource, config: Any, tokenizer_eos_id: int | None
 ) -> GenerationDefaults:
-    """Read the defaults of a model, whose tokenizer may define its own end token.
+    """Read the defaults of a model; its tokenizer may define its own end token.
 
     Only values that the file states count, not the library's own defaults; ``do_sample: false``
     means temperature 0. Values that no request may have are skipped with a warning. Another warning

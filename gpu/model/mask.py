@@ -14,7 +14,7 @@ from ...runtime.errors import ModelError
 # Of batch, head, query and key, which broadcast; True where the query sees the key.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_NUM_PERIODS = 4  # periods of a window or a chunk whose edges are evaluated
+_NUM_PERIODS = 4  # periods of a window or chunk with evaluated edges
 _MAX_POSITION_BITS = 24
 
 

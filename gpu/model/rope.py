@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a sequence's length, in a packed row.
+"""Rotary embeddings with frequencies that depend on a sequence's length, in a packed row.
 
 ``longrope`` uses its long factors as soon as the longest position of the *call* passes the original
 context, so in a packed row one request would change another's keys. The guard calls the module once

@@ -42,7 +42,7 @@ class Skeleton:
 
     model: PreTrainedModel
     model_class: type[PreTrainedModel]  # loads its weights
-    transposed: frozenset[str]  # paths of linears whose weights are [in, out] on disk
+    transposed: frozenset[str]  # paths of linears with weights [in, out] on disk
 
 
 class _WithoutInitialValues(TorchFunctionMode):
@@ -73,7 +73,7 @@ class _WithoutInitialValues(TorchFunctionMode):
 
 
 def without_initial_values(build: Callable[[], _T]) -> _T:
-    """Return the result of ``build``, whose modules on the meta device get no initial values.
+    """Return the result of ``build``; modules on the meta device get no initial values.
 
     torch implements random values and arithmetic on that device in Python, which imports sympy:
     35 MiB and a quarter of a second. So modules compute with ranges on the CPU. Those that fail,
@@ -118,12 +118,12 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
 
 
 def target_map_of(source: ModelSource) -> TargetMap:
-    """The targets of a model whose weights are not needed; see ``target_map_and_code_of``."""
+    """The targets of a model, without its weights; see ``target_map_and_code_of``."""
     return target_map_and_code_of(source)[0]
 
 
 def target_map_and_code_of(source: ModelSource) -> tuple[TargetMap, tuple[Path, ...]]:
-    """The targets of a model whose weights are not needed, and the files of its classes.
+    """The targets of a model, without its weights, and the files of its classes.
 
     Raises ``ModelError`` for everything that a start refuses and that needs no weights to detect.
     """
@@ -180,7 +180,7 @@ def _auto_class(source: ModelSource, config: Any) -> Any:
 
 
 def _check_layer_types(config: Any) -> None:
-    """Refuse layers whose state is not keys and values in the pool."""
+    """Refuse layers with state other than keys and values in the pool."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if kinds:
         raise ModelError(

@@ -153,7 +153,7 @@ def check_directory(source: ModelSource) -> None:
 
 
 def _check_gguf(path: Path) -> None:
-    """Refuse a GGUF file, and a directory whose weights are only in such files."""
+    """Refuse a GGUF file, and a directory with weights only in such files."""
     found = [path] if path.is_file() else [*path.iterdir()]
     of_gguf = sorted(one.name for one in found if one.suffix.lower() == ".gguf")
     if of_gguf and not any(one.suffix == ".safetensors" for one in found):

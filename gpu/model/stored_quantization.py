@@ -2,8 +2,8 @@
 
 GPTQ, AWQ and compressed-tensors, weights only, in groups that are multiples of corun's, or with one
 scale per channel. Their codes and scales are used unchanged, without dequantising. bitsandbytes in
-4 bits, whose levels are not integers, is read as full matrices (``four_bit_files.py``). Unknown
-settings that would change the result are refused by name.
+4 bits has levels that are not integers, and is read as full matrices (``four_bit_files.py``).
+Unknown settings that would change the result are refused by name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -209,7 +209,7 @@ def stored_linears(
 def read_stored(
     files: WeightFiles, path: str, shape: tuple[int, int], stored: StoredQuantization
 ) -> QuantizedWeight:
-    """The linear at ``path`` on disk, whose matrix is ``shape`` [out_features, in_features].
+    """The linear at ``path`` on disk; ``shape`` of its matrix: [out_features, in_features].
 
     Raises ``ModelError`` naming it.
     """

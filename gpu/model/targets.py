@@ -22,7 +22,7 @@ from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
 _NO_TEXT_REASON = "it is not used for text"
-_SHARED_KV = "is_kv_shared_layer"  # of attention modules, in models whose layers share KV
+_SHARED_KV = "is_kv_shared_layer"  # of attention modules, in models with layers that share KV
 _SHARED_KV_REASON = "the layer shares the keys and values of another one"
 
 
@@ -108,7 +108,7 @@ def record_input_groups(
 ) -> dict[str, int]:
     """Run ``forward`` (a tiny pass through ``model``) and group ``paths`` by their input tensor.
 
-    Returns a number per path; paths whose module is not called are missing in the result.
+    Returns a number per path; paths of modules that are not called are missing.
     """
     records: list[tuple[str, int]] = []
     alive: list[torch.Tensor] = []  # an identity is unique only while the tensor lives

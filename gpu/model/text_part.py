@@ -33,7 +33,7 @@ def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class whose models are made without these parts, so that their weights are not read."""
+    """A class that makes models without these parts, so that their weights are not read."""
 
     class TextOnly(model_class):  # type: ignore[misc]
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ class _Deltas(Enum):
         return cls.RESIDENT if metadata.deltas.is_repeatable else cls.OTHER
 
 
-# Tokens, threads of the kernels, whose deltas.
+# Tokens, threads of the kernels, source of the deltas.
 _Kind = tuple[int, int, _Deltas]
 
 

@@ -29,7 +29,7 @@ ITEM_FIELDS = 9
     ITEM_PARTIAL,  # index of its partial results; -1 = it is a whole query
 ) = range(ITEM_FIELDS)
 
-# Columns of the merges, int32: a query whose context was cut.
+# Columns of the merges, int32: a query with a context that was cut.
 MERGE_FIELDS = 3
 MERGE_TOKEN, MERGE_PARTIAL, MERGE_SEGMENTS = range(MERGE_FIELDS)
 

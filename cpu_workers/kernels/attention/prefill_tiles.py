@@ -83,7 +83,7 @@ def pack_query(emit: Emitter, source: ir.Value, dim: ir.Value, target: ir.Value)
 
 @emits("rows", "dim", "target")
 def pack_keys(emit: Emitter, rows: ir.Value, dim: ir.Value, target: ir.Value) -> None:
-    """Pack 16 keys, whose addresses are the int64s at ``rows``, padded to whole units."""
+    """Pack 16 keys, at the int64 addresses in ``rows``, padded to whole units."""
     builder = emit.builder
     elements = I64(unit_elements(emit))
     count = builder.sdiv(builder.add(dim, builder.sub(elements, I64(1))), elements)
@@ -141,7 +141,7 @@ def pack_values(emit: Emitter, *values: ir.Value) -> None:
 
 @emits(result=types.int64)
 def keys_per_step(emit: Emitter) -> ir.Value:
-    """Keys whose values are packed together."""
+    """The number of keys with values packed together."""
     return I64(2 if emit.has_dot else 1)
 
 

@@ -82,7 +82,7 @@ def _multiply_panels(
 ) -> None:  # fmt: skip
     """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
-    All blocks of tokens are computed before the next panels, whose weights are prefetched to the
+    All blocks of tokens are computed before the next panels. Their weights are prefetched to the
     second-level cache during the first two blocks; at the end the weights at ``following`` are,
     unless that is 0. Remaining panels are computed together with some before them.
     """

@@ -1,7 +1,7 @@
 """The delta of one job on one core: y = scaling * (x A^T) B^T for all targets of an input group.
 
 Decides how work is cut. Knows nothing of segments, jobs or torch: it gets the raw address of a
-region (``shm.region``), whose header it reads. Products accumulate in float32; y is rounded once
+region (``shm.region``) and reads its header. Products accumulate in float32; y is rounded once
 and written, never read. ``grouped`` is for many adapters and threads, and adds to y.
 
 Tokens are processed in blocks that fit the second-level cache with 16 ranks of A: all ranks of all

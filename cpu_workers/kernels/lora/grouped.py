@@ -29,7 +29,7 @@ Plan: TypeAlias = npt.NDArray[np.int64]
 
 _SHRINK_TOKENS = 8
 _EXPAND_TOKENS = 4
-_BLOCK_TOKENS = 24  # whose x stays in the second-level cache; twice what any tile takes at once
+_BLOCK_TOKENS = 24  # their x stays in the second-level cache; twice the largest tile
 _EXPAND_OVERHEAD_RANKS = 16  # cost of a unit besides its ranks: y is read and written
 # 128 columns are the smallest work of a thread. Half as many cost more to find than to compute
 # where ranks are small: 16 tokens, 16 adapters of rank 8, a model's q, k, v and o: 1.1 ms, and 0.8.
@@ -291,7 +291,7 @@ def add_deltas(
     targets: address of int64 [num_targets, TARGET_FIELDS]: index in the table's rows, address of
         y, bytes from one token of y to the next, padded columns of y.
     a_pointers, b_pointers (int64), ranks (int32), scalings (float32): addresses of the tables,
-        whose rows hold ``row_stride`` entries. Rank 0 = nothing to add.
+        with ``row_stride`` entries per row. Rank 0 = nothing to add.
     batch: address of int64 [BATCH_FIELDS]: the values that differ from pass to pass, so that a call
         can be replayed. Number of segments; addresses of int32 [segments], first token, one past
         the last, table row; address of float32 scratch, for each target and segment tokens * (rank

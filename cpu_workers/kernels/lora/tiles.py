@@ -161,7 +161,7 @@ def _make_expand_tile(*, is_stored: bool) -> Any:
 
 
 # y[token, column] += sum over ranks of h[token, rank] B[column, rank], 16 columns or 64, for a
-# number of tokens of ``EXPAND_TOKENS``; and y = the sum, bfloat16, whose old values are not read.
+# number of tokens of ``EXPAND_TOKENS``; and y = the sum, bfloat16, without reading y.
 add_expand_tile = _make_expand_tile(is_stored=False)
 store_expand_tile = _make_expand_tile(is_stored=True)
 

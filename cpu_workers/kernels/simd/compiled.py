@@ -7,7 +7,7 @@ inlined into it, and parallel loops call through an address.
 
 numba's cache entry of a kernel contains all of its parts, and both ends of every call. numba
 detects changes only in the kernel's own file and in the values that the kernel closes over. So
-kernels close over a digest of all files whose code they may contain.
+kernels close over a digest of all files with code that they may contain.
 """
 
 import hashlib

@@ -219,7 +219,7 @@ class Emitter:
         return self.builder.bitcast(self.builder.and_(bits, self.same(_HIGH)), self.f32s)
 
     def piece_of_apart(self, address: ir.Value, piece: int) -> ir.Value:
-        """The same of a matrix whose even and odd bfloat16 are apart: see ``layout.pack_linear``.
+        """The same of a matrix with even and odd bfloat16 apart: see ``layout.pack_linear``.
 
         One operation on memory converts them to float32, with a zero and without a mask.
         """

@@ -92,7 +92,7 @@ def forcing_environment(name: str) -> dict[str, str]:
 
 
 def level_of(features: frozenset[str]) -> CpuIsa:
-    """The highest level whose features are all among these."""
+    """The highest level that needs only these features."""
     return next(level for level in LEVELS if _needed(level) <= features)
 
 
