@@ -25,10 +25,10 @@ _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line for each adapter, and what fits."""
+    """Print a line for each adapter, and a summary."""
     url = _checked_url(arguments.url)
     keys = [arguments.api_key, *shlex.split(os.environ.get(f"{PREFIX}API_KEY", ""))]
-    api_key = next(filter(None, keys), None)  # each of them would do
+    api_key = next(filter(None, keys), None)  # any of them is enough
     adapters: list[dict[str, Any]] = []
     while True:
         after = f"&after={quote(adapters[-1]['name'], safe='')}" if adapters else ""
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(adapters: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[str]:
-    """Yield aligned lines: the heading, and each version. Of one server."""
+    """Yield aligned lines for the answer of a server: the heading, and each version."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for adapter in adapters:
         rows.append(_row(adapter["name"], adapter, now_s, _remark(adapter)))
@@ -55,9 +55,9 @@ def table(adapters: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[str]:
 
 
 def cluster_table(adapters: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield aligned lines: the heading, and each adapter. Of a gateway.
+    """Yield aligned lines for the answer of a gateway: the heading, and each adapter.
 
-    It knows at which level each engine has an adapter, and on which machines its files are.
+    They show at which level each engine has it, and on which machines its files are.
     """
     rows: list[tuple[str, ...]] = [_CLUSTER_HEADINGS]
     for adapter in adapters:
@@ -71,7 +71,7 @@ def cluster_table(adapters: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def summary(page: Mapping[str, Any], num_shown: int) -> str:
-    """Say how many there are, how many fit on a server's device, and how old that is."""
+    """Return the number of adapters, how many fit on a server's device, and the age of that."""
     shown = "" if num_shown == page["num_adapters"] else f"{num_shown} of "
     fit = ""
     if not _is_of_cluster(page):
@@ -80,12 +80,12 @@ def summary(page: Mapping[str, Any], num_shown: int) -> str:
 
 
 def _is_of_cluster(page: Mapping[str, Any]) -> bool:
-    """Whether a gateway has answered: it does not know what fits on which device."""
+    """Whether a gateway has answered, which does not know what fits on a device."""
     return "num_fitting" not in page
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Words to the left, numbers to the right; the first row is the heading."""
+    """Align words left and numbers right; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if heading in _NUMBERS else "<" for heading in rows[0]]
     for row in rows:

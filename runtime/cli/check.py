@@ -1,4 +1,4 @@
-"""``corun check``: whether an adapter can be served over a model, and what fewer bits cost it."""
+"""``corun check``: whether an adapter can be served over a model, and what quantisation costs."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from ..errors import ConfigError, encodable
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the reports that are asked for; return 0 unless the adapter cannot be served."""
+    """Print the requested reports; return 0 unless the adapter cannot be served."""
     (config,) = build_configs(
         vars(arguments), (EngineConfig,), environment=os.environ, command="check"
     )

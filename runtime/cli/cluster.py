@@ -47,7 +47,7 @@ from .serve import check_paths
 _GIB = 2**30
 _OLDEST_RAY = "2.55"
 _RAY_TIMEOUT_S = 5.0
-# Options of the server that are about clients, and none of an engine's business.
+# Options of the server that concern its clients, and so gateways but not engines.
 _OF_GATEWAYS = (
     "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file",
     "allow_runtime_lora_updating", "allowed_lora_dirs", "metrics_need_key", "health_needs_key",
@@ -92,7 +92,7 @@ async def supervise(plan: ClusterPlan) -> int:
 def reserve_shared(host: str, port: int) -> Iterator[socket.socket]:
     """Keep a port for gateways, which share it, from other programs.
 
-    Raises ``ConfigError`` if it is taken, even by those who would share it.
+    Raises ``ConfigError`` if it is taken, even by a process that would share it.
     """
     with bind(host, port) as free:
         port = free.getsockname()[1]
@@ -103,7 +103,7 @@ def reserve_shared(host: str, port: int) -> Iterator[socket.socket]:
 def gateway_settings(
     serve: ServeConfig, cluster: ClusterConfig, controller_url: str, key: str, port: int
 ) -> tuple[GatewaySettings, ...]:
-    """Return what each gateway of this machine is started with."""
+    """Return the settings of each gateway of this machine."""
     host = socket.gethostname()
     return tuple(
         GatewaySettings(
@@ -120,26 +120,28 @@ def gateway_settings(
 
 
 def check_shared(serve: ServeConfig, cluster: ClusterConfig) -> None:
-    """Raise ``ConfigError`` for what a gateway would refuse."""
+    """Raise ``ConfigError`` for options that a gateway would refuse."""
     check_live_router(cluster.router)
     Access.of(serve)
 
 
 def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> None:
-    """Raise ``ConfigError`` for what can be told before anything is started."""
+    """Raise ``ConfigError`` for mistakes that are visible before a process starts."""
     for spec in option_specs(EngineConfig):
         if spec.name in NOT_FOR_CLUSTERS and getattr(engine, spec.name) != spec.default:
             why = NOT_FOR_CLUSTERS[spec.name]
             raise ConfigError(f"{spec.flag} is not for corun cluster: {why}")
     num_engines = (cluster.engines or 0) + len(cluster.engine)
     if num_engines == 0:
-        raise ConfigError("no engine: give --engines N, or --engine URL for each that others run")
+        raise ConfigError("no engine: give --engines N, or --engine URL for each that runs already")
     if cluster.ray is not None and cluster.engines is None:
         raise ConfigError(
-            f"--ray is {cluster.ray}, and no engine is to run there: give --engines N"
+            f"--ray is {cluster.ray}, but there are no engines to start there: give --engines N"
         )
     if cluster.engines is None and engine.model is not None:
-        raise ConfigError(f"MODEL is {engine.model}, and no engine runs here: give --engines N")
+        raise ConfigError(
+            f"MODEL is {engine.model}, but no engine is started here: give --engines N"
+        )
     for name, number in parse_min_copies(cluster.min_copies).items():
         if number > num_engines:
             raise ConfigError(
@@ -151,7 +153,7 @@ def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> 
 
 
 def _of_ray(cluster: ClusterConfig) -> ClusterConfig:
-    """Return it with the address by which Ray's machines find this one.
+    """Return ``cluster`` with the address at which Ray's machines reach this one.
 
     Raises ``ConfigError`` if Ray is missing or too old here, or does not answer there.
     """
@@ -161,7 +163,7 @@ def _of_ray(cluster: ClusterConfig) -> ClusterConfig:
         raise ConfigError("--ray needs Ray: pip install 'corun[ray]'") from None
     if _numbers(version) < _numbers(_OLDEST_RAY):
         raise ConfigError(
-            f"--ray needs Ray {_OLDEST_RAY} or newer, and {version} is installed: pip install -U "
+            f"--ray needs Ray {_OLDEST_RAY} or newer, but {version} is installed: pip install -U "
             "'corun[ray]'"
         )
     address = check_ray(cluster.ray, "--ray")
@@ -183,7 +185,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _divide(engine: EngineConfig, cluster: ClusterConfig) -> MachineDivision | None:
-    """This machine; with Ray, agents divide those that they come to, and none runs engines here."""
+    """Divide this machine; with Ray, agents divide their own machines, and none runs here."""
     if cluster.engines is None:
         return None
     if cluster.ray is not None:
@@ -192,18 +194,20 @@ def _divide(engine: EngineConfig, cluster: ClusterConfig) -> MachineDivision | N
 
 
 def _begin_on(division: MachineDivision) -> None:
-    """Say who gets which cores, and go to those that are left: all processes inherit them."""
+    """Log the division of cores and move to the rest, which all other processes inherit."""
     for line in division.lines():
         _logger.info("%s", line)
     try:
         os.sched_setaffinity(0, division.others_cpus)
     except OSError as error:  # a sandbox may forbid it
-        _logger.warning("processes of the cluster are not pinned as planned: %s", error.strerror)
+        _logger.warning(
+            "cannot pin the processes of the cluster, so they may use all cores: %s", error.strerror
+        )
 
 
 @contextlib.contextmanager
 def _reserve(host: str, port: int) -> Iterator[socket.socket]:
-    """Keep a port for a process that is about to listen to it, and does again when it is back."""
+    """Keep a port for a process that will listen to it, also after a restart."""
     try:
         sock = bind(host, port)
     except ConfigError as error:
@@ -211,7 +215,7 @@ def _reserve(host: str, port: int) -> Iterator[socket.socket]:
     with sock:
         if ipaddress.ip_address(sock.getsockname()[0]).is_unspecified:
             raise ConfigError(
-                f"--cluster-host is {host}, must be an address by which others find this machine"
+                f"--cluster-host is {host}, must be an address that other machines can reach"
             )
         yield sock
 
@@ -308,7 +312,7 @@ def _ray_settings(
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -319,9 +323,9 @@ def _cache_bytes(cluster: ClusterConfig, state_dir: Path) -> int:
 
 
 def _of_engines(serve: ServeConfig) -> ServeConfig:
-    """Of the server's options those that each engine goes by, too."""
+    """Return the server's options as engines get them: without those of gateways."""
     default = ServeConfig()
-    if serve.log_level == "info":  # each would say the same
+    if serve.log_level == "info":  # every engine would log the same lines
         serve = replace(serve, log_level="warning")
     of_gateways = {name: getattr(default, name) for name in _OF_GATEWAYS}
     return replace(serve, **of_gateways)

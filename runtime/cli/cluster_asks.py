@@ -1,4 +1,4 @@
-"""``corun cluster status``, ``add``, ``remove`` and ``drain``: of a cluster that runs."""
+"""``corun cluster status``, ``add``, ``remove`` and ``drain``: show or change a running cluster."""
 
 import argparse
 import asyncio
@@ -22,12 +22,12 @@ from ..config.flags import build_configs
 from ..errors import ConfigError
 from ..server.errors import HttpError
 
-_TIMEOUT_S = 60.0  # adapters' last copies move before an engine goes
+_TIMEOUT_S = 60.0  # the last copies of adapters move before an engine is removed
 _GIB = 2**30
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the controller, and print what it says."""
+    """Send the changes to the controller, and print the status of the cluster."""
     command = arguments.command
     (cluster,) = build_configs(
         vars(arguments), (ClusterConfig,), environment=os.environ, command=command
@@ -44,7 +44,9 @@ def _changes(
 ) -> Iterator[EngineChange]:
     if action == "add":
         if cluster.engines is None and not cluster.engine:
-            raise ConfigError("add which? Give --engines N, or --engine URL of one that others run")
+            raise ConfigError(
+                "nothing to add: give --engines N, or --engine URL of one that runs already"
+            )
         for text in cluster.engine:
             card = given_card(text)
             yield EngineChange(action="add", url=card.url, measured=card.measured)
@@ -64,20 +66,21 @@ async def _ask(url: str, key: str, changes: list[EngineChange]) -> list[str]:
                 session, url + STATUS_PATH, None, ClusterStatus, timeout_s=_TIMEOUT_S
             )
         except HttpError as error:
-            # What the options say is wrong; else the cluster is.
+            # A 4xx is a mistake in the options, a 5xx a failure of the cluster.
             raise ConfigError(str(error)) if error.status < 500 else error from None
     return list(status_lines(url, status))
 
 
 def status_lines(url: str, status: ClusterStatus) -> Iterator[str]:
-    """Yield what there is: engines, agents with their cores, adapters."""
+    """Yield a line for each engine, agent (with its cores) and adapter."""
     yield (
         f"controller {url}, {_count(status.num_gateways, 'gateway')}, placement {status.placement}"
     )
     machines = status.machines
     if machines is not None:
         how = "" if machines.is_up else f", and does not answer: {machines.reason}"
-        yield f"{machines.kind} watches {machines.num_supervised} of {machines.num_agents} agents{how}"
+        supervised = f"{machines.num_supervised} of {machines.num_agents}"
+        yield f"{machines.kind} supervises {supervised} agents{how}"
     reported = {engine.engine_id: engine for agent in status.agents for engine in agent.engines}
     for card in status.engines:
         yield f"engine {_engine(card, reported.pop(card.engine_id, None), status)}"
@@ -106,7 +109,8 @@ def _engine(card: EngineCard, engine: EngineStatus | None, status: ClusterStatus
         parts.append(f"CPU {engine.cpu_list}" if engine.cpu_list else "shared cores")
         if engine.num_restarts:
             parts.append(_count(engine.num_restarts, "restart"))
-    reasons = {told[card.engine_id] for told in status.ejected.values() if card.engine_id in told}
+    ejected = status.ejected.values()
+    reasons = {seen[card.engine_id] for seen in ejected if card.engine_id in seen}
     parts += [f"not sent to: {reason}" for reason in sorted(reasons)]
     return ", ".join(parts)
 

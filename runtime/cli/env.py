@@ -1,4 +1,4 @@
-"""``corun env``: versions, devices and limits; what a bug report needs."""
+"""``corun env``: versions, devices and limits, for bug reports."""
 
 import argparse
 import importlib.util
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def environment(facts: MachineFacts) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) for everything that can make two machines differ."""
+    """Yield (name, value) of everything by which two machines may differ."""
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     for package in _PACKAGES:
@@ -87,7 +87,7 @@ def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
 
 
 def _matters(feature: str) -> bool:
-    """Whether kernels of any library here are faster with it."""
+    """Whether kernels of a library here are faster with the feature."""
     return feature.startswith(("amx", "avx", "bf16", "f16c", "fma", "neon", "sve"))
 
 
@@ -102,7 +102,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _torch_cuda_version() -> str | None:
-    """What torch's own file says, without importing torch, which takes a second."""
+    """Read it from torch's own file: importing torch takes a second."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""``corun gateway``: one more way into a cluster that runs elsewhere."""
+"""``corun gateway``: one more gateway of a cluster that runs on another machine."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         yaml_path=arguments.config or os.environ.get(f"{PREFIX}CONFIG"),
     )
     if cluster.controller is None:
-        raise ConfigError("which cluster? Give --controller URL, as corun cluster status says it")
+        raise ConfigError("no cluster: give --controller URL, as corun cluster status shows it")
     check_shared(serve, cluster)
     configure_logging(serve.log_level)
     controller_url, key = check_url(cluster.controller, "--controller"), read_key(cluster)

@@ -1,11 +1,11 @@
 """The console script ``corun``: runs one command and turns errors into exit codes.
 
-The only place where logging is configured. Exit codes: 0 done, 1 it failed, 2 an option or a
-configuration file is wrong, 130 interrupted, 141 the reader of its output has ended, 143 ended by
+The only place where logging is configured. Exit codes: 0 success, 1 failure, 2 an option or a
+configuration file is wrong, 130 interrupted, 141 nothing reads the output any more, 143 ended by
 SIGTERM.
 
-An interrupt ends the process at once, which a shell shows as 130, but inside ``in_order`` and where
-a server has begun. So this module loads next to nothing before ``console`` has said so.
+An interrupt ends the process at once, which a shell shows as 130, except inside ``in_order`` and
+while a server runs. So this module loads next to nothing before ``console`` has set that up.
 """
 
 import signal
@@ -34,17 +34,18 @@ _COMMAND_MODULES = {
     "gateway": ".gateway",
     "env": ".env",
     "options": ".options",
+    "completion": ".completion",
 }
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-EXIT_UNREAD = 141  # as a shell shows it of a process that SIGPIPE has ended
+EXIT_UNREAD = 141  # as a shell shows a process that SIGPIPE has ended
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM has come: what runs is given up as for an interrupt."""
+    """SIGTERM has arrived: work is abandoned as for an interrupt."""
 
 
 def console() -> NoReturn:
@@ -57,7 +58,7 @@ def console() -> NoReturn:
         code = main()
     except BrokenPipeError:
         if not _is_unread():
-            raise  # another pipe, which it is a mistake not to have waited for
+            raise  # another pipe, whose end is a bug
         code = EXIT_UNREAD
     leave(code)
 
@@ -116,12 +117,12 @@ def _code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether what reads this process's output has ended, as ``head`` does."""
+    """Whether the reader of this process's output has ended, as ``head`` does."""
     import select
 
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        poll.register(stream, 0)  # errors are told anyway
+        poll.register(stream, 0)  # errors are reported without it
     return bool(poll.poll(0))
 
 
@@ -130,7 +131,7 @@ def _run_command(arguments: "argparse.Namespace") -> int:
 
     from ..errors import ConfigError
 
-    # Imported by name so that a command loads its own libraries and no other's.
+    # Imported by name, so that a command loads only its own libraries.
     try:
         module = importlib.import_module(_COMMAND_MODULES[arguments.command], __package__)
     except ModuleNotFoundError as error:

@@ -17,7 +17,7 @@ _MARKED = re.compile(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the option table, or bring the tables in ``--update FILE`` up to date."""
+    """Print the option table, or update the tables in ``--update FILE``."""
     if arguments.update is None:
         print(options_markdown(), end="")
         return 0
@@ -36,7 +36,7 @@ def options_markdown() -> str:
 
 
 def cluster_options_markdown() -> str:
-    """Return a table of what ``corun cluster`` and ``corun gateway`` have beside them."""
+    """Return a table of the options that ``corun cluster`` and ``corun gateway`` add."""
     return _table(ClusterConfig)
 
 
@@ -50,7 +50,7 @@ def _table(*config_classes: type) -> str:
 def update_tables(document: str) -> str:
     """Return ``document`` with each table between two marks replaced by the current one.
 
-    Raises ``ConfigError`` if it has no such marks, or for a table that is not known.
+    Raises ``ConfigError`` if it has no such marks, or names an unknown table.
     """
     from ..server.reference import TABLES  # which loads what serves
 
@@ -65,7 +65,7 @@ def update_tables(document: str) -> str:
     updated, number = _MARKED.subn(replaced, document)
     if number == 0:
         raise ConfigError(
-            "no place for a table: a line <!-- options: written by `corun options --update FILE` "
+            "no table to update: a line <!-- options: written by `corun options --update FILE` "
             "--> and one <!-- end of options --> are missing"
         )
     return updated

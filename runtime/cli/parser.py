@@ -1,241 +1,220 @@
-"""The command line: which commands there are and which flags each takes.
+"""The command line: which commands there are and which arguments each takes.
 
 Imports nothing heavy, so that ``corun --help`` answers at once.
 """
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
 
 from ... import __version__
 from ..adapters.info import LEVELS
 from ..config.cluster import NOT_FOR_CLUSTERS, ClusterConfig
 from ..config.engine import EngineConfig
-from ..config.flags import add_flag, add_flags
+from ..config.groups import groups_of
 from ..config.option import OptionSpec, option_specs, suggestion
 from ..config.serve import ServeConfig
 from ..config.simulate import SimulateConfig, takes
 from ..errors import ConfigError
+from ..near_names import near_names
+from .command_parser import CommandParser, columns
+from .command_texts import COMMAND_GROUPS, COMMANDS, EXAMPLES, SHELLS
+from .foreign_flags import check_foreign_flags
 
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours: one line, exit code 2, no usage dump."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+_CLUSTER_ACTIONS = tuple(name.split()[1] for name in COMMANDS if name.startswith("cluster "))
+_NEAR_ACTION = 0.7  # from this likeness to an action of corun cluster on, a word is a typo
+_WITH_ENGINE_IDS = ("cluster remove", "cluster drain")
+_WITH_FILE = ("serve", "cluster", "gateway")
+_HELP_FLAGS = ("-h", "--help", "--help-all")
+_WIDTH = 79
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed arguments; options that were not given are absent.
+    """Return the parsed arguments and the ``command``; options that were not given are absent.
 
+    Help, which is also the answer to an empty command line, and the version raise ``SystemExit``.
     Raises ``ConfigError`` for an unknown command or flag.
     """
-    arguments, unknown = _build_parser().parse_known_args(_joined(argv))
+    command, *rest = _joined(argv) or ["--help"]
+    if command.startswith("-"):
+        _answer(command)
+    _check_command(command, rest)
+    parser = command_parser(command)
+    if command in ("serve", "cluster"):
+        check_foreign_flags(rest, parser.flags())
+    arguments, unknown = parser.parse_known_args(rest, argparse.Namespace(command=command))
     if unknown:
-        raise ConfigError(_unknown_message(unknown[0], arguments.command))
+        raise ConfigError(_unknown_message(unknown[0], parser))
     return arguments
+
+
+def command_parser(command: str) -> CommandParser:
+    """Return the parser of a command, whose name has one word or two."""
+    parser = CommandParser(
+        prog=f"corun {command}", description=COMMANDS[command], examples=EXAMPLES[command]
+    )
+    if command == "profile":
+        _add_profile_arguments(parser)
+    elif command == "check":
+        _add_check_arguments(parser)
+    elif command == "adapters":
+        _add_adapters_arguments(parser)
+    elif command == "options":
+        parser.add("Options", "--update", metavar="FILE",
+                   help="Update the generated tables in FILE.")  # fmt: skip
+    elif command == "completion":
+        parser.add("Arguments", "shell", metavar="SHELL", choices=SHELLS,
+                   help=f"One of {', '.join(SHELLS)}.")  # fmt: skip
+    elif command in _WITH_ENGINE_IDS:
+        parser.add("Arguments", "engine_id", metavar="ENGINE", nargs="+", help=_ENGINE_HELP)
+    parser.add_options(command, groups_of(command), _options(command))
+    if command in _WITH_FILE:
+        parser.add("Server", "--config", metavar="FILE",
+                   help="YAML file of options. Flags and CORUN_ variables win.")  # fmt: skip
+    return parser
+
+
+def commands_help() -> str:
+    """Return the text of ``corun --help``: the commands."""
+    lines = ["usage: corun COMMAND [OPTION ...]", "",
+             "Serve many LoRA adapters over one base language model."]  # fmt: skip
+    for title, names in COMMAND_GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            lines += columns(name, COMMANDS[name].partition(". ")[0].rstrip(".") + ".", _WIDTH)
+    lines += [
+        "",
+        "corun COMMAND --help shows the options of a command, corun --version the version.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _joined(argv: Sequence[str]) -> Sequence[str]:
     """Make one word of a command of two, which ``corun cluster MODEL`` would take for a model."""
     command = " ".join(argv[:2])
-    return [command, *argv[2:]] if command in _COMMANDS else argv
+    return [command, *argv[2:]] if command in COMMANDS else argv
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="corun",
-        description="Serve many LoRA adapters over one base language model.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"corun {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands = {}
-    for name, text in _COMMANDS.items():
-        commands[name] = subparsers.add_parser(
-            name, help=text, description=text, allow_abbrev=False
-        )
-    _add_serve_flags(commands["serve"])
-    _add_profile_flags(commands["profile"])
-    _add_check_flags(commands["check"])
-    _add_adapters_flags(commands["adapters"])
-    for name in _CLUSTER_COMMANDS:
-        _add_cluster_flags(commands[name], name)
-    for name in ("simulate", "plan"):
-        for spec in _options(name):
-            add_flag(commands[name], spec)
-    commands["options"].add_argument(
-        "--update", metavar="FILE", help="Rewrite the table in FILE, between its marks."
-    )
-    return parser
+def _answer(flag: str) -> None:
+    """Answer a flag that stands before any command."""
+    if flag == "--version":
+        print(f"corun {__version__}")
+    elif flag in _HELP_FLAGS:
+        print(commands_help(), end="")
+    else:
+        raise ConfigError(f"unknown option {flag} before the command (see corun --help)")
+    raise SystemExit(0)
 
 
-_COMMANDS = {
-    "serve": "Serve a model and its adapters over the OpenAI API; without MODEL, the demo.",
-    "profile": "Measure this machine with a model: what predictions and budgets are made of.",
-    "simulate": "Simulate what engines would do with a workload, by the code that serves.",
-    "plan": "Say which load a server bears within an SLO, what binds, and what would change it.",
-    "check": "Check whether an adapter can be served over a model, without loading weights; or "
-    "what --quantization costs a model.",
-    "adapters": "Show where the adapters of a running server are.",
-    "cluster": "Serve a model over several engines behind one URL.",
-    "cluster status": "Show the engines of a running cluster, its adapters and cores.",
-    "cluster add": "Add engines to a running cluster.",
-    "cluster remove": "Remove engines from a running cluster; last copies of adapters move first.",
-    "cluster drain": "Let engines of a running cluster end their requests, and remove them.",
-    "gateway": "Be one more way into a cluster that runs elsewhere.",
-    "env": "Show versions, devices and limits: what a bug report needs.",
-    "options": "Write the options of corun serve as a Markdown table.",
-}
-
-_CLUSTER_COMMANDS = [name for name in _COMMANDS if name.startswith(("cluster", "gateway"))]
-_WITH_ENGINE_IDS = ("cluster remove", "cluster drain")
-
-
-def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with these options; a flag on the command line goes before it.",
-    )
-    add_flags(parser, EngineConfig, title="model and engine")
-    add_flags(parser, ServeConfig, title="server")
-
-
-def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument(
-        "--quick", dest="effort", action="store_const", const="quick", default="quick",
-        help="Measure for half a minute at most. The default.",
-    )  # fmt: skip
-    effort.add_argument(
-        "--thorough", dest="effort", action="store_const", const="thorough",
-        help="Measure for some minutes.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--budget-s", metavar="X",
-        help="Measure for so many seconds instead, or a little longer if that is too short.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", metavar="FILE", help="Where the profile goes; default: where serve looks."
-    )
-    parser.add_argument(
-        "--picture", metavar="FILE", help="Where the curves go, a PNG; default: beside the profile."
-    )
-    server = parser.add_argument_group("a server of another kind, measured from outside")
-    server.add_argument(
-        "--url", metavar="URL",
-        help="Measure this vLLM server instead; give --output, --max-num-batched-tokens and "
-        "--max-num-seqs as it was started with, and MODEL where it is not on this machine.",
-    )  # fmt: skip
-    server.add_argument(
-        "--max-num-seqs",
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="Requests that the server takes at once.",
-    )
-    server.add_argument(
-        "--adapters-dir", metavar="DIR",
-        help="Where adapters are made for it to load, and deleted again: a directory that it sees "
-        "under the same path; default: a temporary one.",
-    )  # fmt: skip
-    server.add_argument("--server-key", metavar="KEY", help="Its --api-key, if it has one.")
-    group = parser.add_argument_group("model and engine")
-    for spec in _engine_options("profile"):
-        add_flag(group, spec)
-
-
-def _add_check_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "adapter", metavar="ADAPTER", nargs="?", help="PEFT directory of the adapter."
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help="Directory or hub id of the base model; without it, the packaged demo model.",
-    )
-    parser.add_argument(
-        "--text", metavar="FILE",
-        help="What --quantization is compared on; default: stories of the demo's kind.",
-    )  # fmt: skip
-    for spec in _engine_options("check"):
-        add_flag(parser, spec)
-
-
-def _add_adapters_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://localhost:8000", help="Where the server is.")
-    parser.add_argument("--api-key", metavar="KEY", help="One of its keys; default: CORUN_API_KEY.")
-    parser.add_argument(
-        "--level", metavar="LEVEL", help=f"Only adapters at this level: {', '.join(LEVELS)}."
-    )
-
-
-def _add_cluster_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    if command in _WITH_ENGINE_IDS:
-        parser.add_argument(
-            "engine_id",
-            metavar="ENGINE",
-            nargs="+",
-            help="As corun cluster status names it; drain takes an agent, too, with all it has.",
-        )
-    if command in ("cluster", "gateway"):
-        parser.add_argument(
-            "--config",
-            metavar="FILE",
-            help="YAML file with these options; a flag on the command line goes before it.",
-        )
-    for title, specs in _cluster_options(command).items():
-        group = parser.add_argument_group(title)
-        for spec in specs:
-            add_flag(group, spec)
-
-
-def _cluster_options(command: str) -> dict[str, list[OptionSpec]]:
-    """By headline."""
-    own = [spec for spec in option_specs(ClusterConfig) if command in spec.commands]
-    found = {"cluster": own}
-    if command == "cluster":
-        engine = [spec for spec in option_specs(EngineConfig) if spec.name not in NOT_FOR_CLUSTERS]
-        found["model and engines"] = engine
-    if command in ("cluster", "gateway"):
-        found["server"] = list(option_specs(ServeConfig))
-    return found
-
-
-def _engine_options(command: str) -> list[OptionSpec]:
-    return [spec for spec in option_specs(EngineConfig) if takes(spec, command)]
+def _check_command(command: str, rest: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a command that does not exist, and for a mistyped second word."""
+    if command not in COMMANDS:
+        near = suggestion(command, [name for name in COMMANDS if " " not in name])
+        if not near and ("/" in command or Path(command).is_dir()):
+            near = f"; to serve this model: corun serve {command}"
+        raise ConfigError(f"unknown command {command!r}{near} (see corun --help)")
+    if command == "cluster" and rest and not Path(rest[0]).exists():
+        hint = " (did you mean corun cluster {}?)"
+        near = near_names(
+            rest[0], _CLUSTER_ACTIONS, hint, show=str, most=1, cutoff=_NEAR_ACTION
+        )  # fmt: skip
+        if near:
+            raise ConfigError(f"unknown command 'cluster {rest[0]}'{near}")
 
 
 def _options(command: str) -> list[OptionSpec]:
-    """Of ``simulate`` and ``plan``: their own before those of the engine."""
-    own = [spec for spec in option_specs(SimulateConfig) if command in spec.commands]
-    return own + _engine_options(command)
+    """Return the options of configurations that the command has."""
+    if command.startswith(("cluster", "gateway")):
+        specs = [spec for spec in option_specs(ClusterConfig) if command in spec.commands]
+        if command == "cluster":
+            engine = option_specs(EngineConfig)
+            specs += [spec for spec in engine if spec.name not in NOT_FOR_CLUSTERS]
+        return [*specs, *option_specs(ServeConfig)] if command in _WITH_FILE else specs
+    specs = [spec for spec in option_specs(EngineConfig) if takes(spec, command)]
+    if command == "serve":
+        specs += option_specs(ServeConfig)
+    return specs + [spec for spec in option_specs(SimulateConfig) if command in spec.commands]
 
 
-def _unknown_message(word: str, command: str) -> str:
+def _add_profile_arguments(parser: CommandParser) -> None:
+    title, server = "Measuring", "A vLLM server, measured over HTTP"
+    effort = parser.add_mutually_exclusive_group()
+    parser.add(
+        title, "--quick", container=effort, dest="effort", action="store_const", const="quick",
+        default="quick", help="Measure for half a minute at most. The default.",
+    )  # fmt: skip
+    parser.add(
+        title, "--thorough", container=effort, dest="effort", action="store_const",
+        const="thorough", help="Measure for some minutes.",
+    )  # fmt: skip
+    parser.add(
+        title, "--budget-s", metavar="X",
+        help="Measure for X seconds, or a little longer if that is too short.",
+    )  # fmt: skip
+    parser.add(
+        title, "--output", metavar="FILE",
+        help="File of the profile; default: the one that corun serve reads.",
+    )  # fmt: skip
+    parser.add(
+        title, "--picture", metavar="FILE",
+        help="PNG file of the curves; default: beside the profile.",
+    )  # fmt: skip
+    parser.add(
+        server, "--url", metavar="URL",
+        help="Measure this server. Give --output, --max-num-batched-tokens and --max-num-seqs as "
+        "it was started with, and MODEL if the model is not on this machine.",
+    )  # fmt: skip
+    parser.add(
+        server, "--max-num-seqs", metavar="N", default=argparse.SUPPRESS,
+        help="Maximum number of requests that the server runs at once.",
+    )  # fmt: skip
+    parser.add(
+        server, "--adapters-dir", metavar="DIR",
+        help="Directory for adapters that the server loads for the measurement; they are deleted "
+        "afterwards. The server must see it under the same path; default: a temporary one.",
+    )  # fmt: skip
+    parser.add(
+        server, "--server-key", metavar="KEY", help="API key of the server, if it has one."
+    )  # fmt: skip
+
+
+def _add_check_arguments(parser: CommandParser) -> None:
+    parser.add(
+        "Arguments", "adapter", metavar="ADAPTER", nargs="?", help="PEFT directory of the adapter."
+    )
+    parser.add(
+        "Options", "--model", metavar="MODEL", default=argparse.SUPPRESS,
+        help="Directory or hub id of the base model; default: the packaged demo model.",
+    )  # fmt: skip
+    parser.add(
+        "Options", "--text", metavar="FILE",
+        help="Text that --quantization is compared on; default: stories like the demo's.",
+    )  # fmt: skip
+
+
+def _add_adapters_arguments(parser: CommandParser) -> None:
+    title = "Options"
+    parser.add(
+        title, "--url", metavar="URL", default="http://localhost:8000",
+        help="URL of the server. Default: http://localhost:8000.",
+    )  # fmt: skip
+    parser.add(
+        title, "--api-key", metavar="KEY", help="API key of the server; default: CORUN_API_KEY."
+    )
+    parser.add(
+        title, "--level", metavar="LEVEL",
+        help=f"Show only adapters at this level: {', '.join(LEVELS)}.",
+    )  # fmt: skip
+
+
+_ENGINE_HELP = (
+    "Engine as corun cluster status names it. corun cluster drain also takes an agent, and drains "
+    "all its engines."
+)
+
+
+def _unknown_message(word: str, parser: CommandParser) -> str:
     flag = word.split("=", 1)[0]
     kind = "option" if flag.startswith("-") else "argument"
-    near = suggestion(flag, _known_flags(command))
-    return f"unknown {kind} {flag}{near} (see corun {command} --help)"
-
-
-def _known_flags(command: str) -> list[str]:
-    if command == "serve":
-        specs = option_specs(EngineConfig) + option_specs(ServeConfig)
-        return ["--config", *(spec.flag for spec in specs)]
-    if command in ("simulate", "plan"):
-        return [spec.flag for spec in _options(command)]
-    if command in _CLUSTER_COMMANDS:
-        return [spec.flag for specs in _cluster_options(command).values() for spec in specs]
-    flags = [spec.flag for spec in _engine_options(command)]
-    if command == "check":
-        return ["--model", "--text", *flags]
-    if command == "profile":
-        return [
-            *("--quick", "--thorough", "--budget-s", "--output", "--picture"),
-            *("--url", "--max-num-seqs", "--adapters-dir", "--server-key", *flags),
-        ]
-    if command == "adapters":
-        return ["--url", "--api-key", "--level"]
-    return ["--update"] if command == "options" else []
+    near = suggestion(flag, parser.flags())
+    return f"unknown {kind} {flag}{near} (see {parser.prog} --help)"

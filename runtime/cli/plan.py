@@ -1,4 +1,4 @@
-"""``corun plan``: how large a load a server bears within an SLO, and what would change that."""
+"""``corun plan``: the load that a server holds within an SLO, and what would change it."""
 
 import argparse
 import math
@@ -41,17 +41,17 @@ _OFF = (
     "this load 1.2 to 1.4 times"
 )
 _MAX_SIMULATED = 8  # servers; more take minutes
-_SAME = 0.03  # below this a what-if changes nothing that can be told from seeds
+_SAME = 0.03  # smaller changes cannot be distinguished from the spread over seeds
 
 
 @in_order()
 def run(arguments: argparse.Namespace) -> int:
-    """Search, and print what was found."""
+    """Search for the largest load, and print the report."""
     engine, config = build_configs(
         vars(arguments), (EngineConfig, SimulateConfig), environment=os.environ, command="plan"
     )
     if engine.slo_ttft_s is None:
-        raise ConfigError("within how many seconds must first tokens come? Give --slo-ttft-s X")
+        raise ConfigError("no limit of the time to first token: give --slo-ttft-s X, in seconds")
     slo = Slo(engine.slo_ttft_s, config.percentile)
     setups = _setups(engine, config, frozenset(vars(arguments)))
     try:
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             servers = _servers(study, setups, slo, config, base, changed)
     except NoLimitError as error:
         raise CorunError(
-            f"P{slo.percentile:g} of first tokens is not within {slo.ttft_s:g} s at any load, or "
-            f"at every one ({error}): look at it with corun simulate"
+            f"P{slo.percentile:g} of the time to first token is not within {slo.ttft_s:g} s at any "
+            f"load, or is at every load ({error}): corun simulate shows the times"
         ) from error
     for line in [*report(setups[0], config, slo, base, changed), *servers]:
         print(line)
@@ -77,7 +77,7 @@ def _setups(
     workload = read_workload(config.workload)
     if workload.json_lines is not None:
         raise ConfigError(
-            f"--workload is {config.workload}, a log, whose load is its own; corun simulate runs it"
+            f"--workload is {config.workload}, a log, and a log fixes the load: use corun simulate"
         )
     machine = machine_of(engine.profile, config.workload, engine, given)
     return [
@@ -107,7 +107,7 @@ def report(
     setup: SimulatedRun, config: SimulateConfig, slo: Slo, base: Capacity,
     changed: Mapping[str, Capacity],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the lines of the answer."""
+    """Yield the lines of the report."""
     low, high = min(base.rates_rps), max(base.rates_rps)
     yield f"Simulated, not measured. Machine: {setup.machine.name}. Workload: {config.workload}."
     yield (
@@ -136,7 +136,7 @@ def _servers(
     study: Study, setups: Sequence[SimulatedRun], slo: Slo, config: SimulateConfig, base: Capacity,
     changed: Mapping[str, Capacity],
 ) -> list[str]:  # fmt: skip
-    """How many hold ``--rps``: simulated, or by what one of two bears, or by what one bears."""
+    """Return how many servers hold ``--rps``: simulated, or from the load of two or of one."""
     if config.rps is None:
         return []
     two = changed.get(ONE_MORE_SERVER)

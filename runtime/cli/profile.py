@@ -1,4 +1,4 @@
-"""``corun profile``: measures this machine with a model, and says what follows from it."""
+"""``corun profile``: measures this machine with a model, and prints what follows from it."""
 
 import argparse
 import math
@@ -31,20 +31,22 @@ _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
-    configure_logging("warning")  # a line of progress says how it goes
+    configure_logging("warning")  # a line of progress takes the place of information
     if arguments.url is not None:
         from .profile_server import run_server
 
         return run_server(arguments)
     for flag in ("max_num_seqs", "adapters_dir", "server_key"):
         if getattr(arguments, flag, None) is not None:
-            raise ConfigError(f"--{flag.replace('_', '-')} is for a server, which --url names")
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} needs --url: it is for measuring a server"
+            )
     (config,) = build_configs(
         vars(arguments), (EngineConfig,), environment=os.environ, command="profile"
     )
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
-    may_draw = _may_draw(is_asked=arguments.picture is not None)
+    may_draw = _may_draw(is_requested=arguments.picture is not None)
     from ..engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 
     how_much = HowMuch(arguments.effort, _budget_s(arguments.budget_s))
@@ -70,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def yaml_lines(config: EngineConfig, done: "ProfileRun", path: Path) -> str:
-    """The options that were measured with, and the cores, as ``--config`` reads them."""
+    """Return the options of the measurement, and the cores, as ``--config`` reads them."""
     profile: Profile = done.profile
     plan = done.placement.plan
     given: dict[str, Any] = {
@@ -91,7 +93,7 @@ def yaml_lines(config: EngineConfig, done: "ProfileRun", path: Path) -> str:
 
 
 class ProgressLine:
-    """One line on stderr that is overwritten, or one every few seconds if that cannot be."""
+    """One line on stderr that is overwritten, or one every few seconds where it cannot be."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -101,15 +103,15 @@ class ProgressLine:
         self._width = 0
 
     def say(self, text: str) -> None:
-        """Something that has no length."""
+        """Show a line that stays."""
         self._write(text, is_final=True)
 
     def estimate(self, seconds: float) -> None:
-        """How long measuring will take."""
+        """Show how long measuring will take."""
         self._write(f"measuring takes about {seconds:.0f} s", is_final=True)
 
     def report(self, report: Report) -> None:
-        """How far it is."""
+        """Show the progress."""
         now_s = self._clock()
         is_due = self._is_terminal or now_s - self._shown_s >= _REPORT_EVERY_S
         if report.what != self._what or is_due:
@@ -117,7 +119,7 @@ class ProgressLine:
             self._write(report.text(), is_final=False)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the line."""
         if self._width:
             self._write("", is_final=True)
 
@@ -143,12 +145,12 @@ def _budget_s(text: str | None) -> float | None:
     return seconds
 
 
-def _may_draw(*, is_asked: bool) -> bool:
-    """Whether there can be a picture. Raises ``ConfigError`` if not, but one is asked for."""
+def _may_draw(*, is_requested: bool) -> bool:
+    """Whether a picture can be drawn. Raises ``ConfigError`` if not, and one was requested."""
     try:
         check_matplotlib()
     except ProfileError as error:
-        if is_asked:
+        if is_requested:
             raise ConfigError(f"--picture: {error}") from error
         print(f"corun: no picture: {error}", file=sys.stderr)
         return False

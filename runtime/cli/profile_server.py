@@ -1,4 +1,4 @@
-"""``corun profile --url``: measures a server of another kind from outside."""
+"""``corun profile --url``: measures a vLLM server over HTTP."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from .main import in_order
 from .profile import ProgressLine
 
 _USED = ("model", "revision", "trust_remote_code", "dtype", "max_num_batched_tokens")
-_TOLD = ("output", "max_num_batched_tokens", "max_num_seqs")  # which nobody else knows
+_REQUIRED = ("output", "max_num_batched_tokens", "max_num_seqs")
 
 
 @in_order()
@@ -55,19 +55,19 @@ async def _measure(
     arguments: argparse.Namespace, url: str, config: EngineConfig, output: Path,
     progress: ProgressLine,
 ) -> Profile:  # fmt: skip
-    from ..cluster.engine_types.vllm import look_at
+    from ..cluster.engine_types.vllm import inspect_server
     from ..cluster.http.calls import make_session
     from ..cluster.profiling.run import SERVER_EFFORTS, ServerTask, profile_server
     from ..engine.assembly.base_model import read_base_model
 
     key = arguments.server_key or ""
     async with make_session(key) as session:
-        _, seen = await look_at(session, url)  # before torch is loaded
+        _, seen = await inspect_server(session, url)  # before torch is loaded
     model = config.model or seen.base
     if config.model is None and not Path(model).is_dir():
         raise ConfigError(
-            f"{url} has its base model from {model}, which is not here: give MODEL, its directory "
-            "or hub id"
+            f"{url} loaded its base model from {model}, which is not on this machine: give MODEL, "
+            "its directory or hub id"
         )
     max_num_seqs = config.max_num_seqs
     config = EngineConfig(**{name: getattr(config, name) for name in _USED} | {"model": model})
@@ -90,28 +90,30 @@ async def _measure(
 
 
 def _config(arguments: argparse.Namespace, url: str) -> EngineConfig:
-    """Of the engine's options those that a server has, too. Raises ``ConfigError`` for others."""
+    """Return the engine options that describe the server. Raises ``ConfigError`` for others."""
     given = vars(arguments)
-    for name in _TOLD:
+    for name in _REQUIRED:
         if given.get(name) is None:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--url {url} needs {flag}, too: {_WHY[name]}")
+            raise ConfigError(f"--url {url} also needs {flag}: {_WHY[name]}")
     for name in ("budget_s", "picture"):
         if given[name] is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is not for --url")
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --url")
     (config,) = build_configs(
         given, (EngineConfig,), environment=os.environ, command="profile"
     )  # fmt: skip
     for spec in option_specs(EngineConfig):
         is_used = spec.name in _USED or spec.name == "max_num_seqs"
         if given.get(spec.name) is not None and not is_used:
-            raise ConfigError(f"{spec.flag} is not for --url: the server is as it was started")
+            raise ConfigError(
+                f"{spec.flag} cannot be used with --url: it does not change a running server"
+            )
     assert isinstance(config, EngineConfig)
     return config
 
 
 _WHY = {
-    "output": "where the profile goes, which --engine names then",
-    "max_num_batched_tokens": "what the server was started with, which it does not tell",
-    "max_num_seqs": "what the server was started with, which it does not tell",
+    "output": "the file of the profile, for corun cluster --engine",
+    "max_num_batched_tokens": "the value that the server was started with",
+    "max_num_seqs": "the value that the server was started with",
 }

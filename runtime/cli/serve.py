@@ -40,7 +40,7 @@ def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeCon
 
 
 def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
-    """Raise ``ConfigError`` for a directory or file that an option names and that is not there."""
+    """Raise ``ConfigError`` if a directory or file that an option names does not exist."""
     if engine_config.lora_dir is not None:
         _check_directory(engine_config.lora_dir, "--lora-dir")
     for module in parse_lora_modules(engine_config.lora_modules):
@@ -56,7 +56,7 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
 
 
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
-    # The engine needs longest to start, so it begins before anything else is imported.
+    # The engine takes longest to start, so it starts before the server is imported.
     with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
         import asyncio
 

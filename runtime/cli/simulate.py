@@ -1,4 +1,4 @@
-"""``corun simulate``: what engines would do with a workload, on virtual time."""
+"""``corun simulate``: engines under a workload, on virtual time."""
 
 import argparse
 import hashlib
@@ -38,7 +38,7 @@ from .profile import ProgressLine
 
 @in_order()
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate everything, print a table, write figures and pictures."""
+    """Simulate all variants, print a table, and write figures and pictures."""
     engine, config = build_configs(
         vars(arguments), (EngineConfig, SimulateConfig), environment=os.environ, command="simulate"
     )

@@ -11,22 +11,22 @@ from .option import check_config, option
 _CLUSTER = ("cluster",)
 _ADD = ("cluster", "cluster add")
 _GATEWAY = ("cluster", "gateway")
-# Those that ask a cluster that runs.
+# Commands for a running cluster.
 _ASKING = ("cluster status", "cluster add", "cluster remove", "cluster drain")
 _KEYED = ("cluster", "gateway", *_ASKING)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
-# Whose engines there are: the first one's tell themselves what they are, others need a profile.
+# Types of engines. Those of the first type report their own profile, others need one in a file.
 ENGINE_KINDS = ("corun", "vllm")
 
-# Options of ``corun serve`` that a cluster does not have, and who has their part.
+# Options of ``corun serve`` that a cluster does not have, and what it has instead.
 NOT_FOR_CLUSTERS: Mapping[str, str] = {
     "lora_resolver": "adapters are found in its registry; load them over HTTP",
     "lora_state_file": "its registry keeps adapters (--state-dir)",
     "watch_lora_dir": "adapters are loaded over HTTP, and from --lora-dir at start",
-    "preload": "engines take adapters when they are first asked for",
-    "engine_cores": "it divides the cores of its machine",
-    "cpu_cores": "it divides the cores of its machine",
+    "preload": "engines load adapters on first use",
+    "engine_cores": "it divides the cores of its machine itself",
+    "cpu_cores": "it divides the cores of its machine itself",
 }
 
 
@@ -44,11 +44,11 @@ def check_url(text: str, flag: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GivenEngine:
-    """An engine that others run, as it is given."""
+    """An engine that runs already, as ``--engine`` describes it."""
 
     url: str
     kind: str = ENGINE_KINDS[0]
-    profile: str | None = None  # a file; None = it tells itself what it is
+    profile: str | None = None  # a file; None = the engine reports it
 
 
 def parse_engine(text: str, flag: str = "--engine") -> GivenEngine:
@@ -65,7 +65,9 @@ def parse_engine(text: str, flag: str = "--engine") -> GivenEngine:
         known = ", ".join(ENGINE_KINDS)
         raise ConfigError(f"{flag} {engine.url}: kind is {engine.kind!r}, must be one of {known}")
     if engine.kind == ENGINE_KINDS[0] and engine.profile is not None:
-        raise ConfigError(f"{flag} {engine.url}: profile is for kind=vllm; corun tells its own")
+        raise ConfigError(
+            f"{flag} {engine.url}: profile is for kind=vllm; a corun engine reports its own"
+        )
     if engine.kind != ENGINE_KINDS[0] and engine.profile is None:
         raise ConfigError(
             f"{flag} {engine.url}: kind={engine.kind} needs profile=FILE, which corun profile "
@@ -99,7 +101,7 @@ def _check_name(text: str, flag: str) -> None:
 
 
 def parse_min_copies(texts: tuple[str, ...], flag: str = "--min-copies") -> dict[str, int]:
-    """Return how many copies each adapter has at least. Raises ``ConfigError``."""
+    """Return the minimum number of copies of each adapter. Raises ``ConfigError``."""
     found: dict[str, int] = {}
     for text in texts:
         name, separator, number = text.rpartition("=")
@@ -113,7 +115,7 @@ def parse_min_copies(texts: tuple[str, ...], flag: str = "--min-copies") -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What a cluster consists of, and where it is.
+    """Options of a cluster.
 
     Raises ``ConfigError`` for a value of the wrong type or out of range.
     """

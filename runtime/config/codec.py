@@ -1,4 +1,4 @@
-"""Turns a configuration into plain builtins and back, to send it to another process."""
+"""Converts a configuration to builtins and back, to send it to another process."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""What is served when nothing is named."""
+"""The demo: what is served without a model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from .engine import EngineConfig
 
 
 def with_demo(config: EngineConfig) -> EngineConfig:
-    """Without a model, serve the packaged one; without adapters, its own."""
+    """Fill in the packaged model if none is given, and its adapters if none are given."""
     if config.model is not None:
         return config
     lora_dir = config.lora_dir
@@ -18,7 +18,7 @@ def with_demo(config: EngineConfig) -> EngineConfig:
 
 
 def model_name(config: EngineConfig) -> str:
-    """What the base model is called: its directory's name, or its hub id."""
+    """Return the name of the base model: its directory's name, or its hub id."""
     assert config.model is not None, "call with_demo first"
     path = Path(config.model)
     return path.resolve().name if path.is_dir() else config.model

@@ -1,7 +1,7 @@
 """Builds command-line flags from configuration dataclasses and reads them back.
 
-Flags arrive as text and are parsed here, not by argparse, so that a mistake reads the same
-whether it was made in a flag, in a file or in a call.
+Flags arrive as text and are parsed here, not by argparse, so that the message for a wrong value is
+the same for a flag, a file and a call.
 """
 
 import argparse
@@ -14,26 +14,21 @@ from .simulate import takes
 from .variables import read_variables
 
 
-def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str) -> None:
-    """Add one flag per option of ``config_class``; a flag that is not given leaves no trace."""
-    group = parser.add_argument_group(title)
-    for spec in option_specs(config_class):
-        add_flag(group, spec)
-
-
-def add_flag(group: "argparse._ActionsContainer", spec: OptionSpec) -> None:
-    """Add the flag of one option."""
-    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(spec)}
-    if spec.positional:
-        group.add_argument(spec.name, nargs="?", metavar=spec.flag, **common)
-    elif spec.kind is bool:
-        group.add_argument(spec.flag, action=argparse.BooleanOptionalAction, **common)
-    elif spec.one_each:
-        group.add_argument(spec.flag, action="append", metavar=spec.value_name, **common)
-    elif spec.repeated:
-        group.add_argument(spec.flag, nargs="*", action="extend", metavar=spec.value_name, **common)
+def add_flag(parser: argparse.ArgumentParser, spec: OptionSpec) -> tuple[str, ...]:
+    """Add the flag of one option and return its spellings; a flag not given leaves no trace."""
+    arguments: dict[str, Any] = {"default": argparse.SUPPRESS}
+    if spec.kind is bool:
+        arguments["action"] = argparse.BooleanOptionalAction
     else:
-        group.add_argument(spec.flag, metavar=spec.value_name, **common)
+        arguments["metavar"] = spec.flag if spec.positional else spec.value_name
+    if spec.positional:
+        arguments["nargs"] = "?"
+    elif spec.one_each:
+        arguments["action"] = "append"
+    elif spec.repeated:
+        arguments |= {"nargs": "*", "action": "extend"}
+    name = spec.name if spec.positional else spec.flag
+    return tuple(parser.add_argument(name, **arguments).option_strings)
 
 
 def build_configs(
@@ -84,10 +79,3 @@ def _parsed(spec: OptionSpec, raw: Any) -> Any:
     if not isinstance(raw, str):
         raise ConfigError(f"{spec.flag} needs a value")
     return parse_text(spec, raw, label=spec.flag)
-
-
-def _help(spec: OptionSpec) -> str:
-    text = spec.help
-    if spec.kind is not bool and spec.default not in (None, ()):
-        text += f" Default: {spec.default}."
-    return text.replace("%", "%%")

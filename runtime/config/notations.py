@@ -1,6 +1,6 @@
-"""Values of options that have a notation of their own: lists of CPUs, amounts of memory, adapters.
+"""Option values with a notation of their own: lists of CPUs, amounts of memory, adapters.
 
-Every error names the flag, or whatever else the value was given by.
+Every error names the flag or other source of the value.
 """
 
 import json
@@ -30,7 +30,7 @@ class LoraModule:
 
     name: str
     path: str  # a leading ~ is expanded
-    base_model_name: str | None = None  # the base model that the user means, if it is said
+    base_model_name: str | None = None  # the intended base model, if it is given
 
 
 def parse_lora_modules(
@@ -38,9 +38,9 @@ def parse_lora_modules(
 ) -> tuple[LoraModule, ...]:
     """Return the adapters that ``items`` name, each as ``name=path`` or as JSON.
 
-    JSON has ``name`` and ``path``, and ``base_model_name`` if it is said.
+    JSON has ``name`` and ``path``, and may have ``base_model_name``.
 
-    Raises ``ConfigError`` for a bad or double one.
+    Raises ``ConfigError`` for a wrong or repeated one.
     """
     modules = tuple(_parse_module(item, flag) for item in items)
     seen: dict[str, LoraModule] = {}
@@ -54,7 +54,7 @@ def parse_lora_modules(
 
 
 def parse_lora_resolver(text: str, flag: str = "--lora-resolver") -> tuple[str, str | None]:
-    """Return the kind ("directory" or "hub") and its directory, or whose repositories it takes.
+    """Return the kind ("directory" or "hub"), and the directory or the accepted owner.
 
     Raises ``ConfigError`` for anything but directory:DIR, hub, hub:OWNER and hub:OWNER/NAME.
     """
@@ -69,7 +69,7 @@ def parse_lora_resolver(text: str, flag: str = "--lora-resolver") -> tuple[str, 
 
 
 def check_lora_resolvers(texts: tuple[str, ...], flag: str) -> None:
-    """Raise ``ConfigError`` unless each is one."""
+    """Raise ``ConfigError`` for the first text that is no resolver."""
     for text in texts:
         parse_lora_resolver(text, flag)
 
@@ -128,7 +128,7 @@ def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first or last > _MAX_CPU:
-            raise ConfigError(f"{flag} is {text!r}: {part.strip()} is no range of CPUs")
+            raise ConfigError(f"{flag} is {text!r}: {part.strip()} is not a range of CPUs")
         cpus.extend(range(first, last + 1))
     double = sorted({cpu for cpu in cpus if cpus.count(cpu) > 1})
     if double:
@@ -137,7 +137,7 @@ def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:
 
 
 def format_cpus(cpus: tuple[int, ...]) -> str:
-    """Write CPUs the way they are given, sorted: ``(2, 3, 4, 10)`` -> ``2-4,10``."""
+    """Return CPUs as a sorted list with ranges: ``(2, 3, 4, 10)`` -> ``2-4,10``."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][-1] == cpu - 1:
@@ -160,7 +160,7 @@ def parse_num_bytes(text: str, flag: str) -> int:
         )
     num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     if num_bytes != int(num_bytes):
-        raise ConfigError(f"{flag} is {text!r}, which is no whole number of bytes")
+        raise ConfigError(f"{flag} is {text!r}, which is not a whole number of bytes")
     return int(num_bytes)
 
 
@@ -176,13 +176,13 @@ def parse_queues(text: str, flag: str) -> int | None:
 
 
 def parse_weights(text: str, flag: str) -> tuple[float, float, float]:
-    """Return three numbers, none below 0. Raises ``ConfigError`` that names ``flag``."""
+    """Return three numbers of at least 0. Raises ``ConfigError`` that names ``flag``."""
     try:
         first, second, third = (float(part) for part in text.split(","))
     except ValueError:
         first = second = third = -1.0
     weights = first, second, third
     if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
-        wanted = "three numbers from 0 on that are not all 0, such as 0.45,0.10,0.45"
+        wanted = "three numbers of at least 0 that are not all 0, such as 0.45,0.10,0.45"
         raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
     return weights

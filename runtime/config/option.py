@@ -1,8 +1,8 @@
-"""One place where an option is written: a dataclass field with help, choices, range and commands.
+"""Options as dataclass fields with help, choices, range and commands.
 
 Command-line flags, YAML keys, checks and the option table of the docs are derived from the
-fields. Knows nothing of argparse, YAML or any single option. Checks are pure: files are not looked
-at. Every message says which option, what it got and which limit it met.
+fields. Knows nothing of argparse, YAML or any single option. Checks are pure and do not look at
+files. Every message names the option, its value and the limit.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..near_names import near_names
 
 _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-# Raises ``ConfigError`` for a value that is wrong, naming the flag or key that it is given.
+# Takes a value and its flag or key, which a ``ConfigError`` for a wrong value names.
 CheckValue = Callable[[Any, str], object]
 
 
@@ -37,15 +37,15 @@ def option(  # noqa: PLR0913 - one keyword per property
     check: CheckValue | None = None,
     commands: Sequence[str] = (),
 ) -> Any:
-    """Return a dataclass field that carries its own documentation and limits.
+    """Return a dataclass field with its documentation and limits.
 
     The flag is the field's name with dashes (``max_model_len`` -> ``--max-model-len``), the YAML
     key is the flag without the leading dashes, dashes or underscores alike. ``minimum`` and
-    ``maximum`` are inclusive, ``above`` is a lower bound that is not. A ``positional`` option has
-    no flag: on the command line it stands alone. ``number_as_text``: a lone number, which
-    YAML does not take for text, is meant as text. ``one_each``: of several values, each has its own
-    flag before it, so that MODEL may follow. ``check`` is asked after type, choices and
-    range. ``commands`` besides ``corun serve`` have the flag too.
+    ``maximum`` are inclusive, ``above`` is an exclusive lower bound. A ``positional`` option has no
+    flag. ``number_as_text``: a lone number, which YAML does not read as text, is taken as text.
+    ``one_each``: each of several values needs the flag before it, so that MODEL may follow.
+    ``check`` is called after the checks of type, choices and range. ``commands`` have the flag in
+    addition to ``corun serve``.
     """
     metadata = {
         "help": help,
@@ -65,7 +65,7 @@ def option(  # noqa: PLR0913 - one keyword per property
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """Everything known of one option, read from its field."""
+    """One option, as its field describes it."""
 
     name: str  # of the field
     kind: type  # str, int, float or bool; of one item if repeated
@@ -91,12 +91,12 @@ class OptionSpec:
 
     @property
     def flag(self) -> str:
-        """How the command line names it, and so every message."""
+        """The name on the command line and in messages."""
         return self.name.upper() if self.positional else f"--{self.key}"
 
     @property
     def value_name(self) -> str:
-        """What stands for the value in usage lines."""
+        """The placeholder of the value in usage lines."""
         if self.metavar is not None:
             return self.metavar
         if self.choices:
@@ -142,7 +142,7 @@ def _parse_hint(hint: Any) -> tuple[type, bool, bool]:
 
 
 def check_config(config: Any) -> None:
-    """Check every option of a frozen configuration dataclass and bring it to its exact type.
+    """Check every option of a frozen configuration dataclass, and convert it to its exact type.
 
     Called from ``__post_init__``. Raises ``ConfigError``.
     """
@@ -155,8 +155,8 @@ def check_config(config: Any) -> None:
 def check_value(spec: OptionSpec, value: Any, *, label: str) -> Any:
     """Return ``value`` as the option's type; raise ``ConfigError``, naming ``label``, if it cannot.
 
-    Numbers are not made from text, nor truth values from numbers: what YAML or a caller means
-    must be plain. One item is accepted where several may stand.
+    Text is not converted to numbers, nor numbers to truth values. A single item is accepted for a
+    repeated option.
     """
     if value is None and spec.optional:
         return None
@@ -171,7 +171,10 @@ def check_value(spec: OptionSpec, value: Any, *, label: str) -> Any:
 
 
 def parse_text(spec: OptionSpec, text: str, *, label: str) -> Any:
-    """Return what ``text``, given as ``label``, means for the option (for one item of it)."""
+    """Return the value of the option (of one item of it) that ``text`` stands for.
+
+    Raises ``ConfigError`` that names ``label``.
+    """
     if spec.kind is str:
         return text
     try:
@@ -182,7 +185,7 @@ def parse_text(spec: OptionSpec, text: str, *, label: str) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean …?)"`` with the nearest known words, or nothing."""
+    """Return ``" (did you mean …?)"`` with the nearest known words, or an empty text."""
     return near_names(word, known, " (did you mean {}?)", show=str, most=2)
 
 
@@ -206,7 +209,7 @@ def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
 
 
 def _is_exactly(value: object, kind: type) -> bool:
-    """Tell ``True`` from ``1``, which ``isinstance`` does not."""
+    """Compare exact types: ``True`` is no ``int`` here."""
     return type(value) is kind
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .notations import parse_num_bytes
 from .option import OptionSpec, check_config, option
 
-# Those of the engine that a simulated one has, too.
+# Options of the engine that a simulated engine has, too.
 _OF_ENGINE = frozenset({
     "max_num_batched_tokens", "max_num_seqs", "block_size", "memory_gib", "memory_fraction",
     "memory_policy", "adapter_memory_fraction", "host_adapter_bytes", "host_kv_bytes",
@@ -20,7 +20,7 @@ _BOTH = _SIMULATE + _PLAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateConfig:
-    """What is simulated, and where the results go.
+    """Options of a simulation.
 
     Raises ``ConfigError`` for a value of the wrong type or out of range.
     """

@@ -1,7 +1,7 @@
 """Reads option values from the environment: ``CORUN_`` and the option's name in capitals.
 
-Several values are separated as on a command line, with the same quotes. Knows which options exist
-only through their specs.
+Several values are separated and quoted as on a command line. Options are known only through their
+specs.
 """
 
 import logging
@@ -18,7 +18,7 @@ _SWITCH = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-# Other variables with the prefix are somebody else's: Kubernetes sets some for a service "corun".
+# Other variables may share the prefix: Kubernetes sets some for a service named "corun".
 _NEAR = 0.8
 
 _logger = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ _logger = logging.getLogger(__name__)
 def read_variables(
     environment: Mapping[str, str], specs: Iterable[OptionSpec]
 ) -> dict[str, Any]:  # fmt: skip
-    """Return {field name: checked value} of the options that ``environment`` gives.
+    """Return {field name: checked value} of the options in ``environment``.
 
-    Raises ``ConfigError`` for a value of the wrong type or out of range, or an empty one. A
-    variable that is nearly that of an option is named in the log.
+    Raises ``ConfigError`` for a value that is empty, out of range or of the wrong type. A variable
+    whose name is almost that of an option is logged.
     """
     by_variable = {PREFIX + spec.name.upper(): spec for spec in specs}
     values = {}
@@ -41,7 +41,9 @@ def read_variables(
         elif variable.startswith(PREFIX):
             hint = near_names(variable, by_variable, "{}", show=str, most=1, cutoff=_NEAR)
             if hint:
-                _logger.warning("%s is no option and does nothing; %s is one", variable, hint)
+                _logger.warning(
+                    "unknown environment variable %s (did you mean %s?)", variable, hint
+                )
     return values
 
 

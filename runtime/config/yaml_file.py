@@ -1,7 +1,7 @@
 """Reads option values from a YAML file (``--config``).
 
 The file is one mapping; a key is a flag without its leading dashes, dashes or underscores alike.
-Knows which options exist only through their specs.
+Options are known only through their specs.
 """
 
 import json
@@ -18,8 +18,8 @@ from .option import OptionSpec, check_value, suggestion
 def read_yaml_options(path: str, specs: Iterable[OptionSpec]) -> dict[str, Any]:
     """Return {field name: checked value} of the file's options.
 
-    Raises ``ConfigError`` for a file that cannot be read, is not a YAML mapping, or has a key
-    that is unknown, double, or has a value of the wrong type or out of range.
+    Raises ``ConfigError`` for a file that cannot be read or is not a YAML mapping, for an unknown
+    or repeated key, and for a value of the wrong type or out of range.
     """
     by_name = {spec.name: spec for spec in specs}
     values: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def read_yaml_options(path: str, specs: Iterable[OptionSpec]) -> dict[str, Any]:
 
 
 def _as_text_items(raw: Any) -> Any:
-    """Write the mappings of a list (adapters with name and path) as the JSON that a flag takes."""
+    """Convert the mappings of a list (adapters with name and path) to JSON, as a flag takes it."""
     if isinstance(raw, dict):
         return json.dumps(raw)
     if isinstance(raw, list):
@@ -45,9 +45,9 @@ def _as_text_items(raw: Any) -> Any:
 
 
 def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
-    """Return what the file that ``flag`` names has; empty if it is.
+    """Return the mapping in the file that ``flag`` names; an empty file gives an empty one.
 
-    Raises ``ConfigError`` for a file that cannot be read, is no YAML mapping or has a key twice.
+    Raises ``ConfigError`` for a file that cannot be read, is not a YAML mapping or repeats a key.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, where YAML would take the last."""
+    """A safe loader that refuses a repeated key, of which YAML would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)

@@ -26,7 +26,7 @@ sys.exit(code)
 """
 COMMANDS = (
     "serve", "profile", "simulate", "plan", "check", "adapters", "cluster", "cluster status",
-    "cluster add", "cluster remove", "cluster drain", "gateway", "env", "options",
+    "cluster add", "cluster remove", "cluster drain", "gateway", "env", "options", "completion",
 )  # fmt: skip
 WORKLOAD = """
 rps: 2

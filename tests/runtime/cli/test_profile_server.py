@@ -21,16 +21,16 @@ pytestmark = pytest.mark.usefixtures("own_logging")
     ("arguments", "words"),
     [
         (("profile", "--url", "host"), "--url is 'host', expected something like http://"),
-        (HERE[:3], "needs --output, too: where the profile goes"),
-        (HERE, "needs --max-num-batched-tokens, too: what the server was started with"),
-        ((*HERE, *TOLD[:2]), "needs --max-num-seqs, too: what the server was started with"),
+        (HERE[:3], "also needs --output: the file of the profile"),
+        (HERE, "also needs --max-num-batched-tokens: the value that the server was"),
+        ((*HERE, *TOLD[:2]), "also needs --max-num-seqs: the value that the server was"),
         ((*HERE, *TOLD[:3], "many"), "--max-num-seqs is 'many', must be a whole number"),
-        ((*HERE, *TOLD, "--picture", "x"), "--picture is not for --url"),
-        ((*HERE, *TOLD, "--budget-s", "9"), "--budget-s is not for --url"),
-        ((*HERE, *TOLD, "--block-size", "32"), "--block-size is not for --url"),
+        ((*HERE, *TOLD, "--picture", "x"), "--picture cannot be used with --url"),
+        ((*HERE, *TOLD, "--budget-s", "9"), "--budget-s cannot be used with --url"),
+        ((*HERE, *TOLD, "--block-size", "32"), "--block-size cannot be used with --url"),
         ((*HERE, *TOLD), "--url http://127.0.0.1:1: http://127.0.0.1:1/v1/models cannot be"),
         ((*HERE[:4], "/nowhere/p.json", *TOLD), "there is no directory /nowhere"),
-        (("profile", "--max-num-seqs", "4"), "--max-num-seqs is for a server, which --url names"),
+        (("profile", "--max-num-seqs", "4"), "--max-num-seqs needs --url: it is for measuring"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(
@@ -93,7 +93,7 @@ def test_times_that_predict_nothing_are_not_kept(
 @pytest.mark.parametrize(
     ("server", "words"),
     [({"has_lora": False}, "--enable-lora"), ({"updates_loras": False}, "LORA_UPDATING=True"),
-     ({}, "which is not here: give MODEL")],
+     ({}, "which is not on this machine: give MODEL")],
     indirect=["server"],
 )  # fmt: skip
 def test_a_server_that_cannot_be_measured_is_refused(

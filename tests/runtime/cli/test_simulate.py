@@ -148,7 +148,7 @@ def test_a_log_of_one_request_is_simulated_and_one_that_never_fits_is_said(
     path.write_text(json.dumps(row | {"prompt_tokens": 10**6}))
     assert main(["simulate", "--workload", str(path), *SMALL]) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
-    assert "no request is left to count: 1 came to a40-llama7b, which refused 1" in error
+    assert "no request is left to count: a40-llama7b received 1 and refused 1" in error
 
 
 def test_without_matplotlib_there_are_tables(
@@ -301,7 +301,7 @@ def test_placements_side_by_side(
         (["simulate", "--rps", "-1"], "--rps is -1.0, must be"),
         (["simulate", "--rps", "1", "--slo-ttft-s", "0"], "--slo-ttft-s is 0.0, must be"),
         (["simulate", "--rsp", "1"], "did you mean --rps"),
-        (["plan"], "Give --slo-ttft-s X"),
+        (["plan"], "no limit of the time to first token: give --slo-ttft-s X"),
         (["plan", "--slo-ttft-s", "-1"], "--slo-ttft-s is -1.0"),
         (["plan", "--slo-ttft-s", "1", "--percentile", "100"], "--percentile is 100"),
     ],
