@@ -58,7 +58,7 @@ def console() -> NoReturn:
         code = main()
     except BrokenPipeError:
         if not _is_unread():
-            raise  # another pipe, whose end is a bug
+            raise  # another pipe, which ends by a bug
         code = EXIT_UNREAD
     leave(code)
 

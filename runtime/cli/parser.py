@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(command: str) -> CommandParser:
-    """Return the parser of a command, whose name has one word or two."""
+    """Return the parser of a command, which has one word or two."""
     parser = CommandParser(
         prog=f"corun {command}", description=COMMANDS[command], examples=EXAMPLES[command]
     )

@@ -199,7 +199,7 @@ class EngineConfig:
         16,
         minimum=0,
         maximum=2**16,
-        help="Maximum number of waiting requests whose adapters are loaded ahead.",
+        help="Maximum number of waiting requests for which adapters are loaded ahead.",
     )
     prefetch_expected: bool = option(
         False,
@@ -354,14 +354,14 @@ class EngineConfig:
         512,
         minimum=1,
         maximum=2**20,
-        help="Maximum number of tokens per step for requests whose adapter is being loaded.",
+        help="Maximum number of tokens per step for requests that run before their adapter is loaded.",
     )
     max_assisted_stall: float = option(
         0.05,
         minimum=0,
         maximum=10,
-        help="Share of a step by which requests whose adapter is being loaded may delay it "
-        "together. A chunk that would take more is cut, and waits if that does not help.",
+        help="Share of a step by which requests that run before their adapter is loaded may delay "
+        "it together. A larger chunk is cut, and waits if that does not help.",
     )
     link_gib_per_s: float | None = option(
         None,

@@ -88,8 +88,8 @@ class ServeConfig:
         "warn",
         choices=UNKNOWN_FIELDS,
         help="What happens to an unknown field of a request: warn = it is ignored and logged, "
-        "refuse = the request is refused, ignore = it is ignored. A field whose name is almost "
-        "that of a known one is always refused.",
+        "refuse = the request is refused, ignore = it is ignored. A field that is almost "
+        "named like a known one is always refused.",
     )
     max_json_depth: int = option(
         64, minimum=1, maximum=128, help="Maximum nesting of objects and arrays in a request body."
@@ -142,8 +142,8 @@ class ServeConfig:
         30.0,
         above=0,
         maximum=86400,
-        help="Maximum seconds in which a client whose answers pause must read as much; then its "
-        "connection is closed and its requests end.",
+        help="Maximum seconds in which a client must read as much when its answers pause; then "
+        "its connection is closed and its requests end.",
     )
     sse_keep_alive_s: float = option(
         15.0,

@@ -30,7 +30,7 @@ def read_variables(
     """Return {field name: checked value} of the options in ``environment``.
 
     Raises ``ConfigError`` for a value that is empty, out of range or of the wrong type. A variable
-    whose name is almost that of an option is logged.
+    that is almost named like an option is logged.
     """
     by_variable = {PREFIX + spec.name.upper(): spec for spec in specs}
     values = {}

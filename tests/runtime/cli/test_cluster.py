@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_logging")
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is refused too late, it is not the user's directory that has it."""
+    """Keep what is refused too late out of the user's directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
 
 
@@ -162,7 +162,7 @@ def test_too_few_cores_are_refused_with_the_count(
 
 
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for shares_port in (False, True):  # one that would be shared is somebody's all the same
+    for shares_port in (False, True):  # a port that could be shared is taken all the same
         with bind("127.0.0.1", 0, shares_port=shares_port) as sock:
             listen(sock)
             port = sock.getsockname()[1]

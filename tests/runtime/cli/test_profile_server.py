@@ -52,7 +52,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def test_a_server_that_is_silent_has_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     with bind("127.0.0.1", 0) as sock:
-        listen(sock)  # and nobody accepts
+        listen(sock)  # and never accept
         url = url_of(sock)
         assert main(("profile", "--url", url, *HERE[3:], *TOLD)) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -294,7 +294,7 @@ def test_placements_side_by_side(
         (["simulate", "--rps", "1", "--router", "predict"], "did you mean 'predicted'"),
         (["simulate", "--rps", "1", "--compare", "router=p2c,p3c"], "--router is 'p3c'"),
         (["simulate", "--rps", "1", "--store-bytes", "x"], "must be a number of bytes"),
-        # One server, too, has a store if somebody says so.
+        # A single server also has a store if it is given one.
         (["simulate", "--rps", "1", "--store-bytes", "1MiB"], "the largest adapter has 201326592"),
         (["simulate", "--rps", "1", "--placement-every-s", "9"], "but no --placement"),
         (["simulate", "--rps", "1", "--servers", "2", "--peer-gib-per-s", "1"], "has all files"),

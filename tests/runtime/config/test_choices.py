@@ -1,4 +1,4 @@
-"""Choices whose parts have names of their own are those parts."""
+"""Choices made of named parts are those parts."""
 
 from corun.cpu_workers.deltas.base import BACKEND_NAMES
 from corun.gpu.linear.select import BACKENDS

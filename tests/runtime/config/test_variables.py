@@ -1,4 +1,4 @@
-"""Options from the environment: kinds, several values, wrong ones, and who goes first."""
+"""Options from the environment: kinds, several values, wrong ones, and their precedence."""
 
 from pathlib import Path
 from typing import Any
