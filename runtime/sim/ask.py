@@ -1,4 +1,4 @@
-"""What drawing a workload starts from, and what it comes to. Plain data."""
+"""Inputs and results of drawing a workload. Plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Adapters = tuple[Ints, tuple[int, ...]]  # of the requests; ranks by adapter
+Adapters = tuple[Ints, tuple[int, ...]]  # the adapter of each request; ranks by adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How many requests are to be drawn, and from what."""
+    """How many requests to draw, and from which traces."""
 
     rate_rps: float
     num_requests: int
-    traces: Path | None  # where trace files lie
+    traces: Path | None  # directory of trace files
     rng: np.random.Generator
 
 
@@ -32,6 +32,6 @@ class Drawn:
     ranks: tuple[int, ...]  # by adapter
     p99_output_tokens: float  # of the whole trace
     has_trace: bool = True
-    hash_ids: Sequence[tuple[int, ...]] = ()  # see ``RequestTrace``; empty = nobody shares any
-    session: Ints | None = None  # of each request; None = nobody has any
-    names: tuple[str, ...] = ()  # by adapter; () = nobody has named them
+    hash_ids: Sequence[tuple[int, ...]] = ()  # see ``RequestTrace``; empty = prompts share none
+    session: Ints | None = None  # of each request; None = there are no sessions
+    names: tuple[str, ...] = ()  # by adapter; () = adapters have no names

@@ -1,4 +1,4 @@
-"""The largest load that an engine bears, looked for by bisection. Pure."""
+"""Finds the largest load that an engine sustains, by bisection. Pure."""
 
 from collections.abc import Generator
 
@@ -9,16 +9,16 @@ _MAX_FACTOR = 1000.0  # from where the search starts
 
 
 class NoLimitError(RuntimeError):
-    """Whatever the load, it is borne, or it is not."""
+    """Every load that was tried is sustained, or none is."""
 
 
 def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, bool, float]:
-    """Yield rates, be told whether each is borne, and return the largest that is.
+    """Yield rates to try, receive whether each is sustained, and return the largest that is.
 
-    One that is ``precision`` times as large was tried and is not borne.
+    A rate ``precision`` times as large was tried and is not sustained.
 
     Args:
-        start_rps: Where to begin: a rate that may be near.
+        start_rps: First rate to try, if possible near the result.
         precision: Above 1.
 
     Raises:
@@ -48,5 +48,5 @@ def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, 
 
 
 def _rounded(rate_rps: float) -> float:
-    """So that rates have short names."""
+    """Rounded, so that names of rates are short."""
     return float(f"{rate_rps:.4g}")

@@ -1,8 +1,8 @@
 """Many servers behind routers, on one virtual clock.
 
-Every server is an ``EngineCore`` as it is. None sleeps: the cluster goes on to whatever is due
-first, of all servers, copies of files, arrivals and reports, and polls whom it concerns. All of it
-is deterministic: routers draw from seeded generators, and ties go by the servers' indices.
+Every server is an unchanged ``EngineCore``. None sleeps: the cluster advances to the earliest event
+of all servers, file copies, arrivals and reports, and polls the servers concerned. Runs are
+deterministic: routers draw from seeded generators, and ties are broken by server index.
 """
 
 import math
@@ -28,9 +28,9 @@ from .machines import SimulatedMachine
 from .replay import RequestRecord
 from .workloads import Workload
 
-_MOVES_EVERY_S = 1.0  # by hand: so often routers may move what waits
+_MOVES_EVERY_S = 1.0  # by hand: interval at which routers may move waiting requests
 
-# Called with the seconds from the start and all servers, open or not, now and then.
+# Called periodically with the seconds from the start and all servers, open or not.
 LookAtServers = Callable[[float, Sequence[ClusterServer]], None]
 
 
@@ -38,32 +38,32 @@ def replay_cluster(
     machine: SimulatedMachine, workload: Workload, options: SimulationOptions, spec: ClusterSpec,
     *, horizon_s: float = math.inf, look: LookAtServers | None = None, look_every_s: float = 1.0,
 ) -> ClusterReplayed:  # fmt: skip
-    """Let routers send the requests of ``workload`` to servers that are such machines.
+    """Route the requests of ``workload`` to servers that simulate ``machine``.
 
     Args:
-        machine: What every server is, but for its factors.
-        workload: What arrives; router by router in turn.
-        options: Of every engine; their factors do not count.
+        machine: The machine of every server, before its factors.
+        workload: The requests; they go to the routers in turn.
+        options: Of every engine; their factors are ignored.
         spec: The servers and routers.
-        horizon_s: How long after the last arrival it is cut.
-        look: Watches.
-        look_every_s: How often.
+        horizon_s: The run is cut this long after the last arrival.
+        look: An observer.
+        look_every_s: How often ``look`` is called.
 
     Raises:
         ConfigError: There is no such policy or router, or stores are too small.
-        EngineDeadError: No request gets on any more.
+        EngineDeadError: No request makes progress.
     """
     cluster = _Cluster(machine, workload, options, spec)
     if look is not None:
         cluster.watch(look, look_every_s)
     end_s = workload.requests[-1].arrival_s if workload.requests else 0.0
-    with collection_paused():  # no garbage here is in circles, and there is much that lives
+    with collection_paused():  # there are many live objects, and no cyclic garbage
         cluster.run(end_s + horizon_s)
     return cluster.result()
 
 
 class _Cluster:
-    """A replay under way."""
+    """A running replay."""
 
     def __init__(
         self, machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
@@ -96,7 +96,7 @@ class _Cluster:
         self._router_states = router_states_of(machine, spec)
         self._sent: dict[int, Sent] = {}  # all requests that have arrived, but for refused ones
         self._num_arrived = 0
-        self._unrouted: list[Sent] = []  # no server could take them
+        self._unrouted: list[Sent] = []  # no server could accept them
         self._refused = [Counter[str]() for _ in self._servers]
         self._gone: dict[int, StoreUse] = {}  # by server
         self._leaving: dict[int, ClusterServer] = {}
@@ -105,11 +105,11 @@ class _Cluster:
         self._begin()
 
     def watch(self, look: LookAtServers, every_s: float) -> None:
-        """Call ``look`` so often."""
+        """Call ``look`` every ``every_s`` seconds."""
         self._every(every_s, 0.0, Due.LOOK, 0, lambda: look(self._clock(), self._servers))
 
     def run(self, end_s: float) -> None:
-        """Go on until all is done, or to ``end_s``."""
+        """Run until all requests have ended, or to ``end_s``."""
         while not self._is_over() and (due := self._agenda.take()) is not None:
             at_s, order, action = due
             if order > Due.TURN and at_s >= end_s:  # the cut is at a server's own time
@@ -120,7 +120,7 @@ class _Cluster:
                 break
 
     def result(self) -> ClusterReplayed:
-        """What came of it; all ends with it."""
+        """Close all servers and return the results."""
         for server in self._servers:
             server.close()
             if server.index not in self._gone:
@@ -144,7 +144,7 @@ class _Cluster:
         )
 
     def _begin(self) -> None:
-        """Put everything on the agenda that is known before the first moment."""
+        """Schedule all events that are known at the start."""
         spec, agenda = self._spec, self._agenda
         for server, life in zip(self._servers, spec.servers, strict=True):
             if life.joins_s <= 0.0:
@@ -155,7 +155,7 @@ class _Cluster:
             for at_s, change in ((life.leaves_s, self._leave), (life.dies_s, self._die)):
                 if at_s < math.inf:
                     agenda.add(at_s, Due.CHANGE, server.index, partial(change, server))
-            # Not all at once.
+            # Staggered, so that servers do not report all at once.
             first_s = (1 + server.index / len(self._servers)) * spec.report_every_s
             report = partial(self._report, server)
             self._every(spec.report_every_s, first_s, Due.REPORT, server.index, report)
@@ -206,7 +206,7 @@ class _Cluster:
         self._route(sent, is_late=False)
 
     def _route(self, sent: Sent, *, is_late: bool) -> None:
-        """Send it to the best server whose store can take its adapter, if there is one."""
+        """Send the request to the best server with room for its adapter's file, if there is one."""
         for server_id in self._router_states[sent.router].rank(sent.route, self._clock()):
             server = self._by_id[server_id]
             if self._can_take(server, sent):
@@ -255,7 +255,7 @@ class _Cluster:
             self._drain(server)
 
     def _let_go(self, server: ClusterServer, sent: Sent) -> None:
-        """A request uses its adapter's file no more: others may have room now."""
+        """Release the adapter's file of a request, which may make room for other files."""
         if sent.route.adapter_name is not None:
             self._stores.release(server.index, sent.route.adapter_name)
             self._evict_dropped()
@@ -271,7 +271,7 @@ class _Cluster:
         self._agenda.expect("turn", server.index, server.next_due(), partial(self._turn, server))
 
     def _move(self) -> None:
-        """Carry out what routers want to have elsewhere."""
+        """Move waiting requests as routers decide."""
         waiting = {server.server_id: server.waiting() for server in self._servers}
         for number, state in enumerate(self._router_states):
             own = {
@@ -293,13 +293,13 @@ class _Cluster:
     # Files.
 
     def _evict_dropped(self) -> None:
-        """Engines forget adapters whose files are gone."""
+        """Evict adapters from engines after stores have dropped their files."""
         for index, name in self._stores.take_dropped():
             self._servers[index].evict(name)
             self._expect(self._servers[index])
 
     def _expect_copy(self, server: ClusterServer) -> None:
-        """A copy to it may have begun, and others may have made way."""
+        """Schedule the end of a copy to ``server``, and evict adapters dropped for it."""
         self._evict_dropped()
         due = (self._stores.end_s(server.index), Due.COPY)
         self._agenda.expect("copy", server.index, due, partial(self._copied, server))
@@ -315,7 +315,7 @@ class _Cluster:
             self._drain(leaving)
 
     def _place(self) -> None:
-        """Plan anew where adapters are: routers are told, and files follow."""
+        """Plan adapter placement again: update routers, and start copies of files."""
         assert self._placement is not None
         there = [server for server in self._servers if server.is_open]
         if not there:
@@ -359,7 +359,7 @@ class _Cluster:
         self._route_again()
 
     def _leave(self, server: ClusterServer) -> None:
-        """It gets nothing new, and ends when its requests have and others have its last copies."""
+        """Drain the server: it ends when its requests have and peers have its last copies."""
         if server.index in self._gone:
             return
         self._close_to_new(server)
@@ -380,7 +380,7 @@ class _Cluster:
             self._end(server)
 
     def _die(self, server: ClusterServer) -> None:
-        """What it has computed is lost; routers know at once, as connections break."""
+        """Lose what the server has computed; routers know at once, as connections break."""
         if server.index in self._gone:
             return
         self._close_to_new(server)
@@ -391,7 +391,7 @@ class _Cluster:
             self._route(sent, is_late=True)
 
     def _end(self, server: ClusterServer) -> list[Sent]:
-        """It is gone; return the requests that it had."""
+        """Remove the server; return its open requests."""
         open_requests = server.close()
         self._leaving.pop(server.index, None)
         self._gone[server.index] = self._stores.close(server.index)

@@ -1,4 +1,4 @@
-"""What a simulated cluster shows of itself: loads over time by server, and figures of all."""
+"""Observes a simulated cluster: loads over time by server, and figures of the whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ _MIN_EVERY_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ClusterFigures:
-    """Of one run, beside those of its requests."""
+    """Figures of one run's servers."""
 
-    largest_over_mean_load: float  # of servers, by their open requests over the whole run
+    largest_over_mean_load: float  # load: mean number of open requests over the run, by server
     num_routed: tuple[int, ...]  # by server
-    most_files: int  # of adapters at once, on the server with the most: see ``StoreUse``
+    most_files: int  # adapter files at once, on the server with the most: see ``StoreUse``
     largest_store_bytes: int  # at once, on one server
     fetched_bytes: int  # from peers
     num_moved: int
-    num_lost: int  # with servers that died, and sent again
+    num_lost: int  # requests of servers that died; each was sent again
 
 
 class ServerLoads(msgspec.Struct):
@@ -34,11 +34,11 @@ class ServerLoads(msgspec.Struct):
 
     @classmethod
     def over(cls, duration_s: float, num_samples: int) -> "ServerLoads":
-        """That looks so often while requests arrive."""
+        """A log that samples ``num_samples`` times while requests arrive."""
         return cls(max(duration_s / num_samples, _MIN_EVERY_S))
 
     def look(self, now_s: float, servers: Sequence[ClusterServer]) -> None:
-        """Note it."""
+        """Record a sample."""
         self.time_s.append(now_s)
         self.num_requests = self.num_requests or [[] for _ in servers]
         of_all = dict[str, int]()
@@ -50,7 +50,7 @@ class ServerLoads(msgspec.Struct):
             self.num_bytes.setdefault(kind, []).append(number)
 
     def figures(self, replayed: ClusterReplayed) -> ClusterFigures:
-        """With what came of it."""
+        """Figures of the servers, with the replay's own."""
         loads = [sum(of_server) for of_server in self.num_requests]
         mean = sum(loads) / len(loads)
         return ClusterFigures(

@@ -1,4 +1,4 @@
-"""Where adapters' files are planned to be in a simulated cluster, step by step."""
+"""Plans the placement of adapters' files in a simulated cluster, step by step."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from .workloads import Workload
 
 
 class SimulatedPlacement:
-    """Placement steps over adapters that are always the same."""
+    """Placement steps over a fixed set of adapters."""
 
     def __init__(
         self, policy: PlacementPolicy, ranks: Mapping[str, int], bytes_per_rank: int,
         tokens_per_s: Mapping[str, float], *, store_bytes: int, every_s: float,
     ) -> None:  # fmt: skip
-        """``tokens_per_s``: expected before anything has come."""
+        """``tokens_per_s``: expected demand before the first request."""
         self.every_s = every_s
         self._ranks = ranks
         self._bytes_per_rank = bytes_per_rank
@@ -32,7 +32,7 @@ class SimulatedPlacement:
         self._has_begun = False
 
     def step(self, server_ids: Sequence[ServerId]) -> Shares:
-        """Plan the next step for these servers, by what came in the last.
+        """Plan the next step for these servers, from the demand of the last step.
 
         Raises ``ConfigError`` if there is no room for all adapters.
         """
@@ -50,9 +50,9 @@ class SimulatedPlacement:
 def placement_of(
     machine: SimulatedMachine, workload: Workload, spec: ClusterSpec
 ) -> SimulatedPlacement | None:
-    """The cluster's, which expects of each adapter what it has in the mean of ``workload``.
+    """The cluster's placement, which expects each adapter's mean demand in ``workload``.
 
-    None if there is none. Raises ``ConfigError`` if there is none of that name.
+    None if the cluster has none. Raises ``ConfigError`` if there is none of that name.
     """
     if spec.placement is None:
         return None

@@ -1,4 +1,4 @@
-"""What came of a simulated cluster. Plain data."""
+"""Results of a simulated cluster. Plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from .replay import Replayed, RequestRecord
 class ClusterReplayed:
     """A replay from its first arrival to its last token, or to where it was cut."""
 
-    records: tuple[RequestRecord, ...]  # of requests that were taken, by arrival
-    refused: Mapping[str, int]  # requests that could never fit, by what of them is too large
-    servers: tuple[Replayed, ...]  # with the requests that were sent there last
-    num_routed: tuple[int, ...]  # by server: requests sent there, again and again ones, too
+    records: tuple[RequestRecord, ...]  # of requests that were accepted, by arrival
+    refused: Mapping[str, int]  # numbers of requests that could never fit, by the reason
+    servers: tuple[Replayed, ...]  # each request counts for the server it was last sent to
+    num_routed: tuple[int, ...]  # by server: requests sent there, repeats included
     stores: tuple[StoreUse, ...]  # by server
-    num_moved: int  # while they waited, by routers
-    num_lost: int  # with their servers, and sent again
+    num_moved: int  # waiting requests that routers moved
+    num_lost: int  # requests of servers that died; each was sent again
     duration_s: float

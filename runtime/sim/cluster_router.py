@@ -1,4 +1,4 @@
-"""The routers of a simulated cluster, and what they know of a simulated machine."""
+"""The routers of a simulated cluster, and the costs of a simulated machine as they know them."""
 
 import random
 
@@ -10,7 +10,7 @@ from .machines import SimulatedMachine
 
 
 def router_states_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[RouterState]:
-    """The routers before servers. Raises ``ConfigError`` if there is none of that name."""
+    """The routers of ``spec``. Raises ``ConfigError`` if there is no such router."""
     slo_tpot_s = spec.slo_tpot_s or default_slo_tpot_s(
         machine.model, machine.max_num_seqs, machine.num_blocks * machine.block_size
     )
@@ -26,7 +26,7 @@ def router_states_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[Route
 
 
 def costs_of(machine: SimulatedMachine, peer_bytes_per_s: float) -> ServerCosts:
-    """What routers know of a server that is such a machine."""
+    """Costs of a server that simulates ``machine``, as routers know them."""
     return ServerCosts(
         model=machine.model,
         max_num_batched_tokens=machine.max_num_batched_tokens,

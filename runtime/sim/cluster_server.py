@@ -1,4 +1,4 @@
-"""One of many simulated servers: an unchanged engine that says when it goes on, and its reports."""
+"""One of many simulated servers: an unchanged engine with the time of its next event; reports."""
 
 import enum
 import math
@@ -21,23 +21,23 @@ from .workloads import Workload
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request on its way through the servers."""
+    """A request and the server that it was sent to last."""
 
     route: RouteRequest
     record: RequestRecord
-    router: int  # that it came to
+    router: int  # that received it
     num_sends: int = 0
-    engine_id: int = 0  # at the server that it was sent to last: another one for each time
+    engine_id: int = 0  # its id in that server's engine: a new one each time it is sent
     server: "ClusterServer | None" = None
-    needs_file: bool = False  # its adapter's, which is not there yet
+    needs_file: bool = False  # waits for its adapter's file
 
 
 class Due(enum.IntEnum):
-    """What happens first of what happens at one time."""
+    """Order of events that are due at the same time."""
 
     RESULT = 0  # of a server's step or load
     COPY = 1
-    CHANGE = 2  # of which servers there are
+    CHANGE = 2  # a server joins, leaves or dies
     ARRIVAL = 3
     TURN = 4  # a server's engine may plan
     DELIVERY = 5
@@ -48,7 +48,7 @@ class Due(enum.IntEnum):
 
 
 class ClusterServer:
-    """An engine of a cluster, which is polled when something is due and never sleeps."""
+    """An engine of a cluster, polled when an event is due; it never sleeps."""
 
     def __init__(
         self, index: int, machine: SimulatedMachine, workload: Workload,
@@ -58,7 +58,7 @@ class ClusterServer:
         self.index = index
         self.server_id = ServerId(f"server-{index:03d}")
         self.is_open = False  # for new requests
-        self.num_routed = 0  # requests that were ever sent here
+        self.num_routed = 0  # requests sent here since the start
         self.has_changed = True  # since the last report
         self._machine = machine
         self._workload = workload
@@ -79,12 +79,12 @@ class ClusterServer:
 
     @property
     def num_requests(self) -> int:
-        """That have not ended, those that wait for files among them."""
+        """Open requests, including those that wait for files."""
         return len(self._sent)
 
     @property
     def sent(self) -> Iterable[Sent]:
-        """Requests that have not ended, as they came."""
+        """Open requests, by arrival."""
         return self._sent.values()
 
     def stats(self) -> EngineStats:
@@ -92,7 +92,7 @@ class ClusterServer:
         return self._parts.core.stats()
 
     def next_due(self) -> tuple[float, Due]:
-        """When it is to be polled, and for what; inf = when something comes from outside."""
+        """Time and kind of its next event; inf = only an event from outside wakes it."""
         core = self._parts.core
         if self._done is not None or not core.has_work:
             return math.inf, Due.TURN
@@ -104,7 +104,7 @@ class ClusterServer:
         return result_at_s, Due.RESULT
 
     def accept(self, sent: Sent, *, needs_file: bool) -> None:
-        """A request is sent here; ``add`` it when it needs no file any more."""
+        """Accept a request; call ``add`` once its file is there."""
         sent.num_sends += 1
         number = len(self._workload.requests)
         sent.engine_id = sent.record.request_id + (sent.num_sends - 1) * number
@@ -114,9 +114,9 @@ class ClusterServer:
         self.has_changed = True
 
     def add(self, sent: Sent, *, is_late: bool) -> None:
-        """The engine gets a request that was accepted; ``is_late``: it arrived before now.
+        """Give an accepted request to the engine; ``is_late``: it arrived before now.
 
-        Raises ``RequestError`` if it can never be served, and knows it no more.
+        Raises ``RequestError``, and drops the request, if it can never be served.
         """
         sent.needs_file = False
         arrival_s = sent.record.arrival_s if is_late else None
@@ -127,19 +127,19 @@ class ClusterServer:
             raise
 
     def take_back(self, sent: Sent) -> None:
-        """It goes elsewhere: what the engine says of it from now on does not count."""
+        """Abort a request that moves to another server; its further updates are ignored."""
         del self._sent[sent.engine_id]
         if not sent.needs_file:
             self._parts.core.abort((sent.engine_id,))
         self.has_changed = True
 
     def evict(self, adapter: str) -> None:
-        """Its files are gone, and no request uses them: so is what was made of them."""
+        """Unload an adapter that no request uses, after its files were dropped."""
         self._parts.core.evict_adapter(adapter)
         self.has_changed = True
 
     def turn(self) -> Iterator[tuple[Sent, RequestUpdate]]:
-        """Let the engine go on, and yield what it says of requests."""
+        """Let the engine take a step, and yield updates of requests."""
         self.has_changed = True
         for update in self._parts.core.step(0.0):
             sent = self._sent.get(update.request_id)
@@ -150,7 +150,7 @@ class ClusterServer:
             yield sent, update
 
     def waiting(self) -> list[Sent]:
-        """Requests without a token that hold no memory, as they came."""
+        """Requests without a token that hold no memory, by arrival."""
         held = {
             request.request_id
             for request in self._parts.scheduler.requests
@@ -159,7 +159,7 @@ class ClusterServer:
         return [sent for engine_id, sent in self._sent.items() if engine_id not in held]
 
     def report(self, reported_s: float, files: frozenset[str]) -> ServerReport:
-        """What routers are told; ``files``: adapters in its store. O(what runs + adapters)."""
+        """The report for routers; ``files``: adapters in its store. O(running + adapters)."""
         self.has_changed = False
         memory, block_size = self._parts.scheduler.memory, self._machine.block_size
         work = OpenWork(self._parts.scheduler)
@@ -185,12 +185,12 @@ class ClusterServer:
             loading_adapters=frozenset(
                 self._name_of(one.adapter_id) for one in loading if isinstance(one, AdapterTransfer)
             ),
-            # All of a step is slower by this, so it is what a server that has computed measures.
+            # The whole step is slower by this factor, so a server that computes measures it.
             measured_over_predicted=self._slowness if self._num_steps else 1.0,
         )
 
     def close(self) -> list[Sent]:
-        """It is gone: return the requests that it had not ended."""
+        """Close the engine; return the open requests."""
         if self._done is None:
             executor = self._parts.executor
             link = {one.value: executor.link_stats(one) for one in Direction}
@@ -206,7 +206,7 @@ class ClusterServer:
     def result(
         self, records: Sequence[RequestRecord], refused: Mapping[str, int]
     ) -> Replayed:  # fmt: skip
-        """What came of it, closed, with the requests that were sent here last."""
+        """Results of the closed server, with the requests that were last sent here."""
         assert self._done is not None, "it is still open"
         return replace(self._done, records=tuple(records), refused=dict(sorted(refused.items())))
 
@@ -218,7 +218,7 @@ class ClusterServer:
         return self._parts.registry.version(adapter_id).name
 
     def _names_on_host(self) -> frozenset[str]:
-        """Contents are named after their adapters here."""
+        """Adapters in the host's memory; here contents have the names of their adapters."""
         host = self._parts.scheduler.memory.host
         assert host is not None
         for digest in host.changed:

@@ -1,4 +1,4 @@
-"""From options of ``corun serve`` and a profile to what is simulated."""
+"""Makes simulated machines, engines and clusters of options of ``corun serve`` and a profile."""
 
 import logging
 import os
@@ -27,20 +27,20 @@ from .recipes import RECIPES
 _LOG = logging.getLogger(__name__)
 
 _GIB = 2**30
-_FILE_BYTES_PER_S = 1e9  # by hand: of reading adapters' files, which no profile measures
+_FILE_BYTES_PER_S = 1e9  # by hand: reading of adapters' files, which no profile measures
 
 
 def machine_of(
     name: str | None, workload: str, config: EngineConfig, given: frozenset[str]
 ) -> SimulatedMachine:
-    """The machine of this name, of this profile's file, or this one as it was measured last.
+    """The named machine, the machine of a profile's file, or this one as last measured.
 
     Args:
-        name: Of ``MACHINES``, or a file's; None = the newest profile of this machine, or if there
-            is none the machine that the workload is meant for.
-        workload: As ``--workload`` names it.
-        config: Its sizes count as far as they are ``given``; else the machine's own do.
-        given: Names of options.
+        name: A name in ``MACHINES`` or a file; None = the newest profile of this machine, or
+            without one the machine that the workload is meant for.
+        workload: The value of ``--workload``.
+        config: Its sizes apply where they are ``given``, otherwise the machine's own.
+        given: Names of options that were given.
 
     Raises:
         ConfigError: There is no such machine, and no profile.
@@ -74,7 +74,7 @@ def machine_of(
 
 
 def options_of(config: EngineConfig) -> SimulationOptions:
-    """What an engine with these options is, simulated."""
+    """Options of a simulated engine with this configuration."""
     strategy = config.load_strategy
     host_bytes, host_kv_bytes = config.host_adapter_bytes, config.host_kv_bytes
     return SimulationOptions(
@@ -95,10 +95,10 @@ def options_of(config: EngineConfig) -> SimulationOptions:
 
 
 def cluster_of(config: SimulateConfig, given: frozenset[str]) -> ClusterSpec | None:
-    """The servers and their routers; None = one server alone, which nobody routes to.
+    """The servers and their routers; None = one server without a router.
 
     Raises ``ConfigError`` if there is no such router or placement, or if an option that is
-    ``given`` would change nothing.
+    ``given`` would have no effect.
     """
     if config.placement is None and "placement_every_s" in given:
         raise ConfigError("--placement-every-s is given, but no --placement")
@@ -156,13 +156,13 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
 
 
 def _memory_bytes(profile: Profile, config: EngineConfig) -> int:
-    """For KV and adapters: a part of what is free, or what a server has for KV alone."""
+    """For KV and adapters: a share of the free memory, or a server's KV memory."""
     share = config.memory_fraction if profile.server is None else 1.0
     return int(profile.free_bytes * share)
 
 
 def _mixes(profile: Profile) -> bool:
-    """Whether rows that decode share passes with others, as they do in an engine on the CPU."""
+    """Whether decode rows share passes with prefill rows, as in an engine on the CPU."""
     return profile.server is not None or profile.subject.machine.device == "cpu"
 
 
@@ -176,7 +176,7 @@ def _newest() -> Path | None:
     return max(_directory().glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
 
 
-@cache  # said once
+@cache  # warns once
 def _meant_for(workload: str) -> str:
     """The machine of a recipe. Raises ``ConfigError`` for another workload, which has none."""
     recipe = RECIPES.get(workload)

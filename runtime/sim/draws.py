@@ -1,7 +1,7 @@
 """Draws the requests of a workload: lengths and arrivals, from traces of real traffic or from laws.
 
-Traces that know sessions, functions or clients keep to their clock, and say which adapter each
-request names.
+Traces with sessions, functions or clients keep their own clock, and decide the adapter of each
+request.
 """
 
 from math import gamma
@@ -33,7 +33,7 @@ _CONV_OUTPUT_TOKENS = (
 
 
 def draw_columns(spec: WorkloadSpec, ask: Ask) -> Drawn:
-    """Draw all but what sessions share that no trace knows. Raises ``TraceError``."""
+    """Draw all columns but the sessions that no trace has. Raises ``TraceError``."""
     if spec.arrivals.process == "trace":
         if spec.has_trace_sessions:
             return _sessions(spec, ask)
@@ -45,7 +45,7 @@ def draw_columns(spec: WorkloadSpec, ask: Ask) -> Drawn:
 
 
 def _independent(spec: WorkloadSpec, ask: Ask) -> Drawn:
-    """Adapters drawn without regard to lengths; so are arrivals, but with the trace's own clock."""
+    """Adapters independent of lengths; arrivals as well, unless they keep the trace's clock."""
     source, is_own_clock = spec.lengths.source, spec.arrivals.process == "trace"
     is_table = source == "azure-conv" and ask.traces is None and not is_own_clock
     if is_table or source == "fixed":
@@ -70,7 +70,7 @@ def _read_requests(source: str, ask: Ask) -> RequestTrace:
 
 
 def _arrivals(spec: ArrivalSpec, ask: Ask) -> NDArray[np.float64]:
-    """Gaps one after the other, at the rate on average."""
+    """Arrival times with independent gaps, at the average rate of ``ask``."""
     mean_s = 1.0 / ask.rate_rps
     if spec.process == "gamma":
         shape = spec.cv**-2
@@ -87,15 +87,15 @@ def _arrivals(spec: ArrivalSpec, ask: Ask) -> NDArray[np.float64]:
 def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
     """Mooncake's conversations on their own clock, thinned to the rate by whole sessions.
 
-    Beyond the rate of all of them their clock runs faster. All turns of a session name one adapter.
-    Where the trace ends it begins again, with sessions drawn anew that share nothing with those
-    before.
+    Beyond the rate of all conversations their clock runs faster. All turns of a session name one
+    adapter. At its end the trace starts again with newly drawn sessions, which share nothing with
+    earlier ones.
     """
     trace = read_mooncake(ask.traces)
     period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
     share = ask.rate_rps * period_s / len(trace)
     names, session = np.unique(trace.session, return_inverse=True)
-    # Time stamps come in lumps; who is in one came at any time of it.
+    # Time stamps come in lumps; a request arrives at a random time of its lump.
     picks: list[Ints] = []
     arrivals: list[NDArray[np.float64]] = []
     while sum(map(len, picks)) < ask.num_requests:
@@ -108,8 +108,8 @@ def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
     order = np.argsort(arrival_s, kind="stable")[: ask.num_requests]
     arrival_s = (arrival_s[order] - arrival_s[order[0]]) / max(1.0, share)
     picked, again = picked[order], again[order]
-    _, who = np.unique(session[picked] + len(names) * again, return_inverse=True)
-    adapters, ranks = draw_adapters(ask, spec.adapters, who)
+    _, session_ids = np.unique(session[picked] + len(names) * again, return_inverse=True)
+    adapters, ranks = draw_adapters(ask, spec.adapters, session_ids)
     num_hashes = 1 + max(max(one) for one in trace.hash_ids)
     return Drawn(
         arrival_s,
@@ -122,14 +122,14 @@ def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
             tuple(number * num_hashes + one for one in trace.hash_ids[index])
             for index, number in zip(picked.tolist(), again.tolist(), strict=True)
         ],
-        session=who,
+        session=session_ids,
     )
 
 
 def _functions(spec: WorkloadSpec, ask: Ask) -> Drawn:
-    """An adapter per function of Azure's, called as often by the minute, Poisson within it.
+    """An adapter per Azure function: its calls per minute, Poisson within each minute.
 
-    Calls are thinned to the rate, so that the clock stays the trace's own.
+    Calls are thinned to the rate, so the clock stays the trace's own.
     """
     calls = read_maf(ask.traces)
     trace = _read_requests(spec.lengths.source, ask)
@@ -156,7 +156,7 @@ def _functions(spec: WorkloadSpec, ask: Ask) -> Drawn:
 
 
 def _clients(spec: WorkloadSpec, ask: Ask) -> Drawn:
-    """An adapter per client of ServeGen's: gaps of the client's own law, slowed to the rate."""
+    """An adapter per ServeGen client: gaps of the client's own distribution, scaled to the rate."""
     clients = read_servegen(ask.traces, spec.lengths.source.removeprefix("servegen-"))
     starts_s = np.unique(np.concatenate([client.window_s for client in clients]))
     total = sum(float(client.rate_rps.sum()) for client in clients)
@@ -171,13 +171,13 @@ def _clients(spec: WorkloadSpec, ask: Ask) -> Drawn:
             rows += [(time_s, index) for time_s in arrival_s.tolist()]
         number += 1
     rows = sorted(rows)[: ask.num_requests]
-    who = np.array([index for _, index in rows])
+    client_ids = np.array([index for _, index in rows])
     prompt, output = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     for index, client in enumerate(clients):
         for into, law in ((prompt, client.prompt_tokens), (output, client.output_tokens)):
-            shares = ask.rng.random(int((who == index).sum()))
-            into[who == index] = np.interp(shares, law.shares, law.values)
-    adapters, ranks = with_drawn_ranks(who, ask, spec.adapters.ranks)
+            shares = ask.rng.random(int((client_ids == index).sum()))
+            into[client_ids == index] = np.interp(shares, law.shares, law.values)
+    adapters, ranks = with_drawn_ranks(client_ids, ask, spec.adapters.ranks)
     arrival = np.array([time_s - rows[0][0] for time_s, _ in rows])
     return Drawn(arrival, prompt, output, adapters, ranks, float(np.quantile(output, 0.99)))
 
@@ -192,7 +192,7 @@ def _client_arrivals(
     rate_rps, shape = slower * client.rate_rps[found[0]], client.shape[found[0]]
     is_gamma = client.is_gamma[found[0]]
     mean = shape if is_gamma else gamma(1.0 + 1.0 / shape)  # of the law with scale 1
-    # The window begins somewhere within a gap.
+    # The window begins at a random point of a gap.
     now_s = -float(rng.random()) / rate_rps
     times_s: list[float] = []
     while True:
@@ -205,10 +205,10 @@ def _client_arrivals(
 
 
 def _window(trace: RequestTrace, ask: Ask) -> tuple[NDArray[np.float64], Ints]:
-    """Requests that follow each other, from a drawn one on, and around the trace's end if need be.
+    """Consecutive requests from a random one on, which wrap around at the trace's end.
 
-    When they arrive, from the first of them on, and which they are. The gap between the trace's
-    last request and its first is the mean of all gaps.
+    Returns arrival times, counted from the first of them, and indices. The gap between the
+    trace's last request and its first is the mean of all gaps.
     """
     start = int(ask.rng.integers(len(trace)))
     index = start + np.arange(ask.num_requests)
@@ -219,7 +219,7 @@ def _window(trace: RequestTrace, ask: Ask) -> tuple[NDArray[np.float64], Ints]:
 
 
 def scaled(arrival_s: NDArray[np.float64], ask: Ask) -> NDArray[np.float64]:
-    """The same arrivals at the rate that is asked for. Raises ``TraceError`` if they have none."""
+    """The same arrivals at the rate of ``ask``. Raises ``TraceError`` if they have none."""
     if len(arrival_s) == 1:
         return arrival_s
     if arrival_s[-1] <= 0.0:

@@ -1,4 +1,4 @@
-"""An engine as it is, over a simulated machine: all that decides is the code that serves."""
+"""An unchanged engine over a simulated machine: its decisions are those of the serving code."""
 
 import itertools
 import math
@@ -38,10 +38,10 @@ _FIRST_TOKEN = 1 + max(END_TOKEN, ORDINARY_TOKEN)  # of prompts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """What may differ between two engines on the same requests."""
+    """Options that may differ between two engines on the same requests."""
 
     scheduling_policy: str | Callable[[PolicyFacts], SchedulerPolicy] = "fcfs"
-    # Made from what requests truly generate, which only an oracle looks at.
+    # Made of the true output lengths, which only an oracle reads.
     make_predictor: Callable[[Mapping[RequestId, int]], OutputPredictor] = lambda _: (
         HistoryPredictor()
     )
@@ -49,22 +49,22 @@ class SimulationOptions:
     refresh_s: float = 300.0
     num_queues: int | None = None
     growth_headroom: float = 0.01
-    max_decode_gap_s: float | None = None  # None = as an engine does without the option
+    max_decode_gap_s: float | None = None  # None = the engine's default
     max_steps_in_flight: int = 1
     memory_policy: str | MakeMemoryPolicy = "lru"
     prefix_cache: bool = False
     adapter_memory_fraction: float | None = None  # of policies that split
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
-    host_kv_bytes: int = 0  # for KV that has left the device
+    host_kv_bytes: int = 0  # for KV moved from the device to the host
     load_strategy: LoadStrategy | None = None  # of cold requests; None = the planner's choice
-    factors: Factors = AS_MODELLED  # which nobody who decides is told of
+    factors: Factors = AS_MODELLED  # hidden from scheduler and planner
 
 
 def simulate(
     machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
     *, horizon_s: float = math.inf, look: Look = look_at_nothing,
 ) -> Replayed:  # fmt: skip
-    """Let an engine on ``machine`` serve ``workload``, on virtual time.
+    """Serve ``workload`` by an engine on ``machine``, on virtual time.
 
     See ``replay`` for the rest. Raises ``ConfigError`` if there is no such policy.
     """
@@ -83,7 +83,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedParts:
-    """An engine's core, and what whoever looks into it asks."""
+    """An engine's core, and the parts of it that observers read."""
 
     core: EngineCore
     executor: LatencyExecutor
@@ -95,7 +95,7 @@ def build_simulated_engine(
     machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
     *, clock: Callable[[], float], sleep: Callable[[float], None],
 ) -> tuple[EngineCore, LatencyExecutor]:  # fmt: skip
-    """Put a core together that knows the adapters of ``workload``.
+    """Make a core with the adapters of ``workload`` registered.
 
     Raises ``ConfigError`` if there is no such policy.
     """
@@ -137,7 +137,7 @@ def build_simulated_parts(
 
 
 def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
-    """The requests as a front end sends them, and when; ids count from 1."""
+    """Arrival times and requests as a front end sends them; ids count from 1."""
     return [
         (one.arrival_s, request_of(workload, index))
         for index, one in enumerate(workload.requests, start=1)
@@ -145,9 +145,9 @@ def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
 
 
 def request_of(workload: Workload, request_id: int) -> AddRequest:
-    """A request as a front end sends it; ids beyond the last one begin anew at the first.
+    """A request as a front end sends it; ids beyond the last one repeat the requests in order.
 
-    So who sends it again has another id for it.
+    So a request that is sent again gets another id.
     """
     index = 1 + (request_id - 1) % len(workload.requests)
     request = workload.requests[index - 1]
@@ -160,7 +160,7 @@ def request_of(workload: Workload, request_id: int) -> AddRequest:
 
 
 def _prompt(index: int, request: WorkloadRequest, content_tokens: int) -> tuple[int, ...]:
-    """Equal where, and only where, contents are; nothing in it is a token that is generated."""
+    """Token ids that are equal exactly where contents are; none of them is ever generated."""
     named = (
         token_id
         for content_id in request.content_ids
@@ -171,7 +171,7 @@ def _prompt(index: int, request: WorkloadRequest, content_tokens: int) -> tuple[
 
 
 class _OutputTokens(Mapping[RequestId, int]):
-    """What requests truly generate, by their ids as ``request_of`` counts them."""
+    """True output lengths, by request ids as ``request_of`` counts them."""
 
     def __init__(self, requests: Sequence[WorkloadRequest]) -> None:
         self._requests = requests
@@ -187,12 +187,12 @@ class _OutputTokens(Mapping[RequestId, int]):
 
 
 def adapter_name(adapter: int) -> str:
-    """What requests for an adapter of a workload name."""
+    """The name by which requests select an adapter of a workload."""
     return f"adapter-{adapter:04d}"
 
 
 def _facts(machine: SimulatedMachine, ranks: Sequence[int]) -> list[AdapterFacts]:
-    """Of all adapters of a workload, whose contents are named after them."""
+    """Facts of all adapters of a workload; contents have the names of their adapters."""
     of_rank = {rank: machine.adapter_facts("", rank) for rank in set(ranks)}
     return [
         replace(of_rank[rank], digest=adapter_name(adapter)) for adapter, rank in enumerate(ranks)
@@ -200,7 +200,7 @@ def _facts(machine: SimulatedMachine, ranks: Sequence[int]) -> list[AdapterFacts
 
 
 def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
-    """All of them, ready."""
+    """A registry of all adapters, each ready."""
     ids = itertools.count(1)
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
     for facts in adapters:
@@ -210,7 +210,7 @@ def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
 
 
 def _fill_host(core: EngineCore, adapters: Sequence[AdapterFacts]) -> None:
-    """Register the adapters as the manager does: they are kept as long as there is room."""
+    """Register the adapters as the manager does: as many as fit stay in the host's memory."""
     for facts in adapters:
         place = core.place_registration(facts.host_bytes).place
         if place is not None:
@@ -221,15 +221,15 @@ def make_simulated_scheduler(
     machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int],
     pace: StepPace | None = None,
 ) -> Scheduler:  # fmt: skip
-    """Make the scheduler of an engine on ``machine``, who knows it as it is modelled.
+    """Make the scheduler of an engine on ``machine``, with the machine's unchanged model.
 
-    ``output_tokens``: for a predictor that looks; ``pace``: told how long steps took; None =
-    its own.
+    ``output_tokens``: true lengths, for an oracle; ``pace``: records how long steps took; None =
+    a new one.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=machine.max_num_batched_tokens,
         max_num_seqs=machine.max_num_seqs,
-        max_model_len=machine.num_blocks * machine.block_size,  # memory alone is the limit
+        max_model_len=machine.num_blocks * machine.block_size,  # limited by memory alone
         block_size=machine.block_size,
         mix_decode_with_prefill=machine.mix_decode_with_prefill,
         growth_headroom=options.growth_headroom,
@@ -289,5 +289,5 @@ def _policy(
 
 
 def _worker_tokens(model: MachineModel) -> tuple[int, ...]:
-    """By the number of ready workers: tokens of a step that they take, one slice each."""
+    """Tokens of a step that workers compute, one slice each, by the number of ready workers."""
     return tuple(number * model.tokens_per_worker for number in range(model.num_workers + 1))

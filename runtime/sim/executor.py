@@ -1,7 +1,7 @@
-"""An executor that computes nothing and takes as long as a model of the machine says.
+"""An executor that computes nothing and takes as long as a latency model says.
 
-It stands for ``gpu.execution.executor.DeviceExecutor`` and for nothing else: whoever decides is the
-code that serves.
+It replaces ``gpu.execution.executor.DeviceExecutor`` alone; every decision is that of the serving
+code.
 """
 
 import math
@@ -44,13 +44,13 @@ ORDINARY_TOKEN = 1
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is kept of a request."""
+    """The executor's state of a request."""
 
     num_prompt_tokens: int
     num_output_tokens: int  # how many it generates
     adapter_id: AdapterId
     adapter_bytes: int
-    token: RowResult  # the result of a row that goes on
+    token: RowResult  # the result of a row that continues
     end: RowResult
 
 
@@ -63,7 +63,7 @@ class _Step:
 
 
 class LatencyExecutor:
-    """See the module; implements ``plan.Executor``. Works on virtual and on real time."""
+    """Implements ``plan.Executor`` over a model of a machine. Works on virtual and real time."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class LatencyExecutor:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        """Make a machine that is idle.
+        """Make an idle machine.
 
         Args:
-            machine: How long things take on it.
-            output_tokens: After how many tokens each request ends by itself, the end token
-                included. Nobody else is told.
-            facts_of: Of adapters that are loaded.
-            clock: Seconds.
+            machine: Its latency model.
+            output_tokens: After how many tokens each request ends by itself, including the end
+                token. No other part reads them.
+            facts_of: Returns the facts of an adapter.
+            clock: Returns seconds.
             sleep: Waits on that clock.
         """
         self._model = machine.model
@@ -133,11 +133,11 @@ class LatencyExecutor:
 
     @property
     def result_at_s(self) -> float:
-        """When ``poll`` has something to tell: now if it has, inf if nothing is under way."""
+        """When ``poll`` next returns a result: now if it has one, inf if nothing is running."""
         return self._clock() if self._results else self._next_s()
 
     def fileno(self) -> int:
-        """A descriptor that is never readable: only ``poll`` knows the time."""
+        """A descriptor that is never readable: results are due by time, which ``poll`` reads."""
         assert self._event_fd is not None
         return self._event_fd
 
@@ -147,11 +147,11 @@ class LatencyExecutor:
             self._event_fd = None
 
     def link_stats(self, direction: Direction) -> LinkStats:
-        """What the link has carried so far."""
+        """Transfers over the link so far."""
         return self._loads.stats(direction, self._clock())
 
     def step_stats(self) -> StepStats:
-        """What it has computed so far."""
+        """Steps computed so far."""
         return self._step_stats
 
     def _next_s(self) -> float:
@@ -159,7 +159,7 @@ class LatencyExecutor:
         return min(step_s, self._loads.next_s)
 
     def _settle(self, now_s: float) -> None:
-        """Let everything happen, in order, that happens until ``now_s``."""
+        """Process all events up to ``now_s``, in order."""
         while (next_s := self._next_s()) <= now_s:
             if self._steps and self._steps[0].end_s <= next_s:
                 self._end_step(next_s)
@@ -204,7 +204,7 @@ class LatencyExecutor:
         self._loads.start(transfer, facts.layers.group_bytes, now_s)
 
     def _check_rows(self, plan: StepPlan) -> set[AdapterId]:
-        """Refuse rows that cannot be computed; return the adapters of the others."""
+        """Check that all rows can be computed; return the adapters that they use."""
         used = set()
         for batch in plan.sub_batches:
             adapters = {self._known[request_id].adapter_id for request_id in batch.request_ids}
@@ -223,7 +223,7 @@ class LatencyExecutor:
         self._expect_end()
 
     def _turn_s(self, plan: StepPlan) -> float:
-        """What the engine's core takes for a step; before the step, which comes to the same."""
+        """Time that the engine's core takes for a step; counted before the step."""
         model = self._model
         num_loads = sum(isinstance(transfer, AdapterTransfer) for transfer in plan.transfers)
         beside_s = model.request_s * len(plan.new_requests) + model.load_s * num_loads
@@ -233,13 +233,13 @@ class LatencyExecutor:
         return beside_s + model.turn_s + model.turn_row_s * num_rows
 
     def _expect_end(self) -> None:
-        """Say (again) when the running step ends: loads that it waits for may be later."""
+        """Compute again when the running step ends: loads that it waits for may be later."""
         if self._steps:
             step = self._steps[0]
             step.end_s = step.start_s + self._step_s(step)
 
     def _step_s(self, step: _Step) -> float:
-        """How long the step takes that began at ``step.start_s``, as far as it is known now."""
+        """Duration of the step that began at ``step.start_s``, as far as it is known now."""
         if not step.plan.sub_batches:
             return 0.0
         return step_s(
@@ -255,7 +255,7 @@ class LatencyExecutor:
         )
 
     def _waiting_rows(self, batch: SubBatch, start_s: float) -> list[WaitingRow]:
-        """Rows that workers help, or that wait for layer groups."""
+        """Rows that workers assist, or that wait for layer groups."""
         rows = []
         for row, split_layer in enumerate(batch.split_layers):
             adapter_id = self._known[batch.request_ids[row]].adapter_id
@@ -282,7 +282,7 @@ class LatencyExecutor:
             ):  # fmt: skip
                 known = self._known.get(request_id)  # None: it has ended while it was in flight
                 if has_sample and known is not None:
-                    # So a request that was preempted ends no later for being computed again.
+                    # A preempted request ends no later, though it is computed again.
                     num_sampled = start + number - known.num_prompt_tokens + 1
                     is_end = num_sampled >= known.num_output_tokens
                     rows.append(known.end if is_end else known.token)

@@ -1,4 +1,4 @@
-"""What came of a simulated run, in figures."""
+"""Figures of a simulated run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,43 +14,43 @@ from .machines import SimulatedMachine
 from .replay import Replayed, RequestRecord
 from .workloads import Workload, WorkloadRequest
 
-_DROPPED_SHARE = 0.05  # of the requests: while the engine fills
+_DROPPED_SHARE = 0.05  # of the requests, at the start, while the engine fills
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run; times in seconds, of first tokens from arrivals.
+    """Figures of one run; times in seconds, those of first tokens from arrivals.
 
-    Requests that had no first token, or no end, when the run was cut count with the time until
-    then, which is less than it would have been.
+    A request without a first token, or unfinished, when the run is cut counts with the time until
+    the cut, which is a lower bound.
     """
 
     ttft_mean_s: float
-    ttft_cold_mean_s: float  # of requests whose adapter was not on the device; 0 = there were none
+    ttft_cold_mean_s: float  # of requests with an adapter not on the device; 0 = there were none
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
-    slowdown_p99: float  # first tokens, in times of the same request's alone on an idle engine
+    slowdown_p99: float  # of first tokens, relative to the same request alone on an idle engine
     unloaded_p99_s: float  # first tokens of the same requests, each alone
     e2e_mean_s: float
     tpot_mean_s: float  # of requests with two tokens or more: (last - first) / (n - 1)
-    cold_share: float  # of requests: their adapter was not on the device
-    num_preempted: int  # requests, squashed ones among them
+    cold_share: float  # of requests with an adapter that was not on the device
+    num_preempted: int  # requests, including squashed ones
     num_squashes: int
     num_lanes: int  # at the end; 1 for policies without lanes
     quota_tokens: tuple[int, ...]  # of the lanes at the end
     num_requests: int  # that these figures are of
-    num_unfinished: int  # of them
+    num_unfinished: int  # of these requests
     num_refused: int
     served_rps: float
-    num_evictions: int  # of adapters from the device, each of which was loaded before
+    num_evictions: int  # of adapters from the device; each follows a load
     link_bytes: int  # to the device
-    hit_share: float  # of prompt tokens, found in the KV of others
-    host_hit_share: float  # of prompt tokens: those that only the host had
-    step_mean_s: float  # of steps with rows, the executor's part of them
+    hit_share: float  # of prompt tokens, found in the prefix cache
+    host_hit_share: float  # of prompt tokens, found in the host's memory alone
+    step_mean_s: float  # of steps with rows, the executor's share
     tokens_per_s: float  # generated, from the first arrival to the last token
-    busy_share: float  # of the time in which the device computed
-    link_busy_share: float  # in which there was something to copy to the device
+    busy_share: float  # of the time, in which the device computed
+    link_busy_share: float  # of the time, in which data moved to the device
 
 
 def figures_of(
@@ -66,9 +66,9 @@ def figures_of(
     if not records:
         refused = ", ".join(f"{number} for their {of}" for of, number in replayed.refused.items())
         raise ConfigError(
-            f"no request is left to count: {len(workload.requests)} came to {machine.name}, which "
-            f"refused {refused or 'none'}; --max-num-batched-tokens and --memory-gib say how large "
-            "they may be, --workload how large they are"
+            f"no request is left to count: {machine.name} received {len(workload.requests)} and "
+            f"refused {refused or 'none'}; --max-num-batched-tokens and --memory-gib limit their "
+            "size, --workload sets it"
         )
     ttft_s = first_tokens_s(records, replayed.duration_s)
     is_cold = np.array([record.is_cold for record in records])
@@ -114,13 +114,13 @@ def figures_of(
 
 
 def counted(records: Iterable[RequestRecord], num_requests: int) -> list[RequestRecord]:
-    """Those that figures are of: not the first ones of so many that arrived."""
+    """The requests that figures count: all but the first of ``num_requests`` that arrived."""
     num_dropped = _DROPPED_SHARE * num_requests
     return [record for record in records if record.request_id > num_dropped]
 
 
 def first_tokens_s(records: Sequence[RequestRecord], cut_s: float) -> NDArray[np.float64]:
-    """Seconds from arrivals to first tokens; to ``cut_s`` of requests that had none until then."""
+    """Seconds from arrivals to first tokens; to ``cut_s`` for requests without one."""
     return np.array(
         [
             (cut_s if one.first_token_s is None else one.first_token_s) - one.arrival_s
@@ -144,9 +144,9 @@ def _tpot_mean_s(records: Sequence[RequestRecord], cut_s: float) -> float:
 
 @cache
 def alone_s(machine: SimulatedMachine, prompt_tokens: int, rank: int) -> float:
-    """First token of a request alone on an idle engine, its adapter not on the device.
+    """Time to first token of a cold request alone on an idle engine.
 
-    This is what any rate comes to that is low enough, under ``slora``.
+    Under ``slora``, first tokens approach this as the rate falls.
     """
     workload = Workload((WorkloadRequest(0.0, 0, prompt_tokens, 1),), (rank,), 1)
     replayed = simulate(machine, workload, SimulationOptions())

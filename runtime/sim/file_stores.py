@@ -1,8 +1,8 @@
-"""Which server has which adapters' files, in bytes, and how copies come from the others. Pure.
+"""Stores of adapters' files by server, in bytes, and the copies between servers. Pure.
 
-As LoRAServe has it (section IV-C): a server keeps the files of some adapters and takes what it
-lacks from a peer when a request for it comes, one after the other. What no server has comes, as
-fast, from where adapters are kept for good.
+As in LoRAServe (section IV-C), a server keeps the files of some adapters. It copies a missing file
+from a peer when a request needs it, one file after the other. A file that no server has comes, at
+the same speed, from permanent storage.
 """
 
 import math
@@ -15,19 +15,19 @@ from ..errors import ConfigError
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """Of one server."""
+    """The store of one server."""
 
     capacity_bytes: int
-    free_bytes: int = field(init=False)  # beside whole files and those that are to come
+    free_bytes: int = field(init=False)  # neither used by whole files nor reserved for ordered ones
     files: OrderedDict[str, None] = field(default_factory=OrderedDict)  # least recent use first
-    coming: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the first is under way
-    end_s: float = math.inf  # of the copy under way
+    coming: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the first is being copied
+    end_s: float = math.inf  # of the current copy
     num_users: Counter[str] = field(default_factory=Counter)
     most_files: int = 0
     largest_bytes: int = 0
     fetched_bytes: int = 0
-    planned: Set[str] | None = None  # files that are to be here; None = nobody has said which
-    names: frozenset[str] | None = None  # of files; None = to be made
+    planned: Set[str] | None = None  # files that placement wants here; None = there is no plan
+    names: frozenset[str] | None = None  # of files; None = not built yet
 
     def __post_init__(self) -> None:
         self.free_bytes = self.capacity_bytes
@@ -35,30 +35,30 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class StoreUse:
-    """What a server's store came to."""
+    """The peak use of a server's store."""
 
-    most_files: int  # at once; where they are planned, from the first plan on
-    largest_bytes: int  # that it held at once, what was to come among it
+    most_files: int  # at once; with placement, from the first plan on
+    largest_bytes: int  # at once, including reserved bytes
     fetched_bytes: int
 
 
 class FileStores:
     """The stores of all servers, by their indices.
 
-    Least recently used files make way, but never the last copy, one that a request uses, or one
-    that is to come. Where it is planned which files a server has, others go as soon as they may.
-    Bytes are reserved when a copy is ordered.
+    The least recently used files are evicted, but never the last copy, a file that a request uses,
+    or one that is ordered. With placement, unplanned files are evicted as soon as possible. Bytes
+    are reserved when a copy is ordered.
     """
 
     def __init__(
         self, sizes: Mapping[str, int], capacities: Sequence[int], bytes_per_s: float
     ) -> None:
-        """Nothing is kept yet.
+        """All stores are empty.
 
         Args:
-            sizes: Bytes of all adapters' files.
+            sizes: Bytes of each adapter's file.
             capacities: Bytes, by server.
-            bytes_per_s: Of a copy from a peer.
+            bytes_per_s: Speed of a copy from a peer.
         """
         self._sizes = sizes
         self._bytes_per_s = bytes_per_s
@@ -67,44 +67,44 @@ class FileStores:
         self._dropped: list[tuple[int, str]] = []
 
     def put(self, server: int, name: str) -> None:
-        """It is there from the beginning on; there must be room."""
+        """Store a file from the start on; there must be room."""
         self._reserve(self._stores[server], name)
         self._arrived(self._stores[server], name)
 
     def spread(self, servers: Sequence[int]) -> None:
-        """Put every adapter on one of ``servers``: the largest first, to where most room is."""
+        """Put every adapter on one of ``servers``, the largest first, where most room is."""
         for name in sorted(self._sizes, key=lambda one: (-self._sizes[one], one)):
             self.put(max(servers, key=lambda one: (self._stores[one].free_bytes, -one)), name)
 
     def names_on(self, server: int) -> frozenset[str]:
-        """Files that are there as a whole."""
+        """Whole files in the store."""
         store = self._stores[server]
         if store.names is None:
             store.names = frozenset(store.files)
         return store.names
 
     def num_bytes(self, server: int) -> int:
-        """That are taken, what is to come among them."""
+        """Used bytes, including reserved ones."""
         store = self._stores[server]
         return store.capacity_bytes - store.free_bytes
 
     def num_copies(self, name: str) -> int:
-        """Servers that have it as a whole."""
+        """Number of servers that have the whole file."""
         return self._num_copies[name]
 
     def is_there(self, server: int, name: str) -> bool:
-        """Whether the file is there as a whole."""
+        """Whether the whole file is there."""
         return name in self._stores[server].files
 
     def can_take(self, server: int, name: str) -> bool:
-        """Whether the file is there, is to come, or could have room."""
+        """Whether the file is there, is ordered, or could have room."""
         store = self._stores[server]
         return name in store.files or name in store.coming or self._victims(store, name) is not None
 
     def use(self, server: int, name: str, now_s: float) -> bool:
-        """A request needs the file until ``release``; say whether it is there.
+        """Pin the file for a request until ``release``; return whether it is there.
 
-        Else it is ordered, if it was not. ``can_take`` must hold.
+        A missing file is ordered. ``can_take`` must hold.
         """
         store = self._stores[server]
         store.num_users[name] += 1
@@ -115,14 +115,14 @@ class FileStores:
         return False
 
     def release(self, server: int, name: str) -> None:
-        """A request that used it has ended."""
+        """Unpin the file for a request that has ended."""
         users = self._stores[server].num_users
         assert users[name] > 0, name
         users[name] -= 1
         self._drop_unplanned(server, name)
 
     def fetch(self, server: int, name: str, now_s: float) -> None:
-        """Order a copy, unless it is there or was ordered. ``can_take`` must hold."""
+        """Order a copy, unless the file is there or ordered. ``can_take`` must hold."""
         store = self._stores[server]
         if name in store.files or name in store.coming:
             return
@@ -136,9 +136,9 @@ class FileStores:
             self._copy_next(store, now_s)
 
     def follow(self, server: int, names: Set[str], now_s: float) -> None:
-        """Order what it is to have, as far as there is room, and let go of what it is not to.
+        """Order the planned files as far as there is room, and evict the others.
 
-        What is in use and last copies stay, until they are neither.
+        Files in use and last copies stay until they are neither.
         """
         store = self._stores[server]
         is_first, store.planned = store.planned is None, names
@@ -151,33 +151,33 @@ class FileStores:
                 self.fetch(server, name, now_s)
 
     def end_s(self, server: int) -> float:
-        """When the copy under way to it ends; inf = there is none."""
+        """When the current copy to the server ends; inf = there is none."""
         return self._stores[server].end_s
 
     def settle(self, server: int, now_s: float) -> str:
-        """Its copy under way has ended: return whose files it was, and begin the next."""
+        """Complete the current copy: return its adapter, and start the next."""
         store = self._stores[server]
         name, _ = store.coming.popitem(last=False)
         store.fetched_bytes += self._sizes[name]
         self._arrived(store, name)
         self._copy_next(store, now_s)
-        for other in range(len(self._stores)):  # which may have been the last copy until now
+        for other in range(len(self._stores)):  # it may have had the last copy until now
             self._drop_unplanned(other, name)
         return name
 
     def take_dropped(self) -> list[tuple[int, str]]:
-        """Return what made way since the last call, and where."""
+        """Return servers and files evicted since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def last_copies(self, server: int) -> list[str]:
-        """What only this server has."""
+        """Files that no other server has."""
         return [name for name in self._stores[server].files if self._num_copies[name] == 1]
 
     def hand_over(self, server: int, others: Sequence[int], now_s: float) -> None:
-        """Have last copies of a server that leaves made on others, where most room is.
+        """Copy last copies of a leaving server to those of ``others`` with most room.
 
-        What has room nowhere stays, and so does the server.
+        A file that fits on none of them stays, and so does the server.
         """
         for name in self.last_copies(server):
             fitting = [one for one in others if self.can_take(one, name)]
@@ -185,11 +185,11 @@ class FileStores:
                 most = max(fitting, key=lambda one: (self._stores[one].free_bytes, -one))
                 target = self._stores[most]
                 if target.planned is not None:
-                    target.planned = target.planned | {name}  # until the next plan says where
+                    target.planned = target.planned | {name}  # until the next plan
                 self.fetch(most, name, now_s)
 
     def close(self, server: int) -> StoreUse:
-        """The server is gone, with all that it had."""
+        """Remove the server with all its files."""
         store = self._stores[server]
         used = StoreUse(store.most_files, store.largest_bytes, store.fetched_bytes)
         self._num_copies.subtract(store.files.keys())
@@ -197,7 +197,7 @@ class FileStores:
         return used
 
     def _victims(self, store: _Store, name: str) -> list[str] | None:
-        """What must make way for a file, or None if that is not enough."""
+        """Files to evict for a new one; None if that is not enough."""
         lack = self._sizes[name] - store.free_bytes
         victims: list[str] = []
         if lack <= 0:
@@ -214,7 +214,7 @@ class FileStores:
         return store.num_users[name] == 0 and self._num_copies[name] > 1
 
     def _drop_unplanned(self, server: int, name: str) -> None:
-        """Let go of a file that the server is not to have, if it has it and may."""
+        """Evict a file that is not planned, if it is there and not in use."""
         store = self._stores[server]
         if store.planned is None or name in store.planned or name not in store.files:
             return
@@ -251,10 +251,10 @@ def filled_stores(
     sizes: Mapping[str, int], num_servers: int, there: Sequence[int], store_bytes: int | None,
     bytes_per_s: float,
 ) -> FileStores:  # fmt: skip
-    """Stores of ``store_bytes`` each as they are at the beginning; see ``FileStores``.
+    """Stores of ``store_bytes`` each in their initial state; see ``FileStores``.
 
-    None = each has all files. Else every file is on one of the servers that are ``there``. Raises
-    ``ConfigError`` if they are too small.
+    None = each has all files. Otherwise every file is on one of the servers in ``there``. Raises
+    ``ConfigError`` if the stores are too small.
     """
     total_bytes, largest_bytes = sum(sizes.values()), max(sizes.values(), default=0)
     if store_bytes is None:
@@ -267,7 +267,7 @@ def filled_stores(
         raise ConfigError(
             f"--store-bytes is {store_bytes}: the largest adapter has {largest_bytes} bytes"
         )
-    # The largest go first to where most room is: no more than one of them lacks room in the end.
+    # The largest files are placed first, where most room is: at most one of them may not fit.
     if total_bytes > len(there) * (store_bytes - largest_bytes):
         raise ConfigError(
             f"--store-bytes is {store_bytes}: all adapters have {total_bytes} bytes, which "

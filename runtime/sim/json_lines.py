@@ -1,4 +1,4 @@
-"""Reads a log of requests, one JSON object a line: arrivals, adapters, lengths, sessions."""
+"""Reads a log of requests, one JSON object per line: arrivals, adapters, lengths, sessions."""
 
 import json
 import math
@@ -22,12 +22,12 @@ _TOO_MANY = 2**31
 
 
 def draw_json_lines(spec: WorkloadSpec, ask: Ask) -> Drawn:
-    """All or the first requests of ``spec.json_lines``, on their clock or scaled to its rate.
+    """All or the first requests of ``spec.json_lines``, on their clock or scaled to a rate.
 
     A line has ``arrival_s``, ``model`` (the adapter), ``prompt_tokens`` and ``output_tokens``, and
     may have ``session`` and ``rank``. Adapters without a rank get those of ``spec.adapters``.
 
-    Raises ``TraceError`` that names file and line.
+    Raises ``TraceError`` with file and line.
     """
     assert spec.json_lines is not None
     path = Path(spec.json_lines)
@@ -53,7 +53,7 @@ def draw_json_lines(spec: WorkloadSpec, ask: Ask) -> Drawn:
     )
     if not any("session" in row for row in rows):
         return drawn
-    # Who has none is in one of its own.
+    # A request without a session has one of its own.
     known = [
         f"of {row['session']}" if "session" in row else f"{index} alone"
         for index, row in enumerate(rows)
@@ -109,7 +109,7 @@ def _checked(row: object, where: str) -> dict[str, Any]:
 
 
 def _wanted(name: str, value: Any) -> str:
-    """What a field must be, if it is not."""
+    """What the field must be; empty if its value is valid."""
     if name == "arrival_s":
         return "" if type(value) in {int, float} and 0 <= value < math.inf else "seconds from 0 on"
     if name == "model":

@@ -1,8 +1,8 @@
-"""What moves to and from a simulated device: files are read one by one, the link is shared.
+"""Transfers to and from a simulated device: files are read one by one, the link is shared.
 
-Files are read as ``coldstart.files`` expects it: one adapter after the other, each in the order of
-its layers, those that requests wait for before prefetches, which give way between layer groups. KV
-blocks take the same link; those that go to the host have its other direction to themselves.
+Files are read as ``coldstart.files`` assumes: one adapter after the other, each in the order of its
+layers, demand loads before prefetches, which are preempted between layer groups. KV blocks share
+the link with adapters; those to the host have its other direction to themselves.
 """
 
 import math
@@ -28,8 +28,8 @@ class _Load:
     group_bytes: tuple[int, ...]
     is_demand: bool
     num_arrived: int = 0  # groups on the device
-    num_on_host: int = 0  # groups
-    read_s: float = 0.0  # spent on reading these
+    num_on_host: int = 0  # groups in the host's memory
+    read_s: float = 0.0  # spent on reading these groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Reading:
 
 
 class SimulatedLoads:
-    """Loads and KV copies under way, and when each part is there. Time never goes back."""
+    """Running loads and KV copies, and when each part arrives. Time never goes back."""
 
     def __init__(self, link: LinkModel, file_bytes_per_s: float) -> None:
         self._link = link
@@ -50,9 +50,9 @@ class SimulatedLoads:
         self._loads: dict[TransferId, _Load] = {}
         self._copies: dict[TransferId, KvTransfer] = {}
         self._reading: _Reading | None = None
-        # Of loads that have ended, the newest of each adapter.
+        # The newest completed load of each adapter.
         self._ended_s: dict[AdapterId, tuple[float, ...]] = {}
-        # (time, transfer, part) of what is on the link, the next one last.
+        # (time, transfer, part) of arrivals over the link, the next one last.
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
     def start(self, transfer: AdapterTransfer, group_bytes: tuple[int, ...], now_s: float) -> None:
@@ -76,7 +76,7 @@ class SimulatedLoads:
         self._expect()
 
     def promote(self, transfer_id: TransferId, now_s: float) -> None:
-        """A request waits for what was a prefetch; unknown transfers have ended."""
+        """Make a prefetch a demand load; unknown transfers have ended."""
         if transfer_id in self._copies:
             self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
             self._expect()
@@ -84,7 +84,7 @@ class SimulatedLoads:
         load = self._loads.get(transfer_id)
         if load is None:
             return
-        assert not load.is_demand, f"nobody prefetched what transfer {transfer_id} loads"
+        assert not load.is_demand, f"transfer {transfer_id} is no prefetch"
         load.is_demand = True
         if load.num_on_host:
             self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
@@ -92,12 +92,12 @@ class SimulatedLoads:
 
     @property
     def next_s(self) -> float:
-        """When something will have happened."""
+        """Time of the next event."""
         arrival_s = self._arrivals[-1][0] if self._arrivals else math.inf
         return min(arrival_s, math.inf if self._reading is None else self._reading.end_s)
 
     def settle(self) -> Result:
-        """Let happen what happens next."""
+        """Process the next event, and return its result."""
         if self._reading is not None and self._reading.end_s <= self.next_s:
             return self._end_reading(self._reading)
         now_s, transfer_id, group = self._arrivals.pop()
@@ -115,9 +115,9 @@ class SimulatedLoads:
         return TransferResult(transfer_id)
 
     def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...]:
-        """By layer group: when it is, or was, on the device, by the newest load.
+        """When each layer group of the newest load is, or was, on the device.
 
-        As far as it is known: whatever begins later may make it later.
+        An estimate: transfers that begin later may delay it.
         """
         for load in self._loads.values():
             if load.transfer.adapter_id == adapter_id:
@@ -125,7 +125,7 @@ class SimulatedLoads:
         return self._ended_s[adapter_id]
 
     def stats(self, direction: Direction, now_s: float) -> LinkStats:
-        """What one direction has carried, and how much is under way."""
+        """Completed and running transfers of one direction."""
         busy_s, num_transfers = self._lanes[direction].at(now_s)
         return LinkStats(self._num_bytes[direction], busy_s, num_transfers)
 
@@ -139,14 +139,14 @@ class SimulatedLoads:
         return tuple(end_s + self._link.latency_s for end_s in ends_s)
 
     def _copy(self, load: _Load, group_bytes: tuple[int, ...], now_s: float) -> None:
-        """Let layer groups have the link, behind those of this load that have it."""
+        """Queue layer groups on the link, behind those of the same load."""
         self._lanes[Direction.TO_DEVICE].start(
             load.transfer.transfer_id, group_bytes, now_s, is_demand=load.is_demand
         )
         self._expect()
 
     def _expect(self) -> None:
-        """Say again when everything arrives: what shares the link has changed."""
+        """Compute all arrival times again: the transfers that share the link have changed."""
         self._arrivals = [
             (end_s + self._link.latency_s, TransferId(index), part)
             for lane in self._lanes.values()
@@ -158,7 +158,7 @@ class SimulatedLoads:
         self._arrivals.sort(reverse=True)
 
     def _read_next(self, now_s: float) -> None:
-        """Read one more layer group, of whoever is first."""
+        """Read one more layer group, of the first unread load."""
         self._reading = None
         for load in self._unread():
             duration_s = load.group_bytes[load.num_on_host] / self._file_bytes_per_s
@@ -166,12 +166,12 @@ class SimulatedLoads:
             return
 
     def _unread(self) -> list[_Load]:
-        """Loads with files to read, in the order in which they have their turns."""
+        """Loads with files to read, in the order in which they are read."""
         unread = [load for load in self._loads.values() if load.num_on_host < len(load.group_bytes)]
         return sorted(unread, key=lambda load: not load.is_demand)
 
     def _read_ends_s(self, load: _Load) -> list[float]:
-        """When the layer groups of ``load`` that are not on the host will be."""
+        """When the layer groups of ``load`` that are not on the host get there."""
         reading = self._reading
         if reading is None:
             return []

@@ -20,21 +20,21 @@ _WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachine:
-    """An accelerator with a base model on it, and how adapters come to it."""
+    """An accelerator with a base model, and the path of adapters to it."""
 
     name: str
     model: MachineModel
     memory_bytes: int  # for KV and adapters together
     kv_bytes_per_token: int
     adapter_bytes_per_rank: int  # over all layers
-    # Targets of an adapter that share an input: what their ranks add up to is what workers compute.
+    # Targets of an adapter that share an input: workers compute the sum of their ranks.
     group_targets: tuple[int, ...]
     file_bytes_per_s: float  # of reading adapters that are not in the host's memory
     block_size: int = 16
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
-    mix_decode_with_prefill: bool = True  # else each has a pass of its own
-    max_rank: int | None = None  # that its times were measured with; None = they are set by hand
+    mix_decode_with_prefill: bool = True  # False: each has a pass of its own
+    max_rank: int | None = None  # largest measured rank; None = times are set by hand
 
     @property
     def num_blocks(self) -> int:
@@ -47,11 +47,12 @@ class SimulatedMachine:
         return self.block_size * self.kv_bytes_per_token
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise ``ConfigError`` if adapters of these take nobody knows how long."""
+        """Raise ``ConfigError`` if one is above the largest measured rank."""
         if self.max_rank is not None and max(ranks) > self.max_rank:
             raise ConfigError(
                 f"--workload has adapters of rank {max(ranks)}, the profile of {self.name} goes "
-                f"up to rank {self.max_rank}: corun profile measures more ranks than a start does"
+                f"up to rank {self.max_rank}: run corun profile, which measures larger ranks than "
+                "a start does"
             )
 
     def adapter_facts(self, name: str, rank: int) -> AdapterFacts:
@@ -76,9 +77,9 @@ class SimulatedMachine:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """By how much a machine is slower than its model says; > 1 = slower."""
+    """Factors by which a machine is slower than its model; > 1 = slower."""
 
-    step: float = 1.0  # what the device and the engine's own core do
+    step: float = 1.0  # the device and the engine's core
     link: float = 1.0
     workers: float = 1.0
 
@@ -87,7 +88,7 @@ AS_MODELLED = Factors()
 
 
 def slowed(model: MachineModel, factors: Factors) -> MachineModel:
-    """A machine that takes so many times as long as ``model``, and has as many tokens a worker."""
+    """``model`` with times multiplied by ``factors``, and as many tokens per worker."""
     step = factors.step
     return replace(
         model,
@@ -171,7 +172,7 @@ def _a40(
 
 
 def _with_slow_link(machine: SimulatedMachine) -> SimulatedMachine:
-    """At a quarter: others copy, too, or it is a smaller link."""
+    """A link at a quarter of the speed: it is shared, or has fewer lanes."""
     model = replace(machine.model, link=LinkModel(bytes_per_s=3e9, latency_s=1e-3))  # by hand
     return replace(machine, name=f"{machine.name}-link3", model=model)
 
@@ -179,8 +180,8 @@ def _with_slow_link(machine: SimulatedMachine) -> SimulatedMachine:
 def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> SimulatedMachine:
     """With 16 CPU workers that keep up with the device's own products at ranks up to 100 or so.
 
-    ``group_widths``: inputs and outputs of each group's targets together, which is what a delta
-    multiplies per token and rank, and what base products are taken to be in proportion to.
+    ``group_widths``: inputs plus outputs of each group's targets: the multiplications of a delta
+    per token and rank. Base products are assumed to be proportional to them.
     """
     model, max_tokens = machine.model, float(machine.max_num_batched_tokens)
     layer_s = model.step_s.at(max_tokens) / model.num_layers
@@ -266,7 +267,7 @@ def _tp4(name: str, shape: LlamaShape, kernels: str, memory_bytes: int) -> Simul
 
 
 def _without_weights(memory_gb: int, shape: LlamaShape) -> int:
-    """By hand: a tenth is left to what a forward needs."""
+    """By hand: a tenth of the memory is for activations."""
     return memory_gb * 900_000_000 - shape.weight_bytes
 
 

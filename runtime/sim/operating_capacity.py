@@ -1,4 +1,4 @@
-"""What one server bears if all adapters have one rank: found by simulating it, and kept."""
+"""The capacity of one server if all adapters have one rank, found by simulation and stored."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,19 +24,19 @@ def with_capacity(
     cluster: ClusterSpec, setup: SimulatedRun, slo_ttft_s: float | None, percentile: float,
     num_processes: int, on_progress: Callable[[str], None],
 ) -> ClusterSpec:  # fmt: skip
-    """Return ``cluster`` with the capacity of each rank of ``setup``'s workload, if it needs it.
+    """Return ``cluster`` with the capacity of each rank of ``setup``'s workload, if it needs them.
 
-    Raises ``ConfigError`` without an SLO, or if some rank holds it, or misses it, at whatever load.
+    Raises ``ConfigError`` without an SLO, or if a rank holds it, or misses it, at every load.
     """
     if cluster.placement is None or not goes_by_demand(cluster.placement):
         return cluster
     if slo_ttft_s is None:
         raise ConfigError(
-            f"--placement {cluster.placement} goes by what a server bears within an SLO: give "
+            f"--placement {cluster.placement} needs the capacity of a server within an SLO: give "
             "--slo-ttft-s X"
         )
     ranks = tuple(sorted(set(setup.workload.adapters.ranks)))
-    # What decides nothing here must not have it searched for again.
+    # Fields without influence are reset, so that they do not start another search.
     workload = replace(
         setup.workload, rps=1.0, seed=0, json_lines=None, requests=NUM_REQUESTS, duration_s=None
     )
@@ -46,8 +46,8 @@ def with_capacity(
         capacity = _capacity(alone, ranks, slo, num_processes, on_progress)
     except NoLimitError as error:
         raise ConfigError(
-            f"--placement {cluster.placement} goes by what a server bears of each rank, and one of "
-            f"them holds, or misses, --slo-ttft-s {slo_ttft_s:g} at any load ({error})"
+            f"--placement {cluster.placement} needs the capacity of a server for each rank, and "
+            f"one rank holds, or misses, --slo-ttft-s {slo_ttft_s:g} at any load ({error})"
         ) from error
     return replace(cluster, capacity=capacity)
 
@@ -72,14 +72,14 @@ def find_capacity(
     Args:
         setup: One server; its rate and adapters do not matter.
         ranks: Ascending.
-        slo: What it must hold; None = nothing: what it does when all arrive at once.
-        folder: Where runs are kept, to be found again.
-        num_processes: That simulate side by side.
-        on_progress: Told each line of progress.
+        slo: The limit; None = the throughput when all requests arrive at once.
+        folder: Runs are stored there and used again.
+        num_processes: Processes that simulate in parallel.
+        on_progress: Called with each line of progress.
 
     Raises:
-        NoLimitError: Some rank holds the SLO, or misses it, at whatever load.
-        ResourceError: A run cannot be kept.
+        NoLimitError: A rank holds the SLO, or misses it, at every load.
+        ResourceError: A run cannot be stored.
     """
     folder.mkdir(parents=True, exist_ok=True)
     setups = {str(rank): [_of_rank(setup, rank)] for rank in ranks}

@@ -1,9 +1,9 @@
-"""Latency models with the figures of papers, for the model that these measured and for larger ones.
+"""Latency models with figures of papers, for the models that these measured and for larger ones.
 
-What a paper does not say is set by hand, and what it did not measure is scaled from the shapes of
-models: arithmetic with the weights of a layer's linears, the reading of weights with their bytes,
-and what is left of a step's fixed time with the number of layers. Adapters cost what their bytes
-do.
+Missing figures are set by hand. Models that a paper did not measure are scaled by their shapes:
+arithmetic with the weights of a layer's linears, the reading of weights with their bytes, and the
+rest of a step's fixed time with the number of layers. Costs of adapters are proportional to their
+bytes.
 """
 
 from ...profiles.curve import Curve, CurveFamily
@@ -14,14 +14,14 @@ from .shapes import LLAMA_7B, LlamaShape
 _PREFILL_S = 28.7e-3
 _PREFILL_S_PER_TOKEN = 0.0599e-3
 # Figure 6: 24 rows of rank 32 and 16 of rank 64 take 34.8 and 35.8 ms with padded kernels (BGMV),
-# 35.3 and 35.9 ms with exact ones (MBGMV). What these take more whatever the ranks is their own.
+# 35.3 and 35.9 ms with exact ones (MBGMV). The exact ones have a fixed cost besides.
 _DECODE_S = 31.8e-3
 _EXACT_FIXED_S = 33.5e-3 - _DECODE_S
 _PADDED_S_PER_RANK = 3.9e-6  # per row and the largest rank
 _EXACT_S_PER_RANK = 2.34e-6  # per rank of each row
-# Section 7.3: prefill with workers takes 61 and 126 ms at 64 and 256 tokens. Whatever that is above
-# the device alone counts as invocations: 16 tokens of rank 64 on one core take no longer than q, k
-# and v on the device.
+# Section 7.3: prefill with workers takes 61 and 126 ms at 64 and 256 tokens. The difference to the
+# device alone counts as invocations: 16 tokens of rank 64 on one core take no longer than q, k and
+# v on the device.
 _ASSISTED_S = {64: 61e-3, 256: 126e-3}
 _NUM_WORKERS = 16  # figure 17, right
 _TOKENS_PER_WORKER = 16  # figure 12, right
@@ -34,7 +34,7 @@ _TP4_STEP_S = 10e-3
 _TP4_S_PER_TOKEN = 90e-6
 _TP4_S_PER_KEY = 0.35e-6  # of rows that decode
 _TP4_BYTES_PER_S = 4 * 1.555e12  # of their memory: data sheet
-# By which a token of rank 128 takes longer; light: figure 5, 20 % at eight GPUs.
+# Share by which a token of rank 128 takes longer; light: figure 5, 20 % at eight GPUs.
 _TP4_RANK_SHARES = {"padded": 2.0, "exact": 2.0, "light": 0.2}
 TP4_KERNELS = tuple(_TP4_RANK_SHARES)
 
@@ -46,8 +46,8 @@ _FAST_LINK = LinkModel(bytes_per_s=25e9, latency_s=1e-3)  # by hand: PCIe 4 x16 
 def toppings_model(shape: LlamaShape, *, is_padded: bool) -> MachineModel:
     """One A100 as in Toppings, adapters on q, k and v. Its steps decode apart from prefill.
 
-    Context costs nothing, as in the paper. Adapters in prefill, of which it says nothing, multiply
-    as fast as the base model does.
+    Context costs nothing, as in the paper. Adapters in prefill, for which it has no figures,
+    multiply as fast as the base model.
     """
     values = shape.num_layers * shape.layer_values
     token_s = _PREFILL_S_PER_TOKEN * values / (LLAMA_7B.num_layers * LLAMA_7B.layer_values)
@@ -96,14 +96,14 @@ def loraserve_model(shape: LlamaShape, kernels: str) -> MachineModel:
 
 
 def _fixed_s(shape: LlamaShape, llama_7b_s: float, bytes_per_s: float) -> float:
-    """What a step takes whatever it computes, from what it takes with Llama 7B."""
+    """The fixed time of a step, scaled from that of Llama 7B."""
     read_s = LLAMA_7B.weight_bytes / bytes_per_s
     layers = shape.num_layers / LLAMA_7B.num_layers
     return shape.weight_bytes / bytes_per_s + layers * (llama_7b_s - read_s)
 
 
 def _invocations() -> tuple[float, float]:
-    """Of one layer's invocation: seconds, and seconds per token."""
+    """One layer's invocation: seconds, and seconds per token."""
     (few, few_s), (many, many_s) = (
         (tokens, (assisted_s - _PREFILL_S - _PREFILL_S_PER_TOKEN * tokens) / LLAMA_7B.num_layers)
         for tokens, assisted_s in _ASSISTED_S.items()

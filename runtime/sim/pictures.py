@@ -1,7 +1,7 @@
-"""Pictures of simulated runs, which can be read without help. Loads matplotlib when it draws.
+"""Pictures of simulated runs. Loads matplotlib when it draws.
 
-Each has what was found as its title, axes with units, lines that are named where they end, and in
-its foot what was simulated. No text lies over another one.
+The title says the result, axes have units, each line is labelled at its end, and the foot says what
+was simulated. Texts do not overlap.
 """
 
 import re
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Eight that most people can tell apart. Source: Okabe and Ito, Color Universal Design (2008).
+# Eight colours that most people can distinguish. Source: Okabe and Ito, Color Universal Design
+# (2008).
 _COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6a00", "#000000",
 )  # fmt: skip
 _GREY = "0.35"
-_LEAST_S = 1e-4  # on an axis of logarithms
+_LEAST_S = 1e-4  # on a logarithmic axis
 _POINTS = 9  # of all text but titles
 _LINE_GAP = 1.25  # between names, in heights of text
 _TITLE_CHARACTERS, _FOOT_CHARACTERS = 84, 130
@@ -34,15 +35,15 @@ SHARES = np.linspace(0.0, 100.0, 1001)  # percent of the requests
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenCurve:
-    """Of one variant, over seeds."""
+    """First tokens of one variant, over seeds."""
 
-    times_s: Seconds  # within which each of ``SHARES`` comes
-    at_percentile_s: float  # within which the share comes that is marked
+    times_s: Seconds  # percentiles at ``SHARES``
+    at_percentile_s: float  # the marked percentile
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """What several seeds came to at one load."""
+    """Results of several seeds at one load."""
 
     rate_rps: float
     median_s: float
@@ -113,7 +114,7 @@ def draw_load_curve(
 
 
 def draw_memory(memory: MemoryOverTime, title: str, foot: str, path: Path) -> None:
-    """What holds the device's memory, one kind over the other."""
+    """The device's memory by kind, stacked."""
     page = _Page(title, foot, "seconds from the first arrival", "GiB on the device")
     kinds = list(memory.num_bytes)
     stack = np.array([memory.num_bytes[kind] for kind in kinds], dtype=np.float64) / 2**30
@@ -130,7 +131,7 @@ def draw_memory(memory: MemoryOverTime, title: str, foot: str, path: Path) -> No
 def draw_parts(
     parts_s: Mapping[str, Mapping[str, float]], title: str, foot: str, path: Path
 ) -> None:
-    """What first tokens waited for on average: a bar per row of names, a colour per part."""
+    """Mean parts of the time to first tokens: a bar per rank, a colour per part."""
     page = _Page(title, foot, "rank of the adapter", "mean seconds to the first token")
     names = sorted({part for of_one in parts_s.values() for part in of_one})
     base = np.zeros(len(parts_s))
@@ -166,7 +167,7 @@ def draw_server_loads(loads: LoadsOverTime, title: str, foot: str, path: Path) -
 
 
 def in_words(name: str) -> str:
-    """``running_kv`` as people write it."""
+    """``running_kv`` as words."""
     return name.replace("_", " ").replace("kv", "KV")
 
 
@@ -175,7 +176,7 @@ def _cycle() -> Sequence[str]:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """In lines, of which none begins with a number's unit or within a name."""
+    """Wrap ``text``; no line begins with a number's unit or within a name."""
     kept = re.sub(r"(?<=\d) ", "\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(kept, width, break_on_hyphens=False)
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
@@ -201,7 +202,7 @@ class _Page:
         self.axes.spines[["top", "right"]].set_visible(False)
 
     def name_line(self, y: float, text: str, color: str) -> None:
-        """Write ``text`` at the right of the axes, as near to ``y`` as others let it be."""
+        """Write ``text`` at the right of the axes, as near to ``y`` as other names permit."""
         self._names.append((y, text, color))
 
     def mark_x(self, x: float, text: str) -> None:
@@ -242,7 +243,7 @@ class _Page:
         self.axes.set_position((_LEFT / width, 0.19, (right - _LEFT) / width, 0.66))
 
     def _place_names(self) -> None:
-        """Push names apart from below to above, and all of them down if they leave the axes."""
+        """Push names apart upwards, and all of them down if they leave the axes."""
         box = self.axes.get_window_extent()
         gap = _POINTS * _LINE_GAP * self.figure.dpi / 72 / box.height  # in shares of the axes
         wanted = []

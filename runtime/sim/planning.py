@@ -1,4 +1,4 @@
-"""How large a load servers bear within an SLO, what binds, and what would change it."""
+"""The largest load of servers within an SLO, the bottleneck, and what would change it."""
 
 import enum
 from collections import defaultdict
@@ -14,13 +14,13 @@ from .study import RunOutcome, SimulatedRun, Study
 from .workload_spec import MAX_RPS
 
 PRECISION = 1.05  # of the largest load
-FIRST_SHARE = 0.7  # of what is served then: where the search begins
+FIRST_SHARE = 0.7  # of the saturated throughput: where the search begins
 ONE_MORE_SERVER = "one more server"
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The largest load within the SLO, by seed, and what happens at it."""
+    """The largest load within the SLO, by seed, and the runs at it."""
 
     rates_rps: tuple[float, ...]
     outcomes: tuple[RunOutcome, ...]
@@ -33,19 +33,19 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """First tokens."""
+    """A limit for a percentile of first tokens."""
 
     ttft_s: float
     percentile: float
 
     def is_held(self, outcome: RunOutcome) -> bool:
-        """Whether that percentile of the run is within it."""
+        """Whether the percentile of the run is within the limit."""
         return percentile_s(outcome, self.percentile) <= self.ttft_s
 
 
 def saturated(study: Study, setup: SimulatedRun) -> float:
-    """Requests/s that are served when all arrive at once."""
-    at_once = replace(setup.workload, rps=MAX_RPS)  # everything arrives at once
+    """Requests/s that are completed when all arrive at once."""
+    at_once = replace(setup.workload, rps=MAX_RPS)
     flood = replace(setup, name="all at once", workload=at_once)
     return study.run([flood])[flood].figures.served_rps
 
@@ -53,16 +53,16 @@ def saturated(study: Study, setup: SimulatedRun) -> float:
 def capacities(
     study: Study, setups: Mapping[str, Sequence[SimulatedRun]], slo: Slo, start_rps: float
 ) -> dict[str, Capacity]:
-    """Find the largest loads of all setups, by name, side by side: none waits for another.
+    """Find the largest loads of all setups, by name, in parallel: none waits for another.
 
     Args:
         study: Runs them.
-        setups: By name, one for each seed; their rates do not matter.
+        setups: By name, one for each seed; their rates are ignored.
         slo: What must hold.
-        start_rps: Where to begin, for each server.
+        start_rps: First rate, per server.
 
     Raises:
-        NoLimitError: One holds the SLO, or misses it, at whatever load.
+        NoLimitError: A setup holds the SLO, or misses it, at every load.
     """
     searches = {
         (name, setup.workload.seed): _Search(setup, slo, start_rps * setup.num_servers)
@@ -91,7 +91,7 @@ def capacities(
 
 
 class _Search:
-    """For one setup with one seed."""
+    """The search for one setup with one seed."""
 
     def __init__(self, setup: SimulatedRun, slo: Slo, start_rps: float) -> None:
         self._setup = setup
@@ -103,11 +103,11 @@ class _Search:
 
     @property
     def best(self) -> RunOutcome:
-        """What happened at the largest load."""
+        """The run at the largest load."""
         return self._held[self.largest_rps]
 
     def take(self, outcome: RunOutcome) -> None:
-        """Go on with what ``wanted`` came to."""
+        """Continue with the outcome of ``wanted``."""
         assert self.wanted is not None
         is_held = self._slo.is_held(outcome)
         if is_held:
@@ -124,7 +124,7 @@ class _Search:
 
 
 def what_ifs(setup: SimulatedRun) -> dict[str, SimulatedRun]:
-    """The same with more of something, by what it has more of."""
+    """Variants of ``setup`` with more of one resource, by its name."""
     machine = setup.machine
     model = machine.model
     found = {
@@ -145,7 +145,7 @@ def what_ifs(setup: SimulatedRun) -> dict[str, SimulatedRun]:
 def servers_for(
     study: Study, setups: Sequence[SimulatedRun], slo: Slo, rate_rps: float, first: int
 ) -> int:
-    """How few servers hold a load with every seed, looked for from ``first`` on.
+    """The smallest number of servers that hold a load with every seed, searched from ``first`` on.
 
     Raises ``NoLimitError`` if twice as many do not.
     """
@@ -167,7 +167,7 @@ def servers_for(
 
 
 def _at_load(setup: SimulatedRun, rate_rps: float) -> SimulatedRun:
-    """With as many requests for each server as one server alone has."""
+    """The setup at this load, with as many requests per server as for one server alone."""
     workload, number = setup.workload, setup.num_servers
     requests = None if workload.duration_s is not None else number * workload.num_requests
     workload = replace(workload, rps=rate_rps, requests=requests)
@@ -185,7 +185,7 @@ def _with_link(model: MachineModel, factor: float) -> MachineModel:
 
 
 class Binding(enum.StrEnum):
-    """What keeps first tokens of the slowest requests waiting."""
+    """The resource that delays first tokens of the slowest requests."""
 
     DEVICE = "the device's time"
     MEMORY = "memory"
@@ -199,11 +199,11 @@ _BINDINGS = {
     TimePart.ADAPTER_LOAD: Binding.LINK,
     TimePart.KV_SWAP_IN: Binding.LINK,
     TimePart.COLD_WAIT: Binding.LINK,
-}  # the others: the device
+}  # all other parts: the device
 
 
 def what_binds(outcomes: Iterable[RunOutcome]) -> dict[Binding, float]:
-    """Shares of what the slowest tenth of the requests waited for, the largest first."""
+    """Shares of resources in the waiting time of the slowest tenth of requests, largest first."""
     waited_s = dict.fromkeys(Binding, 0.0)
     for outcome in outcomes:
         slowest = sorted(outcome.requests, key=lambda one: one.ttft_s)[-_tenth(outcome) :]
@@ -220,6 +220,6 @@ def _tenth(outcome: RunOutcome) -> int:
 
 
 def adapters_that_fit(outcome: RunOutcome, mean_adapter_bytes: float) -> float:
-    """How many were on the device on average."""
+    """The mean number of adapters on the device."""
     held = outcome.memory.num_bytes["adapters"]
     return sum(held) / len(held) / mean_adapter_bytes

@@ -1,4 +1,4 @@
-"""Which adapters requests name, and the ranks of these. Pure, but for reading traces."""
+"""Draws the adapters of requests, and the ranks of adapters. Pure, but for reading traces."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from .workload_spec import AdapterSpec
 _SHIFTING_SHARE = 0.5  # LoRAServe, section V-E: of the largest rank at first
 
 
-def draw_adapters(ask: Ask, spec: AdapterSpec, who: Ints | None = None) -> Adapters:
-    """Draw for each request, or for each session; ``who``: the session of each request."""
+def draw_adapters(ask: Ask, spec: AdapterSpec, sessions: Ints | None = None) -> Adapters:
+    """Draw for each request, or for each session; ``sessions``: the session of each request."""
     if spec.popularity == "by-rank":
         adapters, ranks = _by_rank(ask, spec)
-        return (adapters if who is None else adapters[who]), ranks
+        return (adapters if sessions is None else adapters[sessions]), ranks
     if spec.popularity == "zipf":
         names = _power_law(ask, spec.number, spec.exponent, ask.num_requests)
     elif spec.popularity == "gentd26":
@@ -29,11 +29,11 @@ def draw_adapters(ask: Ask, spec: AdapterSpec, who: Ints | None = None) -> Adapt
         calls = read_maf(ask.traces)
         counts = np.bincount(calls.function, weights=calls.count)
         names = ask.rng.choice(len(counts), ask.num_requests, p=counts / counts.sum())
-    return with_drawn_ranks(names if who is None else names[who], ask, spec.ranks)
+    return with_drawn_ranks(names if sessions is None else names[sessions], ask, spec.ranks)
 
 
 def with_drawn_ranks(names: Ints, ask: Ask, choice: Sequence[int]) -> Adapters:
-    """Adapters for what is named; ranks in equal numbers, shuffled."""
+    """Adapters numbered by ``names``; ranks in equal numbers, shuffled."""
     found, adapters = np.unique(names, return_inverse=True)
     ranks = [choice[index % len(choice)] for index in range(len(found))]
     ask.rng.shuffle(ranks)
@@ -41,7 +41,7 @@ def with_drawn_ranks(names: Ints, ask: Ask, choice: Sequence[int]) -> Adapters:
 
 
 def _by_rank(ask: Ask, spec: AdapterSpec) -> Adapters:
-    """Ranks in equal numbers, those of one rank behind each other."""
+    """Ranks in equal numbers, adapters of one rank next to each other."""
     per_rank = spec.number // len(spec.ranks)
     rank_index = _rank_indices(ask, spec)
     if spec.within_exponent:
@@ -65,7 +65,7 @@ def _rank_indices(ask: Ask, spec: AdapterSpec) -> Ints:
 
 
 def _shifting(ask: Ask, num_ranks: int) -> Ints:
-    """The shares of ranks go linearly from those of the first request to those of the last."""
+    """Shares of ranks change linearly from the first request to the last."""
     others = (1.0 - _SHIFTING_SHARE) / (num_ranks - 1)
     first, last = np.full(num_ranks, others), np.full(num_ranks, others)
     first[-1] = last[0] = _SHIFTING_SHARE
@@ -76,6 +76,6 @@ def _shifting(ask: Ask, num_ranks: int) -> Ints:
 
 
 def _power_law(ask: Ask, num_ids: int, exponent: float, num_drawn: int) -> Ints:
-    """The k-th with weight k ** -exponent."""
+    """Draw ids, the k-th with weight k ** -exponent."""
     weights = np.arange(1, num_ids + 1) ** -exponent
     return ask.rng.choice(num_ids, num_drawn, p=weights / weights.sum())

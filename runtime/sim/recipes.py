@@ -1,8 +1,8 @@
 """Workloads by name.
 
 S1 is Chameleon's (section 5.1): lengths of Azure's conversations, Poisson arrivals, a hundred
-adapters of five ranks in equal numbers, small ranks more popular by a power law. Those from
-prod50 on are LoRAServe's (section V-E), with Azure's lengths in place of its own.
+adapters of five ranks in equal numbers, small ranks more popular by a power law. prod50 and those
+below it are LoRAServe's (section V-E), with Azure's lengths in place of its own.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ RECIPES: Mapping[str, Recipe] = {
             adapters=AdapterSpec(popularity="clients"),
         ),
     ),
-    # For models so small that a CPU serves them.
+    # For models that are small enough for a CPU.
     "S1-16": Recipe(_A40_7B, WorkloadSpec(lengths=_SIXTEENTH)),
     "S5-16": Recipe(_A40_7B, replace(_OWN_CLOCK, lengths=_SIXTEENTH)),
     "prod50": Recipe(_TP4, _production(50)),

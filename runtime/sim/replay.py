@@ -1,6 +1,6 @@
-"""Sends requests to an engine's core when they are due, and notes what came of them.
+"""Sends requests to an engine's core when they are due, and records their results.
 
-It drives ``EngineCore.step`` and decides nothing. Time is what the caller says: virtual over a
+It drives ``EngineCore.step`` and decides nothing. The caller provides the clock: virtual over a
 simulated machine, or real over any device.
 """
 
@@ -14,16 +14,16 @@ from ..engine.core import EngineCore
 from ..engine.messages import AddRequest, EngineStats, RequestUpdate
 from ..errors import EngineDeadError, RequestError
 
-# Far more than any step or load takes: an engine that says nothing for so long is stuck.
+# Far more than any step or load takes: an engine without output for this long is stuck.
 _SILENCE_LIMIT_S = 600.0
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request. Times are seconds from the start of the replay."""
+    """The result of one request. Times are seconds from the start of the replay."""
 
     request_id: int
-    arrival_s: float  # when it was due, however late it was sent
+    arrival_s: float  # when it was due, even if it was sent later
     first_token_s: float | None = None
     end_s: float | None = None
     num_output_tokens: int = 0
@@ -31,12 +31,12 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of its prompt
     num_host_cached_tokens: int = 0  # of these, from the host
-    is_cold: bool = False  # its adapter was not on the device when it was to begin
+    is_cold: bool = False  # its adapter was not on the device when it could have started
     # Seconds until its first token, by values of ``scheduler.events.TimePart``.
     parts_s: dict[str, float] = field(default_factory=dict)
 
     def note(self, update: RequestUpdate, at_s: float) -> None:
-        """Take in what the engine says of it at ``at_s``."""
+        """Apply an update that the engine sent at ``at_s``."""
         if update.token_ids:
             self.num_output_tokens += len(update.token_ids)
             if self.first_token_s is None:
@@ -53,18 +53,18 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Steps that had rows, since the executor was made."""
+    """Steps with rows, since the executor was made."""
 
     num_steps: int = 0
-    busy_s: float = 0.0  # from a step's plan to its result, or from the end of the step before
+    busy_s: float = 0.0  # from a step's plan, or the end of the step before, to its result
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """A replay from its first arrival to its last token, or to where it was cut."""
 
-    records: tuple[RequestRecord, ...]  # of requests that were taken, by arrival
-    refused: dict[str, int]  # requests that could never fit, by what of them is too large
+    records: tuple[RequestRecord, ...]  # of requests that were accepted, by arrival
+    refused: dict[str, int]  # numbers of requests that could never fit, by the reason
     stats: EngineStats  # at the end
     link: dict[str, LinkStats]  # by direction, at the end
     steps: StepStats  # at the end
@@ -76,7 +76,7 @@ Look = Callable[[float, EngineCore], None]
 
 
 def look_at_nothing(now_s: float, core: EngineCore) -> None:
-    """For those who want the end alone."""
+    """An observer that does nothing."""
 
 
 def replay(
@@ -90,20 +90,20 @@ def replay(
     horizon_s: float = math.inf,
     look: Look = look_at_nothing,
 ) -> Replayed:
-    """Let requests arrive and run until all have ended.
+    """Send requests as they are due, and run until all have ended.
 
     Args:
         core: Without requests.
-        arrivals: Seconds from now, never falling, and what arrives then.
+        arrivals: Seconds from now, never falling, and the request that arrives.
         clock: The core's clock: seconds.
         sleep: Waits on that clock.
-        link_stats: What the core's link has carried since it was made.
-        step_stats: What the core's executor has computed.
-        horizon_s: How long after the last arrival it is cut.
-        look: Watches.
+        link_stats: Returns transfers over the core's link since it was made.
+        step_stats: Returns steps of the core's executor.
+        horizon_s: The replay is cut this long after the last arrival.
+        look: An observer, called after each turn.
 
     Raises:
-        EngineDeadError: No request gets on any more.
+        EngineDeadError: No request makes progress.
     """
     run = _Run(core, arrivals, clock, sleep)
     end_s = (arrivals[-1][0] if arrivals else 0.0) + horizon_s
@@ -114,7 +114,7 @@ def replay(
 
 
 class _Run:
-    """A replay under way."""
+    """A running replay."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class _Run:
 
     @property
     def now_s(self) -> float:
-        """From the start."""
+        """Seconds from the start."""
         return self._clock() - self._start_s
 
     def turn(self) -> bool:
-        """Send what is due, let the core take a step; False at the end."""
+        """Send due requests, and let the core take a step; False at the end."""
         self._send_due()
         if not self._core.has_work:
             if self._num_sent == len(self._arrivals):
@@ -153,7 +153,7 @@ class _Run:
         if updates:
             self._heard_s = now_s
         elif now_s - self._heard_s >= _SILENCE_LIMIT_S:
-            raise EngineDeadError(f"the engine has said nothing for {_SILENCE_LIMIT_S:g} s")
+            raise EngineDeadError(f"the engine has sent nothing for {_SILENCE_LIMIT_S:g} s")
         return True
 
     def result(self, link: dict[str, LinkStats], steps: StepStats) -> Replayed:
@@ -167,7 +167,7 @@ class _Run:
         )
 
     def _deadline_s(self) -> float:
-        """When the core must be asked again, if it has nothing to say before."""
+        """When the core must be polled again, if it has no output before."""
         return min(self._next_arrival_s(), self._heard_s + _SILENCE_LIMIT_S)
 
     def _next_arrival_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What a study came to: a table, a file of figures, pictures."""
+"""Results of a study: a table, a file of figures, pictures."""
 
 import statistics
 from collections import defaultdict
@@ -27,23 +27,23 @@ _PICTURES = tuple(f"{name}.png" for name in ("first_tokens", "memory", "parts", 
 class Cell:
     """A variant at a load; ``setups`` differ in their seeds."""
 
-    variant: str  # "" = nothing is compared
+    variant: str  # "" = no options are compared
     setups: tuple[SimulatedRun, ...]
 
     @property
     def rate_rps(self) -> float:
-        """Requests/s; 0 = as the log of requests has them."""
+        """Requests/s; 0 = the own load of a log of requests."""
         return self.setups[0].workload.rps or 0.0
 
     @property
     def load(self) -> str:
-        """For people."""
+        """The load as readers see it."""
         return f"{self.rate_rps:g} requests/s" if self.rate_rps else "its own load"
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All cells with what their runs came to."""
+    """All cells with the outcomes of their runs."""
 
     cells: Sequence[Cell]
     outcomes: Mapping[SimulatedRun, RunOutcome]
@@ -52,7 +52,7 @@ class Results:
     slo_s: float | None
 
     def of(self, cell: Cell) -> list[RunOutcome]:
-        """By seed."""
+        """Outcomes by seed."""
         return [self.outcomes[setup] for setup in cell.setups]
 
     def ttft_percentiles_s(self, cell: Cell) -> list[float]:
@@ -60,11 +60,11 @@ class Results:
         return [percentile_s(one, self.percentile) for one in self.of(cell)]
 
     def ttft_percentile_s(self, cell: Cell) -> float:
-        """The median over seeds, as all figures of a cell are."""
+        """The median over seeds, as for all figures of a cell."""
         return spread_of(self.ttft_percentiles_s(cell))[0]
 
     def slo_share(self, cell: Cell) -> float:
-        """Of the requests whose first tokens came within the SLO: the median over seeds."""
+        """The share of requests with a first token within the SLO: the median over seeds."""
         slo_s = self.slo_s
         assert slo_s is not None
         shares = [float((ttft_s(one) <= slo_s).mean()) for one in self.of(cell)]
@@ -72,12 +72,12 @@ class Results:
 
 
 def percentile_s(outcome: RunOutcome, percentile: float) -> float:
-    """Of a run's first tokens, interpolated linearly between the two nearest."""
+    """A percentile of a run's first tokens, interpolated linearly between the two nearest."""
     return float(np.percentile(ttft_s(outcome), percentile))
 
 
 def ttft_s(outcome: RunOutcome) -> pictures.Seconds:
-    """Of all its requests; those without a first token until the run was cut count until then."""
+    """First tokens of all requests; to the cut of the run for requests without one."""
     return np.array([one.ttft_s for one in outcome.requests])
 
 
@@ -96,7 +96,7 @@ def missed_by_one(results: Results) -> Iterator[str]:
         if others_s <= slo_s < all_s:
             yield (
                 f"{setup.name}: P{results.percentile:g} misses {slo_s:g} s by one request alone, "
-                f"which took {times_s[-1]:.3g} s; more requests say more"
+                f"which took {times_s[-1]:.3g} s; use more requests"
             )
 
 
@@ -105,11 +105,11 @@ def cut_short(results: Results) -> Iterator[str]:
     if any(outcome.figures.num_unfinished for outcome in results.outcomes.values()):
         yield (
             f"Runs were cut {results.cells[0].setups[0].horizon_s:g} s after their last arrival "
-            "(--horizon-s); what had not ended by then is unfinished, and counts with that time."
+            "(--horizon-s); requests that had not ended are unfinished and count to the cut."
         )
 
 
-# Each with the format of its median over seeds.
+# Columns, each with the format of its median over seeds.
 _COLUMNS: Mapping[str, tuple[Callable[[Figures], float], str]] = {
     "mean": (lambda one: one.ttft_mean_s, ".3g"),
     "P50": (lambda one: one.ttft_p50_s, ".3g"),
@@ -133,9 +133,9 @@ _CLUSTER_COLUMNS: Mapping[str, tuple[Callable[[ClusterFigures], float], str]] = 
 
 
 def table(results: Results) -> Iterator[str]:
-    """Yield aligned lines; seconds to first tokens where nothing else is said.
+    """Yield aligned lines; figures without a unit are seconds to first tokens.
 
-    Every figure is the median over seeds of what each run came to.
+    Every figure is the median over seeds.
     """
     head = ["" if not any(cell.variant for cell in results.cells) else "variant", "req/s"]
     head.append(f"P{results.percentile:g}")
@@ -174,7 +174,7 @@ def _medians(
 
 
 def foot(results: Results) -> str:
-    """What all of it is of: for the end of a table and every picture."""
+    """What was simulated: for the end of a table and every picture."""
     setups = results.cells[0].setups
     first, last = setups[0].workload.seed, setups[-1].workload.seed
     seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
@@ -187,7 +187,7 @@ def foot(results: Results) -> str:
 
 
 def _servers(results: Results) -> str:
-    """How many there are and who routes, as far as that is the same for all cells."""
+    """The number of servers and their router, if they are the same for all cells."""
     clusters = {cell.setups[0].cluster for cell in results.cells}
     texts = {
         "one server" if one is None else f"servers: {len(one.servers)}, router {one.router}"
@@ -244,7 +244,7 @@ def _of_servers(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
-    """Make the folder; what it holds of the same study is gone on with.
+    """Make the folder; an interrupted run of the same study in it is continued.
 
     Raises ``ConfigError`` if it holds another study's results, or cannot be written.
     """
@@ -259,7 +259,7 @@ def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
                     f"--out {path} holds the results of another study; name another folder, or "
                     "--force"
                 )
-            for name in (RESULT_NAME, *_PICTURES):  # this study may not make all of them
+            for name in (RESULT_NAME, *_PICTURES):  # the new study may not write all of them
                 (path / name).unlink(missing_ok=True)
         mark.write_text(digest)
         (path / RUNS_NAME).mkdir(exist_ok=True)
@@ -269,10 +269,10 @@ def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
 
 
 def draw(folder: Path, results: Results) -> list[Path]:
-    """Draw all that there is to see."""
+    """Draw all pictures for which there are results."""
     at_foot = foot(results)
     loads = sorted({cell.rate_rps for cell in results.cells})
-    # One load, where the policies differ most: the largest.
+    # At the largest load, where policies differ most.
     shown = [cell for cell in results.cells if cell.rate_rps == loads[-1]]
     *paths, load_path, servers_path = (folder / name for name in _PICTURES)
     curves = {_label(cell): _first_tokens(results, cell) for cell in shown}
@@ -296,7 +296,7 @@ def _label(cell: Cell) -> str:
 
 
 def _first_tokens(results: Results, cell: Cell) -> pictures.FirstTokenCurve:
-    """Each percentile of the curve is what the table shows of it: the median over seeds."""
+    """A curve of percentiles, each the median over seeds as in the table."""
     shares = np.array([np.percentile(ttft_s(one), pictures.SHARES) for one in results.of(cell)])
     return pictures.FirstTokenCurve(np.median(shares, axis=0), results.ttft_percentile_s(cell))
 
@@ -338,7 +338,7 @@ def _draw_servers(results: Results, cell: Cell, at_foot: str, path: Path) -> Non
 
 
 def _draw_parts(results: Results, cell: Cell, at_foot: str, path: Path) -> None:
-    """Means of what first tokens waited for, by rank."""
+    """Mean parts of the time to first tokens, by rank."""
     of_rank = defaultdict[int, list[Mapping[str, float]]](list)
     for outcome in results.of(cell):
         for request in outcome.requests:
@@ -376,7 +376,7 @@ def _draw_loads(results: Results, at_foot: str, path: Path) -> None:
 
 
 def _held_rps(curve: Sequence[pictures.LoadPoint], slo_s: float) -> float:
-    """The largest load up to which it holds; 0 = at none."""
+    """The largest load up to which the SLO holds; 0 = at none."""
     held = 0.0
     for point in curve:
         if point.median_s > slo_s:

@@ -1,4 +1,4 @@
-"""Requests that follow others of their session, and what their prompts share. Pure."""
+"""Follow-up requests of sessions, and the contents that their prompts share. Pure."""
 
 from bisect import bisect_left
 from collections import deque
@@ -15,10 +15,10 @@ CONTENT_TOKENS = 16  # of a prompt that one id stands for
 
 
 def with_follow_ups(drawn: Drawn, spec: SessionSpec, rng: np.random.Generator) -> Drawn:
-    """Let requests follow earlier ones, whose sessions and adapters they take over.
+    """Make some requests follow-ups of earlier ones, with their sessions and adapters.
 
-    Lengths and arrivals stay. Whom a request follows is drawn among the last ones of all sessions
-    that are neither too new nor too old; if there is none, it begins a session as others do.
+    Lengths and arrivals stay. The earlier request is drawn among the last requests of sessions,
+    if it is neither too new nor too old; without one, the request begins a session.
     """
     if not spec.follow_up_share:
         return drawn
@@ -41,9 +41,9 @@ def with_follow_ups(drawn: Drawn, spec: SessionSpec, rng: np.random.Generator) -
 
 
 def shared_contents(sessions: Iterable[int], prompt_tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ids of each prompt's contents: it begins as those of its session before it, if it can.
+    """Ids of each prompt's contents: prompts of one session share their beginning.
 
-    The shorter one of two is the beginning of the longer. See ``WorkloadRequest.content_ids``.
+    The shorter of two is a prefix of the longer. See ``WorkloadRequest.content_ids``.
     """
     ids = count()
     known: dict[int, tuple[int, ...]] = {}

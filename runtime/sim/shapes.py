@@ -1,4 +1,4 @@
-"""Shapes of base models, and what memory and arithmetic follow from them. Pure."""
+"""Shapes of base models, with the memory and arithmetic that follow from them. Pure."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ class LlamaShape:
 
     @property
     def layer_values(self) -> int:
-        """Weights of a layer's linears, each of which a token is multiplied with once."""
+        """Weights of a layer's linears; each token is multiplied with each of them once."""
         attention = 2 * self.hidden * (self.hidden + self.kv_width)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def qkv_share(self) -> float:
-        """Of a layer's products, those of q, k and v."""
+        """The share of q, k and v in a layer's products."""
         return self.hidden * (self.hidden + 2 * self.kv_width) / self.layer_values
 
     @property
@@ -39,12 +39,12 @@ class LlamaShape:
 
     @property
     def qkv_bytes_per_rank(self) -> int:
-        """An adapter's on q, k and v, over all layers."""
+        """Bytes per rank of an adapter on q, k and v, over all layers."""
         return _VALUE_BYTES * self.num_layers * (4 * self.hidden + 2 * self.kv_width)
 
     @property
     def attention_bytes_per_rank(self) -> int:
-        """An adapter's on q, k, v and o, over all layers."""
+        """Bytes per rank of an adapter on q, k, v and o, over all layers."""
         return self.qkv_bytes_per_rank + _VALUE_BYTES * self.num_layers * 2 * self.hidden
 
 

@@ -14,11 +14,11 @@ from ..plan import SubBatch
 
 @dataclass(frozen=True, slots=True)
 class WaitingRow:
-    """A row whose deltas partly come from workers, or whose adapter is on its way."""
+    """A row with deltas partly from workers, or with an adapter that is still loading."""
 
     row: int  # in its sub-batch
     facts: AdapterFacts
-    arrival_s: Sequence[float]  # when each layer group is there, from the step's start
+    arrival_s: Sequence[float]  # of each layer group, from the step's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,16 @@ class Pass:
 
 
 def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
-    """A step of these passes, one after the other; at most one has rows that wait.
+    """Duration of a step of these passes, one after the other; at most one has waiting rows.
 
-    That one takes what the planner says of a step with such rows: its layers one after the other,
-    each as long as its products, the workers' deltas and the layer groups that it waits for let it
-    be.
+    That pass takes as long as the planner predicts: its layers run one after the other, each
+    bounded by its products, the workers' deltas and the arrival of its layer group.
     """
     apart_s = sum(pass_s(model, _costs(model, one)) for one in passes if not one.waiting)
     with_waiting = [one for one in passes if one.waiting]
     if not with_waiting:
         return model.host_step_s + apart_s
-    # More would be of rows that go alone, because something has failed; here nothing does.
+    # There would be more if rows were computed apart after a failure; here nothing fails.
     (held,) = with_waiting
     first, *more = (_part(held.batch, row) for row in held.waiting)
     request = ColdRequest(
@@ -58,7 +57,7 @@ def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
 
 
 def _costs(model: MachineModel, one: Pass) -> RowCosts:
-    """Of the rows that do not wait."""
+    """Costs of the rows that do not wait."""
     batch = one.batch
     if not one.waiting:
         return row_costs(model, batch.num_tokens, batch.start_positions, one.adapter_bytes)
@@ -73,7 +72,7 @@ def _costs(model: MachineModel, one: Pass) -> RowCosts:
 
 
 def _part(batch: SubBatch, waiting: WaitingRow) -> ColdPart:
-    """A row that waits as the planner sees it."""
+    """A waiting row in the planner's form."""
     row, layers = waiting.row, waiting.facts.layers
     assert layers is not None
     by_group = [max(0.0, time_s) for time_s in waiting.arrival_s]

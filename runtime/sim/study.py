@@ -1,4 +1,4 @@
-"""Many simulated runs: each in a process of its own, kept as it ends, told as it goes on."""
+"""Runs many simulations in several processes, stores outcomes and reports progress."""
 
 import gc
 import hashlib
@@ -19,7 +19,7 @@ from types import TracebackType
 import msgspec
 
 from ... import __version__
-from ...cpu_workers.process_life import OrphanError, leave, own_child_process, signals_held
+from ...cpu_workers.process_life import OrphanError, exit_process, own_child_process, signals_held
 from ..config.engine import EngineConfig
 from ..engine.core import EngineCore
 from ..errors import ResourceError
@@ -40,14 +40,14 @@ _NUM_SAMPLES = 200  # of a run's memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """All that decides a run."""
+    """The complete input of a run."""
 
-    name: str  # what sets it apart from the others, for people
+    name: str  # distinguishes it from other runs, for readers
     machine: SimulatedMachine
     config: EngineConfig
     workload: WorkloadSpec
     traces: Path | None
-    log_digest: str = ""  # of the file that the workload is read from, if it is a log of requests
+    log_digest: str = ""  # of the workload's file, if that is a log of requests
     horizon_s: float  # after the last arrival
     rank_divisor: int = 1  # of the adapters' ranks
     cluster: ClusterSpec | None = None  # None = one server
@@ -59,49 +59,49 @@ class SimulatedRun:
 
     @property
     def digest(self) -> str:
-        """Of all of it, and of the version that simulates."""
+        """Digest of the input and of the version of the simulator."""
         return hashlib.sha256(f"{__version__} {self!r}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """What came of one request that was taken."""
+    """The result of one accepted request."""
 
     rank: int
-    ttft_s: float  # until the run was cut, if it had no first token
+    ttft_s: float  # to the cut of the run, if it had no first token
     has_first_token: bool
-    token_s: float  # from arrival to end, over its tokens; to the cut and over all it was to have
+    token_s: float  # (end - arrival) / tokens; unfinished: (cut - arrival) / tokens it would have
     parts_s: dict[str, float]  # by values of ``scheduler.events.TimePart``
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run came to."""
+    """The results of a run."""
 
     figures: Figures
-    requests: tuple[RequestOutcome, ...]  # by arrival, without those of the start
+    requests: tuple[RequestOutcome, ...]  # by arrival, without the first ones
     memory: "MemoryLog"
-    has_trace: bool  # False: lengths are of a table of quantiles
+    has_trace: bool  # False: lengths are drawn from a table of quantiles
     num_requests: int  # that arrived
     cluster: "ClusterOutcome | None" = None  # None: there is one server
 
 
 class ClusterOutcome(msgspec.Struct, frozen=True):
-    """Of many servers."""
+    """The results of many servers."""
 
     figures: ClusterFigures
     loads: ServerLoads
 
 
 class MemoryLog(msgspec.Struct):
-    """What held the device's memory, and when; about as often as is to be seen in a picture."""
+    """Use of the device's memory over time, at the resolution of a picture."""
 
     every_s: float
     time_s: list[float] = []
     num_bytes: dict[str, list[int]] = {}  # by kind
 
     def look(self, now_s: float, core: EngineCore) -> None:
-        """Note it, unless that was done a short time ago."""
+        """Record a sample, unless the last one is recent."""
         if self.time_s and now_s < self.time_s[-1] + self.every_s:
             return
         self.time_s.append(now_s)
@@ -110,7 +110,7 @@ class MemoryLog(msgspec.Struct):
 
 
 def run(one: SimulatedRun) -> RunOutcome:
-    """Simulate. Raises ``ConfigError`` for a trace, a policy or a rank that there is not."""
+    """Simulate. Raises ``ConfigError`` for an unknown trace, policy or rank."""
     workload = draw_workload(one.workload, one.traces)
     one.machine.check_ranks(workload.ranks)
     ranks = tuple(max(1, rank // one.rank_divisor) for rank in workload.ranks)
@@ -158,18 +158,18 @@ def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> Request
     )
 
 
-# Called with a run and what it came to: returns what is to be run because of that, if anything.
+# Called with a run and its outcome: returns another run to start because of it, if any.
 Then = Callable[[SimulatedRun, RunOutcome], SimulatedRun | None]
 
 
-# Python's tracker takes away the semaphores of a process that is killed, and is not to say so.
+# Python's tracker removes the semaphores of a killed process; its warning is suppressed.
 _NO_WORDS = "ignore:resource_tracker:UserWarning"
 
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """Take SIGINT and SIGTERM after the block: a process that is half started would fail aloud."""
-    if current_thread() is not main_thread():  # which takes none
+    """Defer SIGINT and SIGTERM to the end of the block: a starting process would log a failure."""
+    if current_thread() is not main_thread():  # other threads receive no signals
         yield
         return
     came: list[int] = []
@@ -186,31 +186,31 @@ def _signals_later() -> Iterator[None]:
 
 
 def _begin_process(parent_pid: int) -> None:
-    """Begin one of the pool."""
+    """Initialize a process of the pool."""
     try:
         own_child_process(parent_pid)
     except OrphanError:
-        leave(1)
+        exit_process(1)
 
 
 class Study:
-    """Runs them in several processes, and keeps what each came to in a folder; for ``with``."""
+    """Runs simulations in several processes, and stores outcomes in a folder; for ``with``."""
 
     def __init__(
         self, kept: Path | None, num_processes: int, on_progress: Callable[[str], None]
     ) -> None:
-        """``kept``: None = nothing is kept."""
+        """``kept``: the folder; None = outcomes are not stored."""
         self._kept = kept
         self._num_processes = num_processes
         self._on_progress = on_progress
         self._pool: ProcessPoolExecutor | None = None
-        self._others: set[BaseProcess] = set()  # children that were there before
+        self._others: set[BaseProcess] = set()  # children from before the pool
 
     def __enter__(self) -> "Study":
         if _NO_WORDS not in sys.warnoptions:
             sys.warnoptions.append(_NO_WORDS)
         self._others = set(active_children())
-        # Spawned, not forked: a fork would hold locks of threads that it has not.
+        # Spawned, not forked: a fork could inherit locks of threads that it does not have.
         self._pool = ProcessPoolExecutor(
             self._num_processes, get_context("spawn"), _begin_process, (os.getpid(),)
         )
@@ -221,20 +221,20 @@ class Study:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         assert self._pool is not None
-        if kind is not None:  # runs whose results are not used may take minutes
+        if kind is not None:  # unused runs may take minutes
             for process in set(active_children()) - self._others:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
         self._pool = None
-        gc.collect()  # its semaphores go with it, and not at an exit that may be in haste
+        gc.collect()  # frees the pool's semaphores now, not at interpreter exit
 
     def run(
         self, runs: Iterable[SimulatedRun], then: Then = lambda one, outcome: None
     ) -> dict[SimulatedRun, RunOutcome]:
-        """Return what all of them came to, those that are kept as they are.
+        """Return the outcomes of all runs; stored ones are read.
 
-        ``then``: told what each came to; may return one more, which nobody else waits for.
-        Raises what a run raises, and ``ResourceError`` if an outcome cannot be kept.
+        ``then``: called with each outcome; may return one more run, which does not delay others.
+        Raises what a run raises, and ``ResourceError`` if an outcome cannot be stored.
         """
         assert self._pool is not None, "inside a with statement"
         runs = list(dict.fromkeys(runs))

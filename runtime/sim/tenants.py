@@ -1,4 +1,4 @@
-"""Traces that know tenants and not single requests: how much each one sends, and when."""
+"""Traces of tenants without single requests: how much each tenant sends, and when."""
 
 import ast
 import csv
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from .traces import TraceError, checked_numbers, find_trace, read_parquet
 
-_MAX_FUNCTIONS = 500  # those that are called most
+_MAX_FUNCTIONS = 500  # the most called ones
 
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Calls by function and minute; one element per pair that has some, in each array."""
+    """Calls by function and minute; one element per pair with calls, in each array."""
 
     function: NDArray[np.int64]  # 0 = the one that is called most
     minute: NDArray[np.int64]  # from the first one
@@ -27,7 +27,7 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution: values with the share of those not above them."""
+    """A distribution: values with their cumulative shares."""
 
     values: NDArray[np.float64]
     shares: NDArray[np.float64]

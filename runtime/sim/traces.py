@@ -1,7 +1,7 @@
 """Reads traces of real traffic: the public originals, or parquet files with the same columns.
 
-A trace lies in a directory that the user names; nothing is downloaded. Every file is checked as
-it is read, so that a cut or damaged one is an error and never a shorter workload.
+Traces are in a directory that the user names; nothing is downloaded. Every file is checked as it is
+read, so a truncated or damaged one is an error and never a shorter workload.
 """
 
 import csv
@@ -23,7 +23,7 @@ HASHED_TOKENS = 512  # of a block of Mooncake's prompts
 
 
 class TraceError(ConfigError):
-    """A trace is missing, or its file does not hold what it should."""
+    """A trace is missing, or its file is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RequestTrace:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     session: NDArray[np.int64]  # the conversation that it belongs to; empty = not known
-    # Of its prompt: each names ``HASHED_TOKENS`` tokens and all before them; empty = not known.
+    # Of its prompt: each identifies ``HASHED_TOKENS`` tokens and all before them; empty = unknown.
     hash_ids: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class RequestTrace:
 
 
 def trace_directory(option: str | None = None) -> Path | None:
-    """The directory that ``option``, else the environment names; None if neither does."""
+    """The directory of ``option``, or else of the environment; None if neither is set."""
     named = option or os.environ.get(DIRECTORY_VARIABLE)
     return Path(named) if named else None
 
@@ -79,9 +79,9 @@ def read_mooncake(directory: Path | None) -> RequestTrace:
 
 
 def read_gentd26_ids(directory: Path | None) -> NDArray[np.int64]:
-    """The LoRA that each request of GenTD26 names, in their order.
+    """The LoRA id of each request of GenTD26, in order.
 
-    Requests without one are left out; of one that names several the first counts. Raises
+    Requests without one are left out; if a request names several, the first counts. Raises
     ``TraceError``.
     """
     path = find_trace(directory, "the GenTD26 trace of LoRA ids", ("gentd26_lora.parquet",))

@@ -1,4 +1,4 @@
-"""What a study compares: values of options, and loads. Pure."""
+"""The variants of a study: values of options, and loads. Pure."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from ..near_names import near_names
 from .workload_spec import WorkloadSpec
 
 MAX_RUNS = 1000
-# Options of ``SimulateConfig`` that may differ between runs; of the engine's all may.
+# Options of ``SimulateConfig`` that may differ between runs, besides all of the engine's.
 _OWN = (
     "workload", "servers", "router", "placement", "placement_every_s", "routers", "state_age_s",
     "store_bytes", "peer_gib_per_s",
@@ -23,9 +23,9 @@ _OWN = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One value of each option that is compared."""
+    """One value of each compared option."""
 
-    name: str  # "scheduling-policy=corun"; "" = nothing is compared
+    name: str  # "scheduling-policy=corun"; "" = no options are compared
     engine: EngineConfig
     config: SimulateConfig
     compared: frozenset[str]  # names of options
@@ -34,7 +34,7 @@ class Variant:
 def variants_of(engine: EngineConfig, config: SimulateConfig) -> list[Variant]:
     """Every combination of what ``--compare`` lists.
 
-    Raises ``ConfigError`` for an option that cannot be compared, or a value that it does not take.
+    Raises ``ConfigError`` for an option that cannot be compared, or a value that it rejects.
     """
     axes = [_axis(text) for text in config.compare]
     specs = [spec for spec, _ in axes]
@@ -53,10 +53,9 @@ def variants_of(engine: EngineConfig, config: SimulateConfig) -> list[Variant]:
 
 
 def rates_of(config: SimulateConfig, workload: WorkloadSpec) -> list[float | None]:
-    """The loads of ``--sweep``, or that of ``--rps`` or the workload, in requests/s.
+    """The loads of ``--sweep``, or the load of ``--rps`` or of the workload, in requests/s.
 
-    None = a log's own clock. Raises ``ConfigError`` if nobody says how many requests arrive, or a
-    sweep has no load.
+    None = a log's own clock. Raises ``ConfigError`` if no load is given, or a sweep has none.
     """
     if config.sweep is None:
         rate_rps = config.rps or workload.rps
@@ -105,7 +104,7 @@ def _axis(text: str) -> tuple[OptionSpec, list[Any]]:
 
 
 def check_number(num_variants: int, num_rates: int, num_seeds: int) -> None:
-    """Raise ``ConfigError`` if that is more than anybody waits for."""
+    """Raise ``ConfigError`` if there are more than ``MAX_RUNS`` runs."""
     number = num_variants * num_rates * num_seeds
     if number > MAX_RUNS:
         raise ConfigError(
@@ -117,7 +116,7 @@ def check_number(num_variants: int, num_rates: int, num_seeds: int) -> None:
 def specs_of(
     config: SimulateConfig, workload: WorkloadSpec, rate_rps: float | None
 ) -> list[WorkloadSpec]:
-    """The workload at that load, once for each seed, which count on from its own."""
+    """The workload at this load, once for each seed; seeds count up from its own."""
     changes: dict[str, Any] = {"rps": rate_rps}
     if config.requests is not None:
         changes |= {"requests": config.requests, "duration_s": None}

@@ -1,4 +1,4 @@
-"""Reads what workload is wanted: by name, or from a file of its own form or of requests."""
+"""Reads a workload by name, or from a YAML file, or from a log of requests."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -18,9 +18,9 @@ _JSON_LINES = ".jsonl"
 
 
 def read_workload(name_or_path: str, flag: str = "--workload") -> WorkloadSpec:
-    """Return the workload of that name, or of a file: YAML in its form, or JSON lines.
+    """Return the workload of that name, or of a file: YAML or JSON lines.
 
-    Raises ``ConfigError`` that names ``flag``, the file, and what of it is wrong.
+    Raises ``ConfigError`` with ``flag``, the file and the mistake.
     """
     if name_or_path in RECIPES:
         return RECIPES[name_or_path].spec
@@ -36,7 +36,7 @@ def read_workload(name_or_path: str, flag: str = "--workload") -> WorkloadSpec:
 
 
 def _read_yaml(path: str, flag: str) -> WorkloadSpec:
-    """A key is the name of a field; paths in it start from the file's directory."""
+    """Keys are names of fields; paths are relative to the file's directory."""
     data = read_yaml_mapping(path, flag)
     _check_keys(WorkloadSpec, data, f"{flag} {path}: ")
     json_lines = data.get("json_lines")
@@ -62,7 +62,7 @@ def _check_keys(part: type, data: Mapping[str, Any], where: str) -> None:
 
 
 def _check_json_lines(data: Mapping[str, Any], where: str) -> None:
-    """Its lines say the rest; of the adapters nothing but their ranks can be given."""
+    """Refuse keys that the log decides; of the adapters only ranks may be given."""
     for key in ("lengths", "arrivals", "sessions"):
         if key in data:
             raise ConfigError(f"{where}{key} is given, but json_lines has them")

@@ -1,7 +1,7 @@
-"""What a workload is to be like: the form of a workload file, as plain data.
+"""The specification of a workload: the form of a workload file, as plain data.
 
-Every part has defaults, so that a file says only what it wants otherwise. What contradicts itself
-is refused when it is made, by the name that the file has for it.
+Every field has a default. Contradictions are refused at construction, with the names of the file's
+keys.
 """
 
 import math
@@ -49,12 +49,12 @@ class LengthSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalSpec:
-    """When requests come."""
+    """When requests arrive."""
 
-    # ``trace``: as in the trace of the lengths, or of the adapters, its clock scaled to the rate.
+    # ``trace``: the arrivals of the trace of lengths or of adapters, scaled to the rate.
     process: str = "poisson"
     cv: float = 1.0  # of ``gamma``: standard deviation of the gaps over their mean
-    on_s: float = 10.0  # of ``on-off``: so long Poisson arrivals, then none, and again
+    on_s: float = 10.0  # of ``on-off``: duration of Poisson arrivals, before a pause of ``off_s``
     off_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class ArrivalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Which adapters there are, and which of them requests name."""
+    """The adapters, and their popularity."""
 
     # ``by-rank``: first a rank is drawn, then one of its adapters. ``zipf``: the k-th adapter with
     # weight k ** -exponent. ``gentd26``: in the order of that trace. ``maf``: one for each function
@@ -77,7 +77,8 @@ class AdapterSpec:
     ranks: tuple[int, ...] = RANKS
     exponent: float = 0.9  # of ``zipf``
     # ``power``: the k-th smallest rank with weight k ** -rank_exponent. ``halving``: 2 ** -k.
-    # ``shifting``: half are of the largest rank at first, of the smallest at the end, linearly.
+    # ``shifting``: half are of the largest rank at first and, changing linearly, of the smallest
+    # at the end.
     rank_popularity: str = "power"
     rank_exponent: float = 1.0
     within_exponent: float = 0.0  # the k-th adapter of a rank with weight k ** -within_exponent
@@ -87,7 +88,7 @@ class AdapterSpec:
         _check_choice("adapters.rank_popularity", self.rank_popularity, _RANK_POPULARITIES)
         _check_range("adapters.number", self.number, 1, _MOST_ADAPTERS)
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
-            raise ConfigError(f"adapters.ranks is {list(self.ranks)}, must be ranks that ascend")
+            raise ConfigError(f"adapters.ranks is {list(self.ranks)}, must be ascending ranks")
         for rank in self.ranks:
             _check_range("adapters.ranks", rank, 1, _MOST_RANK)
         for name in ("exponent", "rank_exponent", "within_exponent"):
@@ -108,10 +109,10 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """Requests that go on where another of the same adapter has ended, and share its prompt."""
+    """Follow-up requests: each continues an earlier one of its adapter and shares its prompt."""
 
-    follow_up_share: float = 0.0  # of requests, as far as there is somebody to follow
-    min_gap_s: float = 10.0  # after the request that is followed
+    follow_up_share: float = 0.0  # of requests, as far as there are earlier ones to follow
+    min_gap_s: float = 10.0  # after the earlier request
     max_gap_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -122,13 +123,13 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """A workload before anything is drawn of it."""
+    """The specification of a whole workload."""
 
     rps: float | None = None  # None = 1, or the own clock of ``json_lines``
-    requests: int | None = None  # None = as ``duration_s`` says, else 500, or all ``json_lines``
+    requests: int | None = None  # None = by ``duration_s``, else 500, or all of ``json_lines``
     duration_s: float | None = None
     seed: int = 1
-    json_lines: str | None = None  # a file with one request a line, which says all but the ranks
+    json_lines: str | None = None  # a file with one request per line, which decides all but ranks
     lengths: LengthSpec = field(default_factory=LengthSpec)
     arrivals: ArrivalSpec = field(default_factory=ArrivalSpec)
     adapters: AdapterSpec = field(default_factory=AdapterSpec)
@@ -140,7 +141,7 @@ class WorkloadSpec:
         if self.duration_s is not None:
             _check_range("duration_s", self.duration_s, 0.0, is_above=True)
         if self.requests is not None and self.duration_s is not None:
-            raise ConfigError("requests and duration_s are both given, of which one is enough")
+            raise ConfigError("requests and duration_s are both given; give one of them")
         num_requests = self.num_requests if self.json_lines is None else self.requests
         if num_requests is not None:
             if num_requests < 1:
@@ -152,12 +153,12 @@ class WorkloadSpec:
 
     @property
     def rate_rps(self) -> float:
-        """Requests per second, of those that are drawn."""
+        """Drawn requests per second."""
         return 1.0 if self.rps is None else self.rps
 
     @property
     def num_requests(self) -> int:
-        """How many are drawn."""
+        """The number of drawn requests."""
         if self.requests is not None:
             return self.requests
         if self.duration_s is None:
@@ -166,11 +167,11 @@ class WorkloadSpec:
 
     @property
     def has_trace_sessions(self) -> bool:
-        """Whether conversations are those of the trace."""
+        """Whether sessions come from the trace."""
         return self.lengths.source == "mooncake" and self.arrivals.process == "trace"
 
     def _check_sources(self) -> None:
-        """Refuse traces that do not say what is asked of them."""
+        """Refuse traces that lack what the specification needs."""
         has_clients = self.adapters.popularity == "clients"
         if has_clients != (self.lengths.source in _CLIENT_TRACES):
             raise ConfigError(
@@ -205,7 +206,7 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 def _check_use(
     part: str, spec: "DataclassInstance", choice: str, used: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse what is not as usual where nobody asks for it; ``used``: fields by chosen value."""
+    """Refuse fields that the chosen value does not use; ``used``: fields by chosen value."""
     chosen = getattr(spec, choice)
     usual = {one.name: one.default for one in fields(spec)}
     for name in dict.fromkeys(name for names in used.values() for name in names):
@@ -220,7 +221,7 @@ def _check_use(
 def _check_range(
     name: str, value: float, least: float, most: float = math.inf, *, is_above: bool = False
 ) -> None:
-    """Refuse what is below ``least``, or also at it; what is above ``most``, or no number."""
+    """Refuse a value below ``least`` (or at it, if ``is_above``), above ``most``, or not finite."""
     is_low = value <= least if is_above else value < least
     if is_low or not value <= most or not math.isfinite(value):
         bound = f"{'above' if is_above else 'at least'} {least:g}"

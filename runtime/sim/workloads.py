@@ -1,4 +1,4 @@
-"""Workloads of many adapters: which request arrives when, with what. Same seed, same workload."""
+"""Workloads of many adapters: arrivals, lengths and adapters of requests, drawn from a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,23 +25,23 @@ class WorkloadRequest:
     arrival_s: float
     adapter: int
     prompt_tokens: int
-    output_tokens: int  # what it will generate, which no policy is told
-    # Of its prompt, from the start: each names ``Workload.content_tokens`` tokens. What has no name
-    # is like nothing else; nor is what it generates, even to the next turn that quotes it.
+    output_tokens: int  # the true length, hidden from policies
+    # Of its prompt, from the start: each identifies ``Workload.content_tokens`` tokens. Other
+    # tokens are unique, as are generated ones, even for the next turn that quotes them.
     content_ids: tuple[int, ...] = ()
-    session: int | None = None  # requests of one share contents; None = it has none
+    session: int | None = None  # requests of a session share contents; None = it has none
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests by arrival, and the adapters that they name."""
+    """Requests by arrival, and their adapters."""
 
     requests: tuple[WorkloadRequest, ...]
     ranks: tuple[int, ...]  # by adapter
-    max_tokens: int  # that a request may generate: a limit far beyond what most do
-    has_trace: bool = True  # False: its lengths are of a table of quantiles
+    max_tokens: int  # of each request: a limit far above most true lengths
+    has_trace: bool = True  # False: lengths are drawn from a table of quantiles
     content_tokens: int = HASHED_TOKENS
-    names: tuple[str, ...] = ()  # by adapter, if somebody has named them
+    names: tuple[str, ...] = ()  # by adapter; empty = they have no names
 
 
 def make_workload(
@@ -60,9 +60,9 @@ def make_workload(
 
 
 def draw_workload(spec: WorkloadSpec, traces: Path | None) -> Workload:
-    """Draw the requests of ``spec``; ``traces``: where trace files lie; None = nowhere.
+    """Draw the requests of ``spec``; ``traces``: the directory of trace files, if there is one.
 
-    Raises ``TraceError`` if it needs a trace that is not there, or that cannot be used.
+    Raises ``TraceError`` if it needs a trace that is missing or invalid.
     """
     rng = np.random.default_rng(spec.seed)
     ask = Ask(spec.rate_rps, spec.num_requests, traces, rng)
@@ -89,7 +89,7 @@ def draw_workload(spec: WorkloadSpec, traces: Path | None) -> Workload:
 def _contents(
     spec: WorkloadSpec, drawn: Drawn, prompt_tokens: Sequence[int]
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Ids of the prompts' contents, and how many tokens each of them names."""
+    """Ids of the prompts' contents, and the number of tokens that each identifies."""
     hashed_tokens = HASHED_TOKENS // spec.lengths.prompt_divisor
     if drawn.hash_ids:
         return drawn.hash_ids, hashed_tokens
