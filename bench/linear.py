@@ -112,7 +112,7 @@ def _walk_of(products: list[Product], inputs: list[torch.Tensor]) -> Callable[[]
     capture = Capture()
     with launching(capture):
         for product, x in zip(products, inputs, strict=True):
-            product(capture.keep(x))
+            product(capture.keep_alive(x))
     captured = capture.end(inputs[0], inputs[0], inputs[0])
     assert isinstance(captured, CapturedPass), captured
 

@@ -60,14 +60,14 @@ class _Recorder(Launcher):
         self.calls.append(partial(kernel, *arguments))
         kernel(*arguments)
 
-    def keep(self, thing: Thing) -> Thing:
+    def keep_alive(self, thing: Thing) -> Thing:
         """Keep what lies at an address of an argument."""
         self._kept.append(thing)
         return thing
 
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Results that a kernel writes."""
-        return self.keep(torch.empty(shape, dtype=dtype))
+        return self.keep_alive(torch.empty(shape, dtype=dtype))
 
     def call_in_every_pass(self, call: Callable[[], None]) -> None:
         """Nothing but kernels is measured."""

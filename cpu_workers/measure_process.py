@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .messages import DeltaMeasurement
-from .process_life import OrphanError, leave, own_child_process, signals_held
+from .process_life import OrphanError, exit_process, own_child_process, signals_held
 from .worker_process import ENVIRONMENT, describe_end
 
 
@@ -57,4 +57,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

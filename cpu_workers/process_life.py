@@ -75,7 +75,7 @@ def own_child_process(parent_pid: int) -> None:
     faulthandler.enable()
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End the process without finalising the interpreter.
 
     The last garbage collection takes a tenth of a second with numpy, and more than one second with

@@ -21,7 +21,7 @@ from .affinity import pin_thread
 from .ipc import Link
 from .measure_process import MeasureProcess
 from .messages import DeltasMeasured, Setup, Stop, Tick, ToSupervisor, WorkerSettings, WorkerSetup
-from .process_life import bound_socket, leave
+from .process_life import bound_socket, exit_process
 from .worker_slot import WorkerSlot
 
 TICK_NS = 250_000_000
@@ -56,7 +56,7 @@ class Supervisor:
             settings = msgspec.structs.replace(settings, delta_table=table)
             self._link.send(DeltasMeasured(table))
         self._make_slots(settings)
-        while not self._is_told_to_stop():
+        while not self._is_stop_requested():
             now_ns = time.monotonic_ns()
             for slot in self._slots:
                 slot.poll(now_ns)
@@ -71,7 +71,7 @@ class Supervisor:
         for backend in backends:
             process = MeasureProcess(self._setup.worker_cpus[0], settings.measurement, backend)
             while not process.has_ended():
-                if self._is_told_to_stop():
+                if self._is_stop_requested():
                     process.kill()
                     return None
                 self._sleep(_IDLE_POLL_NS)
@@ -94,7 +94,7 @@ class Supervisor:
             for worker, (cpu, generation) in enumerate(slots)
         ]
 
-    def _is_told_to_stop(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         is_told = any(isinstance(message, Stop) for message in self._link.receive())
         return is_told or self._link.at_end
 
@@ -146,4 +146,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

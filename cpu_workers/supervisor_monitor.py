@@ -108,7 +108,7 @@ class SupervisorMonitor:
             _LOG.exception("the thread that monitors CPU workers failed")
             self._turn_off(f"unexpected error: {type(error).__name__}: {error}")
         while not self._is_closing:
-            self._answer_for_workers(_RELEASE_INTERVAL_S * 5)
+            self._fail_outstanding_for(_RELEASE_INTERVAL_S * 5)
 
     def _run_one(self) -> None:
         """Start a supervisor and serve it until it and its workers are dead."""
@@ -120,17 +120,17 @@ class SupervisorMonitor:
             return
         started_ns = time.monotonic_ns()
         try:
-            reason = self._listen(supervisor)
+            reason = self._serve(supervisor)
         finally:
             self.is_watching = False  # before any wait is released
             ended = supervisor.kill()
-            self._bury_workers(supervisor)
+            self._release_workers(supervisor)
             supervisor.close()
         if not self._is_closing:
             lived_ns = time.monotonic_ns() - started_ns if self._num_ticks else 0
             self._plan_restart(reason or ended, lived_ns)
 
-    def _listen(self, supervisor: SupervisorProcess) -> str | None:
+    def _serve(self, supervisor: SupervisorProcess) -> str | None:
         """Handle its messages; return why it must be killed, or None once it has ended."""
         watch = ProgressWatch(_MAX_STEP_NS)
         poll = select.poll()
@@ -156,20 +156,20 @@ class SupervisorMonitor:
         for message, descriptor in supervisor.link.receive_with_descriptors():
             match message:
                 case Tick():
-                    self._note_tick(supervisor)
+                    self._on_tick(supervisor)
                 case DeltasMeasured(delta_table):
-                    self._note_measured(delta_table)
+                    self._on_measured(delta_table)
                 case WorkerSpawned(worker):
                     assert descriptor is not None
-                    self._note_spawned(worker, descriptor)
+                    self._on_spawned(worker, descriptor)
                 case WorkerReady():
-                    self._note_ready(message)
+                    self._on_ready(message)
                 case WorkerGone():
-                    self._note_gone(message)
+                    self._on_gone(message)
         with self._changed:
             self._changed.notify_all()
 
-    def _note_tick(self, supervisor: SupervisorProcess) -> None:
+    def _on_tick(self, supervisor: SupervisorProcess) -> None:
         """Handle a heartbeat; with the first one, the mailboxes are handed over."""
         self._num_ticks += 1
         if self._num_ticks == 1:
@@ -179,19 +179,19 @@ class SupervisorMonitor:
             )
             self.is_watching = True
 
-    def _note_measured(self, delta_table: str) -> None:
+    def _on_measured(self, delta_table: str) -> None:
         """Store the measured times, for predictions and for the next supervisor."""
         settings = msgspec.structs.replace(self._setup.settings, delta_table=delta_table)
         self._setup = msgspec.structs.replace(self._setup, settings=settings)
 
-    def _note_spawned(self, worker: int, pidfd: int) -> None:
+    def _on_spawned(self, worker: int, pidfd: int) -> None:
         self._num_spawned[worker] += 1
         if self._num_spawned[worker] > 1:
             self._count(num_restarts=1)
-        self._forget_process(worker)
+        self._remove_process(worker)
         self._pidfds[worker] = pidfd
 
-    def _note_ready(self, message: WorkerReady) -> None:
+    def _on_ready(self, message: WorkerReady) -> None:
         worker = message.worker
         self._ready.add(worker)
         _LOG.info(
@@ -201,10 +201,10 @@ class SupervisorMonitor:
         if message.pinning is not None:
             _LOG.warning("CPU worker %d is not pinned as configured: %s", worker, message.pinning)
 
-    def _note_gone(self, message: WorkerGone) -> None:
+    def _on_gone(self, message: WorkerGone) -> None:
         was_ready = message.worker in self._ready
         self._ready.discard(message.worker)
-        self._forget_process(message.worker)
+        self._remove_process(message.worker)
         self._count(num_failed_jobs=message.num_failed_jobs)
         self.last_trouble = f"CPU worker {message.worker} {message.reason}"
         _LOG.warning(
@@ -214,12 +214,12 @@ class SupervisorMonitor:
         if was_ready and not self._ready:
             _LOG.error("no CPU worker is left; co-execution is off until one has restarted")
 
-    def _forget_process(self, worker: int) -> None:
+    def _remove_process(self, worker: int) -> None:
         pidfd = self._pidfds.pop(worker, None)
         if pidfd is not None:
             os.close(pidfd)
 
-    def _bury_workers(self, supervisor: SupervisorProcess) -> None:
+    def _release_workers(self, supervisor: SupervisorProcess) -> None:
         """After the supervisor is reaped: make sure that its workers are dead, then release waits.
 
         The kernel kills them with it. One that it had just started, and not yet reported, ends
@@ -232,7 +232,7 @@ class SupervisorMonitor:
             if self._is_closing:
                 return
         for worker in tuple(self._pidfds):
-            self._forget_process(worker)
+            self._remove_process(worker)
         self._ready.clear()
         for end in self._mailboxes:
             end.announce(WorkerState(end.state().generation, WorkerStatus.DEAD))
@@ -249,7 +249,7 @@ class SupervisorMonitor:
             "%s; co-execution is off until another one has started, in %.1f s",
             self.last_trouble, delay_ns / 1e9,
         )  # fmt: skip
-        self._answer_for_workers(delay_ns / 1e9)
+        self._fail_outstanding_for(delay_ns / 1e9)
 
     def _turn_off(self, reason: str) -> None:
         _LOG.error("co-execution stays off: %s", reason)
@@ -259,7 +259,7 @@ class SupervisorMonitor:
             self.is_off = True
             self._changed.notify_all()
 
-    def _answer_for_workers(self, duration_s: float) -> None:
+    def _fail_outstanding_for(self, duration_s: float) -> None:
         """Fail jobs that a producer publishes before it has seen that the workers are dead."""
         end_s = time.monotonic() + duration_s
         poll = select.poll()

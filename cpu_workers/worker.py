@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .affinity import pin_thread
 from .ipc import Link
 from .messages import Prepared, Refused, ToWorker, WorkerSetup
-from .process_life import bound_socket, leave
+from .process_life import bound_socket, exit_process
 
 _SETUP_TIMEOUT_S = 30.0
 _LOG = logging.getLogger(__name__)
@@ -52,4 +52,4 @@ def _work(link: Link[ToWorker], setup: WorkerSetup) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -34,7 +34,7 @@ _AWAKE_BEAT_LIMIT_NS = 500 * _MS
 # Loading and compiling on a slow machine; time without a core is not counted.
 _START_LIMIT_NS = 120_000 * _MS
 
-Tell = Callable[[FromSupervisor, int | None], None]
+SendMessage = Callable[[FromSupervisor, int | None], None]
 """Sends a message to the engine, with a descriptor or without."""
 
 _LOG = logging.getLogger(__name__)
@@ -47,13 +47,13 @@ class WorkerSlot:
         self,
         setup: WorkerSetup,
         mailbox: SupervisorEnd,
-        tell: Tell,
+        send: SendMessage,
         max_step_ns: int,
     ) -> None:
         """``setup`` is for the first process; ``max_step_ns``: see ``ProgressWatch``."""
         self._setup = setup
         self._mailbox = mailbox
-        self._tell = tell
+        self._send = send
         self._max_step_ns = max_step_ns
         self._process: WorkerProcess | None = None
         self._watch = ProgressWatch(max_step_ns)
@@ -99,7 +99,7 @@ class WorkerSlot:
         """
         ended = None if self._process is None else self._process.reap()
         if ended is not None:
-            self._bury(self._kill_reason or self._last_words() or ended, now_ns)
+            self._complete_jobs(self._kill_reason or self._start_error() or ended, now_ns)
         elif self._running_since_ns is None:
             self._mailbox.fail_outstanding()
         return ended is not None
@@ -126,7 +126,7 @@ class WorkerSlot:
             return
         self._watch = ProgressWatch(self._max_step_ns)
         # The pid alone may name another process by the time it is used.
-        self._tell(WorkerSpawned(worker), self._process.pidfd)
+        self._send(WorkerSpawned(worker), self._process.pidfd)
 
     def _take_messages(self, now_ns: int) -> None:
         assert self._process is not None
@@ -142,7 +142,7 @@ class WorkerSlot:
                 case Refused(reason):
                     self.kill(f"could not start: {reason}")
 
-    def _last_words(self) -> str | None:
+    def _start_error(self) -> str | None:
         """Return the reason that an ended process gave for not starting, if any."""
         assert self._process is not None
         with contextlib.suppress(IpcError):
@@ -156,7 +156,7 @@ class WorkerSlot:
         self._mailbox.fail_outstanding()
         self._announce(WorkerStatus.RUNNING)
         self._running_since_ns = now_ns
-        self._tell(WorkerReady(self._setup.worker, prepared.pinning, prepared.note), None)
+        self._send(WorkerReady(self._setup.worker, prepared.pinning, prepared.note), None)
 
     def _is_stuck(self, now_ns: int) -> bool:
         process = self._process
@@ -166,7 +166,7 @@ class WorkerSlot:
         else:
             activity = self._mailbox.activity()
             job = activity.job
-            progress = (activity.beat_ns, job and job.sequence)
+            progress = (activity.heartbeat_ns, job and job.sequence)
             if job is not None:
                 limit_ns = job_deadline_ns(job.predicted_us, job.slowdown_permille / 1000)
             else:
@@ -184,7 +184,7 @@ class WorkerSlot:
             f"should have taken {job.predicted_us} us"
         )
 
-    def _bury(self, reason: str, now_ns: int) -> None:
+    def _complete_jobs(self, reason: str, now_ns: int) -> None:
         """After the process is reaped: no other process writes now."""
         assert self._process is not None
         self._process.close()
@@ -197,7 +197,7 @@ class WorkerSlot:
         lived_ns = 0 if since_ns is None else max(1, now_ns - since_ns)
         self._start_at_ns = now_ns + self._restarts.delay_ns(lived_ns)
         self._running_since_ns = self._kill_reason = None
-        self._tell(WorkerGone(self._setup.worker, reason, num_failed), None)
+        self._send(WorkerGone(self._setup.worker, reason, num_failed), None)
         generation = wrap(self._setup.generation + 1)
         self._setup = msgspec.structs.replace(self._setup, generation=generation)
 

@@ -42,7 +42,7 @@ def without_compiler() -> Iterator[None]:
         del sys.modules[_NOT_USED]
         if unused is not None:
             sys.modules[_NOT_USED] = unused
-        placeholder.leave()
+        placeholder.restore()
 
 
 class _Compiler(ModuleType):
@@ -65,10 +65,10 @@ class _Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.leave()
+        self.restore()
         return getattr(importlib.import_module(_COMPILER), name)
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Restore the real module, which is imported on the next use. Idempotent."""
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]

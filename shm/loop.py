@@ -32,7 +32,7 @@ _WORKER_SLEEPS = offset_of("worker_sleeps")
 _READY = offset_of("ready")
 _DONE = offset_of("done")
 _WAITER_SLEEPS = offset_of("waiter_sleeps")
-_BEAT = offset_of("beat_ns")
+_HEARTBEAT = offset_of("heartbeat_ns")
 _STARTED = offset_of("started")
 _STATE = offset_of("state")
 _SEQUENCE, _GENERATION, _STATUS, _DURATION = (field.offset for field in RESULT_FIELDS)
@@ -52,7 +52,7 @@ def _spin(mailbox: int, word: int, target: int, state: int, spin_ns: int) -> int
             if has_reached(load_acquire(word), target):
                 return ARRIVED
         now = monotonic_ns()
-        store_release_64(mailbox + _BEAT, now)
+        store_release_64(mailbox + _HEARTBEAT, now)
         if load_acquire_64(mailbox + _STATE) != state:
             return ENDED
         if now >= end:
@@ -96,7 +96,7 @@ def await_x(mailbox: int, sequence: int, state: int, spin_ns: int, timeout_ns: i
 @numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
 def begin(mailbox: int, sequence: int) -> None:
     """Record that the computation of job ``sequence`` begins: its deadline counts from here."""
-    store_release_64(mailbox + _BEAT, monotonic_ns())
+    store_release_64(mailbox + _HEARTBEAT, monotonic_ns())
     store_release(mailbox + _STARTED, sequence)
 
 

@@ -186,9 +186,9 @@ class WorkerEnd:
         self._next: int | None = None
         self._began_ns = 0
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Write the heartbeat, during start-up; waits and ``begin`` do so themselves."""
-        store_release_64(self.mailbox.word("beat_ns"), monotonic_ns())
+        store_release_64(self.mailbox.word("heartbeat_ns"), monotonic_ns())
 
     def wait_running(self, timeout_s: float) -> bool:
         """Wait until the supervisor sets this worker to RUNNING; False after ``timeout_s``.
@@ -199,7 +199,7 @@ class WorkerEnd:
         while load_acquire_64(self.mailbox.word("state")) != self._own_state:
             if time.monotonic() >= deadline:
                 return False
-            self.beat()
+            self.heartbeat()
             time.sleep(0.001)
         store_release(self.mailbox.word("worker_sleeps"), 0)  # of a dead worker
         self._next = wrap(load_acquire(self.mailbox.word("done")) + 1)
@@ -260,7 +260,7 @@ class WorkerEnd:
 class Activity:
     """A worker's activity; ``job`` is the one that it computes."""
 
-    beat_ns: int  # last heartbeat, on the clock of ``time.monotonic_ns``; 0 = none
+    heartbeat_ns: int  # last heartbeat, on the clock of ``time.monotonic_ns``; 0 = none
     job: Job | None
 
 
@@ -291,13 +291,13 @@ class SupervisorEnd:
         return distance(load_acquire(self.mailbox.word("published")), done)
 
     def activity(self) -> Activity:
-        """The worker's current activity. The job's deadline counts from ``beat_ns``."""
+        """The worker's current activity. The job's deadline counts from ``heartbeat_ns``."""
         word = self.mailbox.word
         started = load_acquire(word("started"))
-        beat_ns = load_acquire_64(word("beat_ns"))
+        heartbeat_ns = load_acquire_64(word("heartbeat_ns"))
         job = Job.read(self.mailbox.buffer, self.mailbox.job_offset(started))
         is_computing = wrap(load_acquire(word("done")) + 1) == started
-        return Activity(beat_ns, job if is_computing and job.sequence == started else None)
+        return Activity(heartbeat_ns, job if is_computing and job.sequence == started else None)
 
     def fail_outstanding(self) -> int:
         """Write FAILED for all jobs that are not done and release their waits; returns how many.

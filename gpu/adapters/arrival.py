@@ -159,7 +159,7 @@ class Copied:
                 if self._may_enqueue(group):
                     self._enqueue(group)
                 return
-            if not self._is_there(group):
+            if not self._is_copied(group):
                 return
 
     def enqueue_all(self) -> None:
@@ -185,12 +185,12 @@ class Copied:
         if not self._host.is_read:
             return False
         if self._host.error is None:
-            return self._is_there(self._groups[-1])
-        return all(self._is_there(group) for group in self._groups if group.is_enqueued)
+            return self._is_copied(self._groups[-1])
+        return all(self._is_copied(group) for group in self._groups if group.is_enqueued)
 
     def num_arrived(self) -> int:
         for number, group in enumerate(self._groups):
-            if not self._is_there(group):
+            if not self._is_copied(group):
                 return number
         return len(self._groups)
 
@@ -208,16 +208,16 @@ class Copied:
     def has_failed(self) -> bool:
         """Whether a layer group has failed; results computed with it are void."""
         return self._is_late or any(
-            self._is_there(group) and not group.has_arrived for group in self._groups
+            self._is_copied(group) and not group.has_arrived for group in self._groups
         )
 
     def arrival(self, layer: int) -> Arrival | None:
         """See ``coexec.ArrivingAdapter``."""
         group = self._groups[self._placement.group_of_layer[layer]]
         assert group.event is not None, "not started"
-        if self._is_there(group):
+        if self._is_copied(group):
             return None
-        return Arrival(group.event, self._memory_of(group), partial(self._bring, group))
+        return Arrival(group.event, self._memory_of(group), partial(self._enqueue_read, group))
 
     def finish(self) -> DeviceAdapter:
         """Release the reference to the host's copy.
@@ -225,7 +225,7 @@ class Copied:
         Raises ``AdapterUnavailableError`` if a copy failed, or the error of reading its files.
         """
         is_whole = all(group.has_arrived for group in self._groups)
-        self._let_go()
+        self._release_host()
         if is_whole:
             return self._adapter
         if self._host.error is not None:
@@ -246,7 +246,7 @@ class Copied:
 
         If the copies do not end in time the reference is kept, because they read its memory.
         """
-        if any(group.is_enqueued and not self._is_there(group) for group in self._groups):
+        if any(group.is_enqueued and not self._is_copied(group) for group in self._groups):
             assert self._lane is not None
             try:
                 self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
@@ -255,7 +255,7 @@ class Copied:
                 return
             except DeviceError as error:
                 _LOG.debug("copy of a cancelled adapter load failed: %s", error)
-        self._let_go()
+        self._release_host()
 
     def _enqueue(self, group: _LayerGroup) -> None:
         """Copy the regions of a layer group and record its event, also after an error."""
@@ -279,7 +279,7 @@ class Copied:
         device.record(lane.stream, event)
         group.is_enqueued = True
 
-    def _bring(self, group: _LayerGroup) -> bool:
+    def _enqueue_read(self, group: _LayerGroup) -> bool:
         """Enqueue a layer group once its files are read; False if they are late."""
         if not group.is_enqueued:
             self._host.wait_whole(group.span.end, _READ_TIMEOUT_S)
@@ -287,7 +287,7 @@ class Copied:
         self._is_late |= not group.is_enqueued
         return group.is_enqueued
 
-    def _is_there(self, group: _LayerGroup) -> bool:
+    def _is_copied(self, group: _LayerGroup) -> bool:
         """Whether the stream has completed its copies."""
         return group.event is not None and self._copier.device.is_done(group.event)
 
@@ -339,7 +339,7 @@ class Copied:
         assert self._memory is not None, "not started"
         return self._memory[group.span.start_bytes : group.span.end_bytes]
 
-    def _let_go(self) -> None:
+    def _release_host(self) -> None:
         for group in self._groups:
             if group.event is not None:
                 self._copier.device.release_event(group.event)

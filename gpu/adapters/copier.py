@@ -208,7 +208,7 @@ class AdapterCopier:
         """Bytes of the slab for adapters; None = there is no slab."""
         return None if self._slab is None else self._slab.numel()
 
-    def read_by(self, compute: Stream) -> None:
+    def set_compute_stream(self, compute: Stream) -> None:
         """Set the stream on which kernels read adapters, if steps end before their kernels do."""
         self._reader = compute
 

@@ -55,7 +55,7 @@ class AdapterFetcher:
         self._cpus = cpus
         self._fetch = fetch
         self._notify = notify
-        self._asked: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
         self._by_id: dict[TransferId, _Waiting] = {}  # submitted, and not taken yet
         self._waiting: list[_Waiting] = []  # used by the thread only
@@ -68,11 +68,11 @@ class AdapterFetcher:
         """Whether every submitted load has been taken."""
         return not self._by_id
 
-    def ask(self, transfer: AdapterTransfer) -> None:
+    def submit(self, transfer: AdapterTransfer) -> None:
         """Submit the adapter of a load; ``take`` returns it."""
         waiting = _Waiting(transfer, not transfer.is_demand)
         self._by_id[transfer.transfer_id] = waiting
-        self._asked.put(waiting)
+        self._submitted.put(waiting)
 
     def promote(self, transfer_id: TransferId) -> bool:
         """Make a prefetch urgent, as a request waits for it; False if it is not here any more."""
@@ -93,21 +93,21 @@ class AdapterFetcher:
     def close(self) -> None:
         """Stop reading and end the thread; what was fetched can still be taken."""
         self._is_closed = True
-        self._asked.put(None)
+        self._submitted.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         place_thread(self._cpus)
-        while not self._is_closed and self._take_asked(0.0 if self._waiting else None):
+        while not self._is_closed and self._receive_submitted(0.0 if self._waiting else None):
             self._fetch_next()
 
-    def _take_asked(self, timeout_s: float | None) -> bool:
+    def _receive_submitted(self, timeout_s: float | None) -> bool:
         """Wait for more loads to fetch; False once the fetcher is closed."""
         try:
-            waiting = self._asked.get(timeout=timeout_s)
+            waiting = self._submitted.get(timeout=timeout_s)
             while waiting is not None:
                 self._waiting.append(waiting)
-                waiting = self._asked.get_nowait()
+                waiting = self._submitted.get_nowait()
         except queue.Empty:
             return True
         return False
@@ -121,13 +121,13 @@ class AdapterFetcher:
         self._fetched.put(fetched)
         self._notify()
         if fetched.arrival is not None:
-            fetched.arrival.read(partial(self._told_of_layer, waiting), lambda: not self._is_closed)
+            fetched.arrival.read(partial(self._on_layer_read, waiting), lambda: not self._is_closed)
 
-    def _told_of_layer(self, waiting: _Waiting) -> None:
+    def _on_layer_read(self, waiting: _Waiting) -> None:
         """More has been read; urgent loads precede the rest of a prefetch."""
         self._notify()
         while waiting.is_prefetch and not self._is_closed:
-            self._take_asked(0.0)
+            self._receive_submitted(0.0)
             if all(one.is_prefetch for one in self._waiting):
                 return
             self._fetch_next()

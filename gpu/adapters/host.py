@@ -92,10 +92,10 @@ class HostAdapters:
         """Bytes for all adapters on the device; None = they share memory with KV blocks."""
         return None if self._copier is None else self._copier.slab_bytes
 
-    def read_by(self, compute: Stream) -> None:
-        """Set the stream on which kernels read copies; see ``AdapterCopier.read_by``."""
+    def set_compute_stream(self, compute: Stream) -> None:
+        """Set the stream on which kernels read copies; see ``AdapterCopier.set_compute_stream``."""
         if self._copier is not None:
-            self._copier.read_by(compute)
+            self._copier.set_compute_stream(compute)
 
     def outline(self, path: str) -> tuple[int, int, tuple[str, ...]]:
         """Check all of an adapter but its values.

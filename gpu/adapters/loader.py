@@ -30,7 +30,7 @@ from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 _LOG = logging.getLogger(__name__)
 
 # Short compared with a copy, long compared with the cost of a poll.
-_LOOK_EVERY_S = 0.0005
+_POLL_EVERY_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class AdapterLoader:
         ``take_events`` returns what follows.
         """
         if transfer.host is None or not transfer.host.is_filled:
-            self._fetcher.ask(transfer)
+            self._fetcher.submit(transfer)
             return
         fetched = Fetched(transfer, self._fetch(transfer))
         self._start(fetched, is_prefetch=not transfer.is_demand)
@@ -143,7 +143,7 @@ class AdapterLoader:
                 started.arrival.enqueue_all()
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def polling_suspended(self) -> Iterator[None]:
         """Suspend polling of copies while the engine computes and could not use the results.
 
         On a CPU each poll takes the core and the interpreter from the computation. Copies that
@@ -260,17 +260,17 @@ class AdapterLoader:
         while True:
             self._may_look.wait()
             try:
-                started = self._started.get(timeout=_LOOK_EVERY_S if watched else None)
+                started = self._started.get(timeout=_POLL_EVERY_S if watched else None)
             except queue.Empty:
                 pass
             else:
                 if started is None:
                     return
                 watched.append(started)
-            if self._look(watched):
+            if self._poll(watched):
                 self._notify()
 
-    def _look(self, watched: list[_Started]) -> bool:
+    def _poll(self, watched: list[_Started]) -> bool:
         """Report groups that have arrived; returns whether there were any."""
         has_news = False
         for started in tuple(watched):

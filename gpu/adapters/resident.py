@@ -81,9 +81,9 @@ class ResidentAdapters:
             self._table.remove(resident.table_row)
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def polling_suspended(self) -> Iterator[None]:
         """Suspend polling of copies while this thread computes."""
-        with self._loader.unwatched():
+        with self._loader.polling_suspended():
             yield
 
     def take_loads(self) -> None:

@@ -19,7 +19,7 @@ from .invocation import Invocation
 
 _LOG = logging.getLogger(__name__)
 
-_SETTLE_TIMEOUT_S = 10.0  # all waits have ended, so the results are available
+_RESULT_TIMEOUT_S = 10.0  # all waits have ended, so the results are available
 
 
 class ArrivingAdapter(ColdAdapter, Protocol):
@@ -57,7 +57,7 @@ class ColdRow:
 
 @dataclass(slots=True)
 class AssistedPass:
-    """One running pass. ``settle`` or ``give_up`` ends it."""
+    """One running pass. ``finish`` or ``abandon`` ends it."""
 
     deltas: ColdDeltas
     _exchange: Exchange
@@ -65,13 +65,13 @@ class AssistedPass:
     _invocations: dict[GroupKey, tuple[Invocation, ...]]
     _cold_spans: frozenset[tuple[int, int]]
 
-    def settle(self) -> frozenset[tuple[int, int]]:
+    def finish(self) -> frozenset[tuple[int, int]]:
         """After the end of the pass, return the packed token spans with void deltas."""
         if self._gateway is None or not self._invocations:
             return frozenset()
         void_spans = self._take_results(self._gateway)
         # Always taken, or it would count against the next pass.
-        failure = self._exchange.take_failure(timeout_s=_SETTLE_TIMEOUT_S)
+        failure = self._exchange.take_failure(timeout_s=_RESULT_TIMEOUT_S)
         if failure is None:
             return void_spans
         _LOG.warning(
@@ -81,7 +81,7 @@ class AssistedPass:
 
     def _take_results(self, gateway: WorkerGateway) -> frozenset[tuple[int, int]]:
         try:
-            return gateway.settle(self._invocations, timeout_s=_SETTLE_TIMEOUT_S)
+            return gateway.collect(self._invocations, timeout_s=_RESULT_TIMEOUT_S)
         except ShmError as error:
             _LOG.warning(
                 "results of CPU workers are missing; their rows will be recomputed: %s", error
@@ -90,10 +90,10 @@ class AssistedPass:
                 (job.start, job.end) for jobs in self._invocations.values() for job in jobs
             )
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """End a pass that raised: the workers complete its jobs, and the results are dropped."""
         self.deltas.release_workers()
-        self.settle()
+        self.finish()
 
 
 class Assistant:

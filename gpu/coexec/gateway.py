@@ -147,7 +147,7 @@ class WorkerGateway:
             self._drop_published()
             raise
 
-    def settle(
+    def collect(
         self, invocations: Mapping[GroupKey, Sequence[Invocation]], *, timeout_s: float
     ) -> frozenset[tuple[int, int]]:
         """Take the results of all jobs; return the token spans with void deltas.
@@ -276,7 +276,7 @@ class WorkerGateway:
             end = self._pool.end(worker)
             if end.num_outstanding:
                 exchange.device.signal(exchange.transfer, ready, end.newest_sequence)
-        self.settle({}, timeout_s=_DROP_TIMEOUT_S)
+        self.collect({}, timeout_s=_DROP_TIMEOUT_S)
 
     def _words_of(self, control: HostMemory, worker: int) -> tuple[Word, Word]:
         end = self._pool.end(worker)

@@ -118,7 +118,7 @@ class CudaDevice:
         self._check_no_wait(f"{name} cannot be registered")
         self._enter()
         registered = register_memory(
-            self._runtime, self._by.registrations, memory, name, on_close=self._forget
+            self._runtime, self._by.registrations, memory, name, on_close=self._unregister
         )
         registered.is_paced = is_paced
         if not is_paced:
@@ -154,7 +154,7 @@ class CudaDevice:
         state = self._begin(stream)
         direction = self._transfers.check(destination, source)
         if not state.is_left_out and source.numel() > 0:
-            self._enqueue(state, lambda: self._gates.settle(state))
+            self._enqueue(state, lambda: self._gates.hold_for_signals(state))
             self._enqueue(
                 state, lambda: self._transfers.enqueue(state, destination, source, direction)
             )
@@ -178,7 +178,7 @@ class CudaDevice:
 
     def record(self, stream: Stream, event: Event) -> None:
         state = self._begin(stream)
-        self._gates.settle(state)
+        self._gates.hold_for_signals(state)
         self._events.record(event, state, self._work.pending(state))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
@@ -206,7 +206,7 @@ class CudaDevice:
         if state.is_left_out:
             return
         state.paced = None
-        self._enqueue(state, lambda: self._gates.settle(state))
+        self._enqueue(state, lambda: self._gates.hold_for_signals(state))
         self._enqueue(state, lambda: self._runtime.call(state.handle, compute))
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
@@ -317,11 +317,11 @@ class CudaDevice:
                 # Otherwise this frame, which the traceback refers to, would refer to the exception.
                 del failure
 
-    def _forget(self, memory: HostMemory) -> None:
+    def _unregister(self, memory: HostMemory) -> None:
         """Called before memory is unregistered."""
         if not self._is_closed:
             self._check_no_wait(f"{memory.name} cannot be unregistered")
-        self._outstanding.forget(memory.address, memory.num_bytes)
+        self._outstanding.discard(memory.address, memory.num_bytes)
         self._memories.remove(memory)
 
     def _check_no_wait(self, what: str) -> None:

@@ -27,7 +27,7 @@ class Gates:
         index = state.stream.index
         self._waiter.wait(state, self._go_words[index], self._numbers[index])
 
-    def settle(self, state: StreamState) -> None:
+    def hold_for_signals(self, state: StreamState) -> None:
         """Call before an operation with visible effects: holds it behind the host signals."""
         owed, state.owed = state.owed, None
         if owed is None or self._work.are_done((owed,)):

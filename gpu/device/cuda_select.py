@@ -131,7 +131,7 @@ class Selection:
                     ) from error
                 reasons.append(f"{name}: {reason}")
                 continue
-            _say(name, asked, reasons)
+            _log_choice(name, asked, reasons)
             return chosen
         raise DeviceError(f"--device-sync: none works on this machine: {'; '.join(reasons)}")
 
@@ -194,7 +194,7 @@ class Selection:
         return Mechanisms(sync, registrations, copies, scratch, signaller, waiter)
 
 
-def _say(name: str, asked: str, reasons: list[str]) -> None:
+def _log_choice(name: str, asked: str, reasons: list[str]) -> None:
     if not reasons:
         _LOGGER.info("--device-sync: %s (%s)", name, "configured" if asked == name else "probed")
         return

@@ -45,7 +45,7 @@ class StreamOpSignaller:
 class HostSignaller:
     """The host agent stores when it sees that the stream got there: some 100 us late, by polling.
 
-    The stream itself continues meanwhile; ``Gates.settle`` holds later operations.
+    The stream itself continues meanwhile; ``Gates.hold_for_signals`` holds later operations.
     """
 
     def __init__(self, work: HostWork) -> None:
@@ -123,7 +123,7 @@ class OutstandingWaits:
             cuda_words.store(word.host_address, value)
         return len(waits)
 
-    def forget(self, address: int, num_bytes: int) -> None:
+    def discard(self, address: int, num_bytes: int) -> None:
         """Drop the words in a range that is about to be unmapped."""
         with self._lock:
             for known in [a for a in self._newest if address <= a < address + num_bytes]:

@@ -14,7 +14,7 @@ from .lost import raise_if_lost
 _LOG = logging.getLogger(__name__)
 
 # Short compared with a copy, long compared with the cost of a poll.
-_LOOK_EVERY_S = 0.0005
+_POLL_EVERY_S = 0.0005
 
 
 class EventWatch:
@@ -82,14 +82,14 @@ class EventWatch:
     def _run(self) -> None:
         place_thread(self._cpus)
         try:
-            while self._look():
-                time.sleep(_LOOK_EVERY_S)
+            while self._poll():
+                time.sleep(_POLL_EVERY_S)
         except Exception as error:  # of the device; raised by the enqueuing thread
             _LOG.exception("could not poll copies to the device; the engine stops")
             self._error = error
             self._notify()
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Wait for events, and poll them; False once the watch is closed."""
         with self._changed:
             self._changed.wait_for(

@@ -39,7 +39,7 @@ class AdaptiveThreads:
         self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
         self._waited_s: list[float] = []  # by thread, at the end of the previous step
         self._queue = RunQueue(())
-        self._look_at_threads()
+        self._observe_threads()
         if self._queue.read() is None:
             _LOG.warning(
                 "threads: always %d, because this kernel has no /proc/self/task/*/schedstat, so it "
@@ -98,7 +98,7 @@ class AdaptiveThreads:
         chosen = contention.observe(now_s, self._total - CpuTime(0.0, throttled_s))
         if chosen != before:
             self._choice.set_threads(chosen)
-            self._look_at_threads()
+            self._observe_threads()
             _LOG.debug("threads: %d, after %d", chosen, before)
         if contention.is_contended and not was_contended:
             _LOG.info(
@@ -120,7 +120,7 @@ class AdaptiveThreads:
             f"once they hardly wait for {QUIET_S:.0f} s"
         )
 
-    def _look_at_threads(self) -> None:
+    def _observe_threads(self) -> None:
         """Observe the threads that compute now."""
         ids = kernel_thread_ids()
         if self._choice.has_others:

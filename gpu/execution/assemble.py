@@ -28,7 +28,7 @@ from ..linear.base import MakeLinear
 from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
 from ..linear.select import select_linear_backend
-from ..linear.wrapper import leave_weight_files, wrap_linears
+from ..linear.wrapper import detach_from_weight_files, wrap_linears
 from ..lora.base import LoraBackend
 from ..lora.select import select_lora_backend
 from ..lora.table import LoraTable
@@ -163,7 +163,7 @@ def _equip(
     table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
-    if linears is None or dtype != torch.bfloat16 or not linears.takes_all(model):
+    if linears is None or dtype != torch.bfloat16 or not linears.quantizes_all(model):
         make_linear = select_linear_backend(
             config.linear_backend, device=where, dtype=dtype, kept=kept
         )
@@ -213,7 +213,7 @@ def _replace_linears(
         weights = linears.finish(full_bytes)
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:
-        leave_weight_files(model)
+        detach_from_weight_files(model)
     return weights
 
 

@@ -26,16 +26,16 @@ _GROUPS = {
     "corun.gpu.replay": "replays of decode passes",
 }
 _NAMES = tuple(dict.fromkeys(_GROUPS.values()))
-_TOLD_S = 1.0  # a kernel that took longer gets its own line
+_REPORTED_S = 1.0  # a kernel that took longer gets its own line
 
 
-class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no types
+class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no types
     """Counts and reports compilations. Callees are compiled within their caller's time."""
 
     def __init__(self, on_progress: Callable[[str], None]) -> None:
         self._on_progress = on_progress
         self._open = threading.local()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.num_compiled = 0
         self.total_s = 0.0
 
@@ -45,8 +45,8 @@ class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no type
         open_starts.append(time.perf_counter())
         function = event.data["dispatcher"].py_func
         group = _group_of(function.__module__)
-        if len(open_starts) == 1 and group is not None and group not in self._told:
-            self._told.add(group)
+        if len(open_starts) == 1 and group is not None and group not in self._reported:
+            self._reported.add(group)
             num_left = len(_NAMES) - 1 - _NAMES.index(group)
             self._on_progress(
                 f"compiling kernels for {group}; {num_left} of {len(_NAMES)} groups may follow"
@@ -62,7 +62,7 @@ class _Teller(numba_events.Listener):  # type: ignore[misc]  # numba has no type
         """Count one kernel."""
         self.num_compiled += 1
         self.total_s += seconds
-        if seconds >= _TOLD_S:
+        if seconds >= _REPORTED_S:
             self._on_progress(f"compiled {name.strip('_')} in {seconds:.1f} s")
 
     def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -76,20 +76,20 @@ def _group_of(module: str) -> str | None:
 
 
 @contextmanager
-def compilation_told(on_progress: Callable[[str], None]) -> Iterator[None]:
+def compilation_reported(on_progress: Callable[[str], None]) -> Iterator[None]:
     """Report compilations inside as they start, and finally the number of kernels and the time."""
-    teller = _Teller(on_progress)
-    with numba_events.install_listener("numba:compile", teller), _triton_tells(teller):
+    reporter = _Reporter(on_progress)
+    with numba_events.install_listener("numba:compile", reporter), _triton_reports(reporter):
         yield
-    if teller.num_compiled:
+    if reporter.num_compiled:
         kept = "they are kept for the next start"
         if why_code_is_not_kept() is not None:
             kept = "they are not kept, so the next start compiles them again"
-        on_progress(f"compiled {teller.num_compiled} kernels in {teller.total_s:.1f} s; {kept}")
+        on_progress(f"compiled {reporter.num_compiled} kernels in {reporter.total_s:.1f} s; {kept}")
 
 
 @contextmanager
-def _triton_tells(teller: _Teller) -> Iterator[None]:
+def _triton_reports(reporter: _Reporter) -> Iterator[None]:
     if not torch.cuda.is_available():  # Triton is not used, and importing it is slow
         yield
         return
@@ -99,7 +99,7 @@ def _triton_tells(teller: _Teller) -> Iterator[None]:
         yield
         return
     previous = knobs.compilation.listener
-    knobs.compilation.listener = teller.on_triton
+    knobs.compilation.listener = reporter.on_triton
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
 from ..kv.transfers import KvTransfers
 from ..lora.table import LoraTable
-from .prompt_scores import note_scores, packed_indices, prompt_logprobs, scored_spans
+from .prompt_scores import packed_indices, prompt_logprobs, record_scores, scored_spans
 from .request_table import RequestState, RequestTable
 from .runner import ModelRunner
 from .sampler import SampledRow, Sampler
@@ -100,7 +100,7 @@ class DeviceExecutor:
         """
         for adapter_id in plan.evict_adapters:
             self._adapters.evict(adapter_id)
-        self._requests.forget(plan.forget_requests)
+        self._requests.remove(plan.forget_requests)
         self._requests.add(plan.new_requests)
         self._requests.update_blocks(plan.block_updates)
         if plan.host_evictions:
@@ -114,7 +114,7 @@ class DeviceExecutor:
                 self._kv.promote(transfer_id)
         self._take_transfers()
         rows: list[RowResult] = []
-        with self._unwatched():
+        with self._polling_suspended():
             for batch in plan.sub_batches:
                 rows.extend(self._run_batch(batch))
         waited_s = 0.0 if self._after_step is None else self._after_step()
@@ -126,7 +126,7 @@ class DeviceExecutor:
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
         if not self._results:  # also checked when no step is pending
-            self._note_workers()
+            self._report_workers()
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
@@ -159,7 +159,7 @@ class DeviceExecutor:
     def _notify(self) -> None:
         os.eventfd_write(self._event_fd, 1)
 
-    def _note_workers(self) -> None:
+    def _report_workers(self) -> None:
         """Report the number of ready CPU workers if it has changed."""
         num_ready = 0 if self._assistant is None else self._assistant.num_ready_workers
         if num_ready != self._num_ready_workers:
@@ -217,9 +217,9 @@ class DeviceExecutor:
         try:
             logits = self._forward(batch, states, inputs, assisted.deltas)
         except BaseException:
-            assisted.give_up()
+            assisted.abandon()
             raise
-        void_spans = assisted.settle()
+        void_spans = assisted.finish()
         void = frozenset(
             request_id
             for request_id, row in zip(batch.request_ids, rows, strict=True)
@@ -285,7 +285,7 @@ class DeviceExecutor:
         num_sampling = len(indices)
         indices = torch.cat((indices, packed_indices(spans, indices.device)))
         logits = self._runner.forward(inputs, indices, deltas)
-        note_scores(logits[num_sampling:], spans)
+        record_scores(logits[num_sampling:], spans)
         return logits[:num_sampling]
 
     def _pack(self, batch: SubBatch, states: Sequence[RequestState]) -> PackedRows:
@@ -313,12 +313,12 @@ class DeviceExecutor:
             self._results += self._kv.take_results(is_link_wanted=self._adapters.has_demand)
 
     @contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def _polling_suspended(self) -> Iterator[None]:
         """Suspend polling of copies while this thread computes."""
         with ExitStack() as stack:
-            stack.enter_context(self._adapters.unwatched())
+            stack.enter_context(self._adapters.polling_suspended())
             if self._kv is not None:
-                stack.enter_context(self._kv.unwatched())
+                stack.enter_context(self._kv.polling_suspended())
             yield
 
     def _start_transfer(self, transfer: Transfer) -> None:

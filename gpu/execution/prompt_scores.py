@@ -46,7 +46,7 @@ def packed_indices(spans: Sequence[ScoredSpan], device: torch.device) -> torch.T
 
 
 @torch.inference_mode()
-def note_scores(logits: torch.Tensor, spans: Sequence[ScoredSpan]) -> None:
+def record_scores(logits: torch.Tensor, spans: Sequence[ScoredSpan]) -> None:
     """Store the scores from ``logits`` (float32 [tokens, vocabulary]) in the requests' states."""
     start = 0
     for one in spans:

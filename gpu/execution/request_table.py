@@ -107,7 +107,7 @@ class RequestTable:
             self.block_tables[slot, update.first_index : end] = update.block_ids
             self._num_blocks[slot] = end
 
-    def forget(self, request_ids: Sequence[RequestId]) -> None:
+    def remove(self, request_ids: Sequence[RequestId]) -> None:
         """Remove requests that have ended. Unknown ids are ignored."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)

@@ -67,11 +67,11 @@ def probe(
         runner.pool.close()
     if loaded.model.device.type != "cpu":
         return loaded
-    threads = AdaptiveThreads(_settle_threads(loaded, config, owns_torch=owns_torch))
+    threads = AdaptiveThreads(_limit_threads(loaded, config, owns_torch=owns_torch))
     return replace(loaded, threads=threads)
 
 
-def _settle_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: bool) -> ThreadChoice:
+def _limit_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: bool) -> ThreadChoice:
     """Limit torch's threads if possible, and return how the number of threads adapts."""
     is_all_own = _ALL_OWN_KERNELS.items() <= loaded.backend_names.items()
     if is_all_own:

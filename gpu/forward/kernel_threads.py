@@ -8,7 +8,7 @@ import threading
 import numba
 import numpy as np
 
-from ...cpu_workers.kernels.simd.team import note_thread_ids
+from ...cpu_workers.kernels.simd.team import record_thread_ids
 
 _OF_THIS_THREAD = threading.local()
 
@@ -31,5 +31,5 @@ def set_kernel_threads(num_threads: int) -> None:
 def kernel_thread_ids() -> set[int]:
     """Thread ids, of the operating system, of the threads that compute this thread's kernels."""
     ids = np.empty(num_kernel_threads(), np.int32)
-    note_thread_ids(ids)
+    record_thread_ids(ids)
     return {threading.get_native_id(), *map(int, ids)}

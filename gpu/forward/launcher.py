@@ -20,7 +20,7 @@ Thing = TypeVar("Thing")
 class Launcher:
     """Calls kernels; passes with this launcher are not replayed."""
 
-    is_noting = False  # whether calls matter even if they compute nothing
+    is_recording = False  # whether calls matter even if they compute nothing
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
         """Call a compiled kernel that takes only numbers, now and in every replay.
@@ -33,7 +33,7 @@ class Launcher:
         """Uninitialised CPU memory for a kernel's result, written again in every replay."""
         return torch.empty(shape, dtype=dtype)
 
-    def keep(self, thing: Thing) -> Thing:
+    def keep_alive(self, thing: Thing) -> Thing:
         """Keep the memory at an argument's address alive and unchanged."""
         return thing
 

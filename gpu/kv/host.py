@@ -56,12 +56,12 @@ class HostKv:
         self.demand = device.stream("KV demand")
         self.prefetch = device.stream("KV prefetch")
         self.to_host = device.stream("KV to host")
-        self.compute: Stream | None = None  # see ``used_by``
+        self.compute: Stream | None = None  # see ``set_compute_stream``
         # A device may register large memory in pieces, and one copy must be within one of them.
         self._slots_per_piece = MAX_PIECE_BYTES // block_bytes
-        self._memory: HostMemory | None = self._take_memory()
+        self._memory: HostMemory | None = self._allocate()
 
-    def used_by(self, compute: Stream) -> None:
+    def set_compute_stream(self, compute: Stream) -> None:
         """Set the stream on which kernels use the blocks, if steps end before their kernels do."""
         self.compute = compute
 
@@ -88,7 +88,7 @@ class HostKv:
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         try:
             for stream in (self.demand, self.prefetch, self.to_host):
-                self._come_to_end(stream, deadline_s - time.monotonic())
+                self._synchronize(stream, deadline_s - time.monotonic())
             memory.close()
         except DeviceError as error:
             _LOG.error("copies of KV blocks did not end; host memory stays registered: %s", error)
@@ -97,7 +97,7 @@ class HostKv:
         piece, index = divmod(slot, self._slots_per_piece)
         return piece * MAX_PIECE_BYTES + index * self.block_bytes
 
-    def _take_memory(self) -> HostMemory:
+    def _allocate(self) -> HostMemory:
         num_bytes = self._offset_bytes(self.num_slots - 1) + self.block_bytes
         what = f"{num_bytes} bytes for KV blocks in the host's memory (--host-kv-bytes)"
         available_bytes = available_memory_bytes()
@@ -115,7 +115,7 @@ class HostKv:
         except (OSError, DeviceError) as error:
             raise ResourceError(f"{what} cannot be allocated: {error}; lower the value") from error
 
-    def _come_to_end(self, stream: Stream, timeout_s: float) -> None:
+    def _synchronize(self, stream: Stream, timeout_s: float) -> None:
         """Wait for the stream's end. Raises ``DeviceTimeoutError``; other failures are ignored."""
         try:
             self.device.synchronize(stream, timeout_s=max(timeout_s, 0.0))

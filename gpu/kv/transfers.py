@@ -143,7 +143,7 @@ class KvTransfers:
         """
         self._watch.check()
         try:
-            self._go_on(is_link_wanted=is_link_wanted)
+            self._enqueue_waiting(is_link_wanted=is_link_wanted)
         except Exception as error:
             raise_if_lost(error)
             raise
@@ -153,7 +153,7 @@ class KvTransfers:
         return [TransferResult(moving.transfer.transfer_id, moving.error) for moving in ended]
 
     @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def polling_suspended(self) -> Iterator[None]:
         """Suspend polling of copies while this thread computes and could not use the results."""
         with self._watch.paused():
             yield
@@ -174,15 +174,15 @@ class KvTransfers:
             lane.under_way.clear()
         self._moving.clear()
 
-    def _go_on(self, *, is_link_wanted: bool) -> None:
+    def _enqueue_waiting(self, *, is_link_wanted: bool) -> None:
         for lane in (self._demand, self._prefetch, self._to_host):
-            self._look(lane)
+            self._poll(lane)
         self._advance(self._demand)
         if self._demand.is_idle and not is_link_wanted:
             self._advance(self._prefetch)
         self._advance(self._to_host)
 
-    def _look(self, lane: _Lane) -> None:
+    def _poll(self, lane: _Lane) -> None:
         """Handle batches that are done."""
         while lane.under_way and self._device.is_done(lane.under_way[0].event):
             batch = lane.under_way.popleft()

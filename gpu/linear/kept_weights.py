@@ -134,7 +134,7 @@ class KeptWeights:
                 path.unlink(missing_ok=True)
 
 
-def remembered(directory: Path, question: str, find: Callable[[], str]) -> str:
+def cached_answer(directory: Path, question: str, find: Callable[[], str]) -> str:
     """The stored answer of ``find`` to ``question``, or a new one: both hexadecimal digests."""
     note = directory / f"{question}.digest"
     try:

@@ -155,13 +155,13 @@ class FusedProduct:
         results = [
             launcher.new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths
         ]
-        matrices = launcher.keep(array("q", self._matrices))
+        matrices = launcher.keep_alive(array("q", self._matrices))
         for matrix, y in enumerate(results):
             matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()
         num_tokens = x.numel() // in_features
         num_threads = num_kernel_threads()
         num_bytes = num_row_bytes(self._tag, num_tokens, self._padded_in // 2, num_threads)
-        scratch = launcher.keep(_SCRATCH.at_least(num_bytes))
+        scratch = launcher.keep_alive(_SCRATCH.at_least(num_bytes))
         if num_tokens:
             launcher.launch(
                 multiply,

@@ -114,7 +114,7 @@ def wrap_linears(
     return num_wrapped
 
 
-def leave_weight_files(model: nn.Module) -> None:
+def detach_from_weight_files(model: nn.Module) -> None:
     """Copy the remaining tensors of the model into their own memory, in place.
 
     A tensor read through a mapping of its file keeps all of it mapped, so the linears' packed

@@ -82,7 +82,7 @@ class NumbaLora:
         in_features, _ = layout.padded_features(x.shape[1], 0, itemsize)
         self._prepare(batch, x.shape[0], len(ys), in_features)
         launcher = current_launcher()
-        if not (launcher.is_noting or any(self._has_rank[index] for index in target_indices)):
+        if not (launcher.is_recording or any(self._has_rank[index] for index in target_indices)):
             return  # an empty call would cost as much as a small one
         if in_features != x.shape[1]:
             x = F.pad(x, (0, in_features - x.shape[1]))
@@ -92,7 +92,7 @@ class NumbaLora:
             for index, y in zip(target_indices, padded, strict=True)
             for value in (index, y.data_ptr(), y.stride(0) * itemsize, y.shape[1])
         ]
-        targets = launcher.keep(array("q", fields))  # read by the kernel through an address
+        targets = launcher.keep_alive(array("q", fields))  # read by the kernel through an address
         launcher.before_replay(self, self._prepare_replay)
         table = self._table
         launcher.launch(

@@ -78,7 +78,7 @@ class PagedAttentionHook:
 
     def close(self) -> None:
         """Remove the function from transformers' table; the model cannot run afterwards."""
-        _forget(AttentionInterface, self.name)
+        _unregister(AttentionInterface, self.name)
         self._pool = None
 
     @contextmanager
@@ -90,7 +90,7 @@ class PagedAttentionHook:
             yield self._record
         finally:
             self._record = None
-            _forget(AttentionMaskInterface, self.name)
+            _unregister(AttentionMaskInterface, self.name)
 
     def _attend(
         self,
@@ -109,7 +109,7 @@ class PagedAttentionHook:
             if sight is not None:
                 self._windows[layer] = sight.window
             params = self._params(module, layer, query, kwargs)
-            self._note(layer, key, value, sight or Sight(params.sliding_window))
+            self._record_layer(layer, key, value, sight or Sight(params.sliding_window))
             return _plain_causal(query, key, value, params)[None], None
         metadata = self._context.attention
         assert self._backend is not None and self._pool is not None and metadata is not None
@@ -152,7 +152,9 @@ class PagedAttentionHook:
             raise _own_mask(module)
         return known[1]
 
-    def _note(self, layer: int, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> None:
+    def _record_layer(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, sight: Sight
+    ) -> None:
         record = self._record
         assert record is not None
         record.layer_indices.append(layer)
@@ -203,7 +205,7 @@ def _plain_causal(
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).contiguous()
 
 
-def _forget(interface: Any, name: str) -> None:
+def _unregister(interface: Any, name: str) -> None:
     """Remove a registered function; the tables have no public method for it."""
     table: dict[str, Callable[..., Any]] = interface._global_mapping
     table.pop(name, None)

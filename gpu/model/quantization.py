@@ -24,7 +24,7 @@ from ...runtime.adapters.target_map import EXPERTS_REASON
 from ...runtime.config.engine import EngineConfig
 from ...runtime.errors import ConfigError, ModelError
 from ..linear.base import LinearBackend
-from ..linear.kept_weights import KeptWeights, remembered
+from ..linear.kept_weights import KeptWeights, cached_answer
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
 from .four_bit_files import FourBitFiles
@@ -210,7 +210,7 @@ class QuantizedLinears:
             kinds.append(f"head int{plan.head_bits}")
         return ", ".join(kinds)
 
-    def takes_all(self, model: nn.Module) -> bool:
+    def quantizes_all(self, model: nn.Module) -> bool:
         """Whether every linear of ``model`` is quantised."""
         return all(path in self._bits for path in _linears(model))
 
@@ -304,7 +304,7 @@ class QuantizedLinears:
     def _open_kept(self, directory: Path) -> KeptWeights:
         stamps = repr(self._files.stamps())
         question = hashlib.sha256(stamps.encode()).hexdigest()
-        content = remembered(directory, question, self._files.digest)
+        content = cached_answer(directory, question, self._files.digest)
         parts = (content, self._quantization.label, panel_columns(), __version__)
         return KeptWeights(directory, hashlib.sha256(repr(parts).encode()).hexdigest())
 

@@ -83,7 +83,7 @@ class OutputMemory:
 class Capture(Launcher):
     """One pass while it is being captured: records its calls."""
 
-    is_noting = True
+    is_recording = True
 
     def __init__(self) -> None:
         self.refusal: str | None = None  # an action of the pass that cannot be replayed
@@ -114,7 +114,7 @@ class Capture(Launcher):
     def new_output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._memory.tensor(shape, dtype)
 
-    def keep(self, thing: Thing) -> Thing:
+    def keep_alive(self, thing: Thing) -> Thing:
         self._kept.append(thing)
         return thing
 
@@ -153,12 +153,12 @@ class Capture(Launcher):
         elif not _is_of_tensors(returned):
             self.refuse(f"{function} returns {type(returned).__name__}")
         elif function._schema.name in _UNINITIALISED:
-            self.keep(returned)
+            self.keep_alive(returned)
         else:
-            self._note(function, arguments, named, returned)
+            self._record_operation(function, arguments, named, returned)
         return returned
 
-    def _note(
+    def _record_operation(
         self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], returned: Any
     ) -> None:
         """Record an operation, unless it only made views."""

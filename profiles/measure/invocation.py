@@ -242,7 +242,7 @@ class InvocationBench:
         except BaseException:
             deltas.release_workers()
             raise
-        if self._gateway.settle(invocations, timeout_s=_TIMEOUT_S):
+        if self._gateway.collect(invocations, timeout_s=_TIMEOUT_S):
             raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'it says nothing'}")
         return timer.spans()
 

@@ -52,7 +52,7 @@ def console() -> NoReturn:
     """Run the process's command line and end the process: the ``corun`` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ...cpu_workers.process_life import leave
+    from ...cpu_workers.process_life import exit_process
 
     try:
         code = main()
@@ -60,7 +60,7 @@ def console() -> NoReturn:
         if not _is_unread():
             raise  # another pipe, which ends by a bug
         code = EXIT_UNREAD
-    leave(code)
+    exit_process(code)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The engine process: ``python -m corun.runtime.engine.process --fd N --heartbeat-fd M ...``.
 
 Descriptor N is the process's end of a socket pair; the first frame on it is the ``EngineConfig``.
-M is where it counts its heartbeats.
+Descriptor M holds the counter of its heartbeats.
 The process lives as long as the other end: it ignores SIGINT and SIGTERM, which reach whole
 groups of processes, so that the front end decides when to drain and when to stop. It dies with
 its parent. The exit status is 0 after ``Shutdown`` or the channel's end, otherwise 1.
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ...cpu_workers.process_life import OrphanError, leave, own_child_process
+from ...cpu_workers.process_life import OrphanError, exit_process, own_child_process
 from ..config.codec import config_from_dict
 from ..config.engine import EngineConfig
 from ..config.environment import own_environment
@@ -60,31 +60,31 @@ def main(arguments: list[str] | None = None) -> int:
     sock = socket.socket(fileno=options.fd)
     try:
         config = _receive_config(sock)
-        # Before any library is loaded that asks what the processor has, or starts CUDA.
+        # Before loading any library that examines the processor or starts CUDA.
         os.environ.update(own_environment(config.cpu_isa, os.environ))
         channel: Channel[ToEngine] = Channel(sock, ToEngine)
         factory = load_factory(options.factory)
         with beating(Heartbeat(options.heartbeat_fd)):
             return 0 if serve_channel(channel, config, factory, own_process=True) else 1
     except CorunError as error:
-        _logger.error("the engine stops: %s", error)
+        _logger.error("the engine has stopped: %s", error)
         return 1
     except Exception:
-        _logger.exception("the engine stops because of an unexpected error")
+        _logger.exception("the engine has stopped because of an unexpected error")
         return 1
     finally:
         sock.close()
 
 
 def _receive_config(sock: socket.socket) -> EngineConfig:
-    """Wait for the first frame and leave what follows it in the socket."""
+    """Wait for the first frame; later ones stay in the socket."""
     sock.settimeout(_CONFIG_TIMEOUT_S)
     try:
         payload = receive_one_frame(sock)
     except TimeoutError as error:
-        raise ChannelError(f"no configuration came within {_CONFIG_TIMEOUT_S} s") from error
+        raise ChannelError(f"no configuration arrived within {_CONFIG_TIMEOUT_S} s") from error
     return config_from_dict(EngineConfig, msgspec.msgpack.decode(payload, type=dict[str, Any]))
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -161,7 +161,7 @@ def test_outstanding_jobs_of_a_dead_worker_fail(ends: Ends) -> None:
     assert ends.take() == jobs[1]
     ends.worker.begin(jobs[1])
     activity = ends.supervisor.activity()
-    assert activity.job == jobs[1] and activity.beat_ns > 0
+    assert activity.job == jobs[1] and activity.heartbeat_ns > 0
     assert ends.supervisor.num_outstanding() == 2
     ends.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
     assert ends.supervisor.fail_outstanding() == 2
@@ -260,9 +260,9 @@ def test_whoever_waits_for_x_hears_of_the_end(ends: Ends) -> None:
 
 
 def test_a_waiting_worker_beats(ends: Ends) -> None:
-    before = ends.supervisor.activity().beat_ns
+    before = ends.supervisor.activity().heartbeat_ns
     assert ends.take() is None
-    first = ends.supervisor.activity().beat_ns
-    ends.worker.beat()
-    assert before < first < ends.supervisor.activity().beat_ns
+    first = ends.supervisor.activity().heartbeat_ns
+    ends.worker.heartbeat()
+    assert before < first < ends.supervisor.activity().heartbeat_ns
     assert wrap(ends.producer.next_sequence - 1) == load_acquire(ends.producer.done_address)

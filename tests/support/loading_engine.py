@@ -254,7 +254,7 @@ class LoadingEngine:
         )  # fmt: skip
         compute = self.device.stream("compute")
         self.device.adopt(compute)
-        self.host.read_by(compute)
+        self.host.set_compute_stream(compute)
         exchange = Exchange(self.device, compute, compute)
         num_layers = 1 + max(target.layer for target in _target_map().targets)
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)

@@ -28,7 +28,7 @@ from ..simd.memory import int64_at
 from .quantized_tiles import quantized_product
 from .rows import (
     ROW_FORMATS,
-    is_made_anew,
+    is_converted,
     make_blocks,
     max_tokens,
     panels_of,
@@ -246,7 +246,7 @@ def _multiply_share(
 
     rows: scratch of this share, in which it converts rows of x; 0 = x needs no conversion.
     """
-    if is_made_anew(tag) and rows:
+    if is_converted(tag) and rows:
         num_blocks = token_blocks(tag, num_tokens)[0]
         make_blocks(tag, x, x_stride, steps, num_tokens, rows, 0, num_blocks)
         x = rows
@@ -316,7 +316,7 @@ def multiply(
     if num_units * _unit_bytes(tag, steps) * blocks <= _SERIAL_BYTES:
         workers = 1
     copy_bytes = 0
-    if is_made_anew(tag):
+    if is_converted(tag):
         copy_bytes = (num_tokens + max_tokens(tag)) * row_bytes(tag, steps)
         if workers > 1 and 2 * num_tokens * steps > _OWN_VALUES:
             num_blocks = token_blocks(tag, num_tokens)[0]

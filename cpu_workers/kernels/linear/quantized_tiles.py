@@ -90,7 +90,7 @@ class _Tile:
         return self.emit.offset(self.x, group, self.num_tokens * self._chunk_bytes)
 
     @property
-    def _nothing(self) -> ir.Value:
+    def _opaque_zero(self) -> ir.Value:
         """A zero that LLVM cannot fold: addresses have 47 bits."""
         return self.emit.builder.lshr(self.x, I64(62))
 
@@ -110,7 +110,7 @@ class _Tile:
             return results
 
         # LLVM must not know the number of iterations: it would unroll the whole loop.
-        count = builder.add(I64(self.num_turns), self._nothing)
+        count = builder.add(I64(self.num_turns), self._opaque_zero)
         totals: list[ir.Value] = []
         for t in range(self.num_tokens):
             first = ir.Constant(emit.f32s, [0.0] * emit.lanes)
@@ -136,7 +136,7 @@ class _Tile:
             # keep all of them in registers, of which there are too few.
             start = emit.offset(starts[panel], step, 2 * integers.lanes)
             if u % 2:
-                start = emit.builder.add(start, self._nothing)
+                start = emit.builder.add(start, self._opaque_zero)
             return integers.codes(emit.offset(start, u // 2 * 4 * integers.lanes), u % 2)
 
         def value(token: int) -> ir.Value:

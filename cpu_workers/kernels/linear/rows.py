@@ -69,12 +69,12 @@ ROW_FORMATS = {"uint16": FLOAT32_ROWS, "int8": CODED_ROWS[8], "uint8": CODED_ROW
 
 
 def _format(emit: Emitter) -> RowFormat:
-    """For pairs there is none: the code compiled for it is never run (``is_made_anew``)."""
+    """For pairs there is none: the code compiled for it is never run (``is_converted``)."""
     return ROW_FORMATS.get(emit.tag.name, FLOAT32_ROWS)
 
 
 @emits(result=types.boolean)
-def is_made_anew(emit: Emitter) -> ir.Value:
+def is_converted(emit: Emitter) -> ir.Value:
     """Whether products read converted chunks instead of x itself."""
     return ir.IntType(1)(emit.tag.name in ROW_FORMATS)
 

@@ -58,7 +58,7 @@ class Product:
                 held = range(first, min(first + room, num_panels))
                 columns = [self._column(p, piece, step) for p in held]
                 for r in range(self.num_rows):
-                    value = self._value(r, piece, self._anew(row_step) if first else row_step)
+                    value = self._value(r, piece, self._opaque(row_step) if first else row_step)
                     for p, column in zip(held, columns, strict=True):
                         self._add(r, p, column, value, totals)
 
@@ -75,10 +75,10 @@ class Product:
         address = self.emit.offset(self.panels[p], step, self.line_bytes)
         if self.are_words_apart:
             # Both pieces at once would need one more register.
-            return self.emit.piece_of_apart(self._anew(address) if piece else address, piece)
+            return self.emit.piece_of_apart(self._opaque(address) if piece else address, piece)
         return self.emit.piece_of_columns(address, piece)
 
-    def _anew(self, place: ir.Value) -> ir.Value:
+    def _opaque(self, place: ir.Value) -> ir.Value:
         """The same address, unknown to LLVM, so that it loads the value again.
 
         Otherwise it would spill the loaded value, for which there is no register, to memory.

@@ -25,7 +25,7 @@ def _own_thread_id(typing_context: Any) -> tuple[Any, Any]:
 
 
 @kernel(parallel=True)
-def note_thread_ids(ids: np.ndarray) -> None:
+def record_thread_ids(ids: np.ndarray) -> None:
     """Write the id of the thread that computes each part of a loop.
 
     ids: int32 [threads], at most as many as numba has started.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....cpu_workers.process_life import leave
+from ....cpu_workers.process_life import exit_process
 from ...config.engine import EngineConfig
 from ...errors import CorunError
 from ...sim.capacity import NoLimitError
@@ -92,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

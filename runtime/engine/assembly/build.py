@@ -1,7 +1,7 @@
-"""Builds an engine from its configuration: the one place that knows all the parts.
+"""Builds an engine from its configuration: the only module that knows all parts.
 
-``build_engine`` is imported by engine processes and by the in-process engines; importing this
-module loads no torch, calling it does. What only some engines need is imported where they do.
+``build_engine`` is imported by engine processes and by in-process engines. Importing this module
+loads no torch, calling it does. Modules that only some engines need are imported where needed.
 """
 
 import contextlib
@@ -63,18 +63,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of, for tests and benchmarks that look inside or replace something."""
+    """The parts of an engine, for tests and benchmarks that inspect or replace them."""
 
     scheduler: Scheduler
     executor: "DeviceExecutor"
     loaded: "LoadedModel"
     host_adapters: "HostAdapters"
-    # None where the kernels read the arena itself, or no profile could be measured.
+    # None if the kernels read the arena itself, or if no profile could be measured.
     coexecution: "Coexecution | None"
 
 
 class EngineAssembly:
-    """An engine, put together; ``close`` takes it apart."""
+    """An assembled engine."""
 
     def __init__(
         self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
@@ -99,26 +99,26 @@ def build_engine(
     own_process: bool,
     own_policies: OwnPolicies | None = None,
 ) -> EngineAssembly:
-    """Load model and adapters and connect everything.
+    """Load model and adapters, and connect all parts.
 
     Args:
         config: The options.
-        on_progress: Told what is being done, for people.
-        own_process: Whether the front end is in another process, so that what is this one's
-            (threads, collector) may be set.
-        own_policies: Go before those that ``config`` names.
+        on_progress: Called with each step of the start, as text.
+        own_process: Whether the front end is in another process, so that settings of this
+            process (threads, garbage collector) can be changed.
+        own_policies: Take precedence over those that ``config`` names.
 
     Raises:
-        CorunError: With the reason why the engine cannot start.
+        CorunError: The engine cannot start.
     """
     config = with_demo(config)
     on_progress("importing torch, transformers and numba")
     with _imports(own_process=own_process):
-        from ....gpu.execution.compilation import compilation_told
+        from ....gpu.execution.compilation import compilation_reported
         from ....gpu.without_compiler import without_compiler
 
     alone = without_compiler() if own_process else contextlib.nullcontext()
-    with compilation_told(on_progress), alone:
+    with compilation_reported(on_progress), alone:
         built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
         keep_living()
@@ -128,7 +128,7 @@ def build_engine(
 
 @contextlib.contextmanager
 def _imports(*, own_process: bool) -> Iterator[None]:
-    """Import inside without the garbage collector, if it is ours."""
+    """Disable the garbage collector inside the block, if the process is the engine's own."""
     if not own_process:
         yield
         return
@@ -154,14 +154,14 @@ def _build(
     placement = place_engine(config, facts)
     most_threads = placement.machine.num_threads
     num_threads = config.cpu_threads or most_threads
-    # torch's threads are the whole process's. A pinned engine with more threads than cores would
-    # wait at every barrier, so asking for cores is asking for as many, also in somebody else's.
+    # torch's threads belong to the whole process. A pinned engine with more threads than cores
+    # would wait at every barrier, so cores limit threads, even in another program's process.
     owns_torch = own_process or config.cpu_threads is not None or config.engine_cores is not None
     if owns_torch:
         set_threads(num_threads)
     set_kernel_threads(num_threads)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
-    # What can be refused before the weights are read should not cost the time to read them.
+    # Refuse invalid options before the weights are read, which takes long.
     hf_config = load_config(source)
     if config.max_model_len is not None:
         max_model_len_of(config, hf_config.get_text_config(), exact_limit=None)
@@ -196,7 +196,7 @@ def _build(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the options name."""
+    """The adapters and tokenizer that the options name."""
 
     source: "ModelSource"
     tokens: BaseTokens
@@ -205,10 +205,10 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What has been measured of the machine, as far as it has been."""
+    """Measurements of the machine, as far as they exist."""
 
-    profile: "Profile | None"  # of co-execution
-    model: "MachineModel | None"  # how long steps take, without co-execution, too
+    profile: "Profile | None"  # for co-execution
+    model: "MachineModel | None"  # of steps, also without co-execution
 
 
 def _measured(
@@ -216,9 +216,9 @@ def _measured(
 ) -> _Measured:
     from .profiling import profile_for, saved_profile
 
-    if not loaded.target_map.targets:  # a profile is of adapters, too
+    if not loaded.target_map.targets:  # a profile needs adapters
         _LOG.warning(
-            "adapters may change no module of %s; its base is served, and every adapter refused",
+            "adapters cannot target any module of %s: only the base model is served",
             config.model,
         )  # fmt: skip
         return _Measured(None, None)
@@ -234,7 +234,7 @@ def _connect(
     on_progress: Callable[[str], None], placement: Placement, measured: _Measured,
     own_policies: OwnPolicies | None,
 ) -> EngineAssembly:  # fmt: skip
-    """Plan the memory, make core and executor, register the adapters."""
+    """Plan the memory, make core and executor, and register the adapters."""
     from ....gpu.execution import assemble
     from ....gpu.model.fingerprint import model_fingerprint
     from ....gpu.model.generation import read_generation_defaults
@@ -247,9 +247,9 @@ def _connect(
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
         is_cuda = loaded.model.device.type == "cuda"
-        slab_bytes = memory.slab_bytes if is_cuda else None  # elsewhere it is an account alone
+        slab_bytes = memory.slab_bytes if is_cuda else None  # on the CPU only an account
         host = make_host_adapters(config, loaded, arena, slab_bytes, profile)
-        if is_cuda:  # the account is of what is left when loads have their buffers
+        if is_cuda:  # the account excludes the buffers of loads
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
         manager = make_manager(config, host, given.tokens, placement.background_cpus)
@@ -306,7 +306,7 @@ def _coexecution(
     config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", placement: Placement,
     profile: "Profile | None", on_progress: Callable[[str], None], host_kv: "HostKv | None",
 ) -> "Coexecution | None":  # fmt: skip
-    """Start it where adapters are copied to the device."""
+    """Start co-execution if adapters are copied to the device."""
     if not copies_adapters(config, loaded):
         return None
     from .coexecution import start_coexecution
@@ -315,7 +315,7 @@ def _coexecution(
 
 
 def _host_kv(loaded: "LoadedModel", memory: MemoryPlan, placement: Placement) -> "HostKv | None":
-    """Make the room for KV on the host, before the device's first operation."""
+    """Allocate KV on the host, before the device's first operation."""
     if not memory.num_host_slots:
         return None
     from ....gpu.kv.host import HostKv
@@ -327,7 +327,7 @@ def _host_kv(loaded: "LoadedModel", memory: MemoryPlan, placement: Placement) ->
 
 
 def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
-    """The account of the arena."""
+    """Make the account of the arena."""
     return HostCache(
         host.arena.capacity_bytes,
         is_device_memory=plan.idle_bytes is not None,

@@ -1,7 +1,7 @@
-"""Puts co-execution together: CPU workers, the passes they assist, and the planner that uses them.
+"""Assembles co-execution: CPU workers, the passes they assist, and the planner that uses them.
 
-Only where adapters are copied to the device over a link; where the kernels read the host's arena
-itself there is nothing to hide.
+Only if adapters are copied to the device over a link. If the kernels read the host's arena, there
+is no load to hide.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Slices of one input group that one worker may have: a ring slot each.
+# Slices of one input group for one worker: each needs a ring slot.
 _RING_SLOTS = 8
-_MAX_COLD_ROWS = 4  # of a step; each may cut one slice more than the tokens need
+_MAX_COLD_ROWS = 4  # of a step; each may need one more slice than the tokens do
 _WORKERS_TIMEOUT_S = 60.0
-_MAX_KNOWN_JOBS = 4096  # whose predicted time is kept
+_MAX_KNOWN_JOBS = 4096  # with a cached prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Coexecution:
-    """What the engine's parts need of it; ``close`` after the executor."""
+    """Co-execution for the other parts of the engine; ``close`` it after the executor."""
 
     assistant: "Assistant"
     cold_starts: PlannedColdStarts
@@ -54,7 +54,7 @@ class Coexecution:
 
 
 def layer_grouper(profile: Profile) -> "GroupLayers":
-    """Cuts an adapter's layers into groups that outweigh the link's latency."""
+    """Return a function that groups an adapter's layers so that the link's latency is small."""
 
     def group_layers(layer_bytes: Sequence[int]) -> Sequence[int]:
         return group_of_layers(layer_bytes, profile.min_group_bytes)
@@ -71,7 +71,7 @@ def start_coexecution(
     on_progress: Callable[[str], None],
     host_kv: "HostKv | None",
 ) -> Coexecution | None:
-    """Start the workers, if there are to be any, and connect them; None without a profile.
+    """Start the workers, if planned, and connect them; None without a profile.
 
     Called by the thread that will run the steps: it becomes the device's compute stream.
     """
@@ -83,10 +83,10 @@ def start_coexecution(
     is_cuda = loaded.model.device.type == "cuda"
     compute = device.stream("compute", is_urgent=True)
     device.adopt(compute)
-    if is_cuda:  # on the CPU the kernels have read what they read when a step is over
-        host.read_by(compute)
+    if is_cuda:  # on the CPU, kernels have read their inputs when a step ends
+        host.set_compute_stream(compute)
         if host_kv is not None:
-            host_kv.used_by(compute)
+            host_kv.set_compute_stream(compute)
     if profile is None:
         return None
     transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
@@ -131,7 +131,7 @@ class _Workers:
     close: Callable[[], None]
 
     def stats(self) -> CpuWorkerStats:
-        """For the metrics."""
+        """Return statistics for the metrics."""
         counts = self.pool.counts()
         return CpuWorkerStats(
             num_workers=self.pool.num_workers,
@@ -145,7 +145,7 @@ def _start_workers(
     config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", exchange: "Exchange",
     placement: Placement, profile: Profile, on_progress: Callable[[str], None],
 ) -> _Workers | None:  # fmt: skip
-    """Start the pool and register its memory; None where there are to be no workers."""
+    """Start the pool and register its memory; None if no workers are planned."""
     import torch
 
     from ....cpu_workers.errors import WorkerPoolError
@@ -156,7 +156,7 @@ def _start_workers(
     if not cpus:
         return None
     if loaded.dtype != torch.bfloat16:
-        _LOG.info("no CPU workers: they compute in bfloat16, and the model is %s", loaded.dtype)
+        _LOG.info("no CPU workers: they compute in bfloat16, but the model is in %s", loaded.dtype)
         return None
     on_progress(f"starting {len(cpus)} CPU workers")
     with contextlib.ExitStack() as undo:
@@ -169,7 +169,7 @@ def _start_workers(
         try:
             pool.wait_ready(_WORKERS_TIMEOUT_S)
         except WorkerPoolError as error:
-            _LOG.warning("going on without them for now: %s", error)
+            _LOG.warning("CPU workers did not start; continuing without them for now: %s", error)
         gateway = WorkerGateway(
             pool, rings, control, exchange, _predictor(pool),
             tokens_per_worker=profile.model.tokens_per_worker,
@@ -200,11 +200,11 @@ def _pool_config(
 
 
 def _predictor(pool: "WorkerPool") -> "PredictDelta":
-    """How long a worker takes, by what it has measured; read when the first job comes."""
+    """Return a worker's predicted times, from its measurements, read at the first job."""
     from ....cpu_workers.deltas.base import shape_of
     from ....shm.region import Region
 
-    # All layers of a pass ask the same, and a look into the table costs more than publishing.
+    # All layers of a pass need the same value, and a table lookup costs more than publishing.
     known_s: dict[tuple[Region, int], float] = {}
 
     def predict_s(region: Region, num_tokens: int) -> float:
@@ -214,7 +214,7 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
             return seconds
         table = pool.delta_table()
         if table is None:
-            return 0.0  # the watch has a limit of its own for jobs of unknown length
+            return 0.0  # unknown; the watch has its own limit for such jobs
         if len(known_s) >= _MAX_KNOWN_JOBS:
             known_s.clear()
         shape = shape_of(region, num_tokens)
@@ -225,7 +225,7 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
 
 
 def _widths(loaded: "LoadedModel") -> tuple[int, int]:
-    """The widest x, and the widest y of all targets of an input group together."""
+    """Return the largest width of x, and of y for all targets of an input group together."""
     from ....cpu_workers.kernels.simd.layout import padded_features
 
     columns: dict[tuple[int, int], int] = {}
@@ -237,14 +237,14 @@ def _widths(loaded: "LoadedModel") -> tuple[int, int]:
 
 
 def _slice_tokens(model: MachineModel) -> int:
-    """What a slice holds at most: the budget in whole blocks."""
+    """Return the most tokens of a slice: the budget in whole blocks."""
     from ....cpu_workers.slices import BLOCK_TOKENS
 
     return -(-model.tokens_per_worker // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _worker_tokens(model: MachineModel, num_workers: int) -> tuple[int, ...]:
-    """By the number of ready workers: how many cold tokens of a step their rings hold."""
+    """Return how many cold tokens of a step the rings hold, by the number of ready workers."""
     from ....cpu_workers.slices import max_tokens
 
     return (

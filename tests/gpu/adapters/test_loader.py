@@ -149,7 +149,7 @@ def test_nobody_looks_while_the_engine_computes_and_all_is_told_then(loading: Lo
     arrival = loading.results[AdapterId(1)] = Arrival()
     loading.load(1)
     assert loading.wait() == []
-    with loading.loader.unwatched():
+    with loading.loader.polling_suspended():
         num_looks = arrival.num_looks
         time.sleep(0.05)  # a hundred looks, if anybody looked
         # The one that had begun before may come to its end.

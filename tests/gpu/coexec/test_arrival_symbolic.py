@@ -97,7 +97,7 @@ def unloaded_while_loading(engine: SymbolicEngine) -> None:
     engine.start(copied)
     assisted = engine.begin(1, copied)
     engine.forward(assisted.deltas)
-    assert not assisted.settle()
+    assert not assisted.finish()
     engine.finish(copied)
     engine.evict()
     other = engine.fetch("b")
@@ -228,10 +228,10 @@ MISTAKES: dict[str, tuple[type | None, str, object, Life, set[type[Finding]]]] =
         Copied, "begin_pass", lambda self: 99, read_in_a_pass, {ReadBeforeWrite},
     ),
     "the reference is kept": (
-        Copied, "_let_go", _give_only_events_back, gradual, {MissingRelease},
+        Copied, "_release_host", _give_only_events_back, gradual, {MissingRelease},
     ),
     "events are kept": (
-        Copied, "_let_go", _give_only_the_reference_back, gradual, {MissingRelease},
+        Copied, "_release_host", _give_only_the_reference_back, gradual, {MissingRelease},
     ),
 }  # fmt: skip
 

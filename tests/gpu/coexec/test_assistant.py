@@ -32,7 +32,7 @@ class Failing:
     def invoke(self, rows: Any) -> Any:
         return {(0, 0): (SimpleNamespace(start=ASSISTED[0], end=ASSISTED[1]),)}
 
-    def settle(self, invocations: Any, *, timeout_s: float) -> frozenset[tuple[int, int]]:
+    def collect(self, invocations: Any, *, timeout_s: float) -> frozenset[tuple[int, int]]:
         if self.is_late:
             raise WaitTimeoutError("no results")
         return self.void
@@ -53,9 +53,9 @@ def begin(failing: Failing) -> AssistedPass:
 
 
 def test_a_pass_without_a_failure_is_void_where_workers_failed() -> None:
-    assert begin(Failing()).settle() == frozenset()
-    assert begin(Failing(void=frozenset({ASSISTED}))).settle() == {ASSISTED}
-    assert begin(Failing(is_late=True)).settle() == {ASSISTED}
+    assert begin(Failing()).finish() == frozenset()
+    assert begin(Failing(void=frozenset({ASSISTED}))).finish() == {ASSISTED}
+    assert begin(Failing(is_late=True)).finish() == {ASSISTED}
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -68,7 +68,7 @@ def test_a_failed_stream_voids_all_cold_rows_of_its_pass_and_of_no_other(
     failing = Failing(
         {stream: kind(f"stream {stream.name}") for stream in streams}, is_late=is_late
     )
-    assert begin(failing).settle() == {ASSISTED, PIPELINED}
+    assert begin(failing).finish() == {ASSISTED, PIPELINED}
     assert f"stream {streams[-1].name}" in caplog.text  # of the exchange, if both did
     failing.is_late = False
-    assert begin(failing).settle() == frozenset()
+    assert begin(failing).finish() == frozenset()

@@ -170,7 +170,7 @@ def failing_pass(layer: int, before: str) -> Callable[[SymbolicEngine], None]:
         assisted = engine.begin(engine.shape.num_layers, copied)
         with pytest.raises(ArithmeticError):
             engine.forward(assisted.deltas, ((layer, 0), before))
-        assisted.give_up()
+        assisted.abandon()
         assert all(not worker.num_outstanding for worker in engine.pool.workers)
         assert engine.run(1, copied)
         engine.finish(copied)
@@ -262,7 +262,7 @@ def _drop_by_own_stores(self: Any) -> None:
     for worker in self._pool.workers:
         if worker.num_outstanding:
             self._pool.device.host.signal(worker.ready, worker.newest_sequence)
-    self.settle({}, timeout_s=1.0)
+    self.collect({}, timeout_s=1.0)
 
 
 _Mistake = tuple[type, str, object, Shape, Callable[[SymbolicEngine], None], set[type[Finding]]]
@@ -326,7 +326,7 @@ def test_a_pass_that_is_not_settled_keeps_workers_in_the_arena() -> None:
     def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied)
-        with replaced(AssistedPass, "settle", lambda self: frozenset()):
+        with replaced(AssistedPass, "finish", lambda self: frozenset()):
             engine.run(2, copied, samples=False)
         copied.cancel()
         engine.evict()

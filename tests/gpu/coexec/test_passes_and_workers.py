@@ -114,9 +114,9 @@ class Passes:
                 assisted.deltas.add((layer, 0), x, ys, [0, 1])
                 results.append((x, torch.cat(ys, dim=1)))
         except ArithmeticError:
-            assisted.give_up()
+            assisted.abandon()
             return False
-        if assisted.settle():
+        if assisted.finish():
             return False
         for layer, (x, y) in enumerate(results):
             expected = self.adapters[adapter].expected(layer, x)
@@ -196,7 +196,7 @@ def refuse(passes: Passes, rng: random.Random) -> None:
     assert passes.driver.pool.end(0).next_sequence == before
 
 
-def give_up(passes: Passes, rng: random.Random) -> None:
+def abandon(passes: Passes, rng: random.Random) -> None:
     layer = rng.randrange(NUM_LAYERS)
     assert not passes.run(rng.randint(1, MAX_TOKENS), rng.randrange(2), fail(layer))
     assert not passes.num_outstanding
@@ -207,7 +207,7 @@ def succeed(passes: Passes, rng: random.Random) -> None:
     assert not passes.num_outstanding
 
 
-FAULTS = [break_off_publishing, lose_results, refuse, give_up]
+FAULTS = [break_off_publishing, lose_results, refuse, abandon]
 
 
 @pytest.mark.parametrize("seed", range(3))

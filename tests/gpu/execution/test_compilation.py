@@ -8,7 +8,7 @@ import numba
 import pytest
 import torch
 from corun.gpu.execution import compilation
-from corun.gpu.execution.compilation import compilation_told
+from corun.gpu.execution.compilation import compilation_reported
 
 
 def compiled(said: list[str], module: str) -> Any:
@@ -24,7 +24,7 @@ def compiled(said: list[str], module: str) -> Any:
         function.__module__ = module
     inner = numba.njit(callee)
     outer = numba.njit(kernel)
-    with compilation_told(said.append):
+    with compilation_reported(said.append):
         assert outer(1) == 2
         assert outer(2) == 3  # is compiled
     return outer
@@ -36,13 +36,13 @@ def test_says_which_group_begins_and_how_much_it_was() -> None:
     assert said[0] == "compiling kernels for linear products; 3 of 6 groups may follow"
     assert said[-1].startswith("compiled 1 kernels in ")
     said.clear()
-    with compilation_told(said.append):
+    with compilation_reported(said.append):
         assert kernel(3) == 4
     assert said == []
 
 
 def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_TOLD_S", 0.0)
+    monkeypatch.setattr(compilation, "_REPORTED_S", 0.0)
     said: list[str] = []
     compiled(said, "elsewhere")
     assert said[0].startswith("compiled kernel in ")
@@ -51,7 +51,7 @@ def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_triton_there_is_nothing_to_listen_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with compilation_told(pytest.fail):
+    with compilation_reported(pytest.fail):
         pass
 
 
@@ -60,7 +60,7 @@ def test_triton_is_listened_to_for_as_long(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = knobs.compilation.listener
     said: list[str] = []
-    with compilation_told(said.append):
+    with compilation_reported(said.append):
         tell = knobs.compilation.listener
         source, times = SimpleNamespace(name="_decode"), SimpleNamespace(total=2_500_000)
         tell(src=source, metadata={}, metadata_group={}, times=times, cache_hit=False)

@@ -63,10 +63,10 @@ class Assisting:
         if self.error is not None and any(row.split_layer for row in rows):
             raise self.error
         return SimpleNamespace(
-            deltas="of workers", settle=lambda: frozenset(self.void), give_up=self.give_up
+            deltas="of workers", finish=lambda: frozenset(self.void), abandon=self.abandon
         )
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         self.num_given_up += 1
 
 

@@ -74,7 +74,7 @@ def test_contents_come_back_to_other_blocks(name: str, where: str) -> None:
     tier = HostTier(device, LAYOUTS[name], num_blocks=6, num_slots=5, where=where)
     if where == "cuda":
         device.adopt(compute)
-        tier.host.used_by(compute)
+        tier.host.set_compute_stream(compute)
     kept = tier.fill(1)
     tier.move(TO_HOST, {0: 3, 1: 4, 5: 0})
     other = tier.fill(2)
@@ -239,7 +239,7 @@ def test_a_lost_device_ends_the_engine(noting: Noting) -> None:
 
 def test_nobody_looks_while_the_engine_computes(noting: Noting) -> None:
     noting.link.is_open = False
-    with noting.tier.transfers.unwatched():
+    with noting.tier.transfers.polling_suspended():
         noting.tier.start(1, TO_DEVICE, apart(2))
         noting.tier.take()
         noting.device.loss = accelerator_error(700)

@@ -23,7 +23,7 @@ def test_copies_wait_for_the_kernels_before_them(
         compute = device.stream("compute")
         tier = HostTier(device)
         device.adopt(compute)
-        tier.host.used_by(compute)
+        tier.host.set_compute_stream(compute)
         kept = tier.fill(1)
 
         def write_late() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corun.gpu.linear.kept_weights import KeptWeights, remembered
+from corun.gpu.linear.kept_weights import KeptWeights, cached_answer
 
 MATRICES: dict[str, dict[str, np.ndarray]] = {
     "a": {"int8": np.arange(6000, dtype=np.uint8).reshape(2, 30, 100)},
@@ -99,7 +99,7 @@ def test_a_directory_that_cannot_be_written_is_said(
     file.touch()
     KeptWeights(file / "below", "key").write(MATRICES)
     assert "not kept for the next start" in caplog.text
-    assert remembered(file / "below", QUESTION, lambda: "a" * 64) == "a" * 64
+    assert cached_answer(file / "below", QUESTION, lambda: "a" * 64) == "a" * 64
 
 
 def test_what_nobody_has_used_for_long_goes(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_the_least_recently_used_make_room(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_answer_is_found_once(tmp_path: Path) -> None:
     answers = iter(["a" * 64, "b" * 64])
-    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
-    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
+    assert cached_answer(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
+    assert cached_answer(tmp_path, QUESTION, lambda: next(answers)) == "a" * 64
     (note,) = tmp_path.iterdir()
     note.write_text("damaged")
-    assert remembered(tmp_path, QUESTION, lambda: next(answers)) == "b" * 64
+    assert cached_answer(tmp_path, QUESTION, lambda: next(answers)) == "b" * 64

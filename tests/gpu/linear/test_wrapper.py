@@ -11,7 +11,7 @@ from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import PlainLinear
-from corun.gpu.linear.wrapper import CorunLinear, leave_weight_files, wrap_linears
+from corun.gpu.linear.wrapper import CorunLinear, detach_from_weight_files, wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
@@ -92,7 +92,7 @@ def test_what_is_left_of_a_model_leaves_the_mapped_file(tmp_path: Path) -> None:
     model.embed.weight.data = torch.from_file(str(path), size=66).view(11, 6)
     assert str(path) in Path("/proc/self/maps").read_text()
     wrap_linears(model, StepContext(), OnednnLinear, {}, {})
-    leave_weight_files(model)
+    detach_from_weight_files(model)
     gc.collect()
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(model.embed.weight, torch.arange(66.0).view(11, 6))

@@ -183,7 +183,7 @@ class SymbolicEngine:
         symbolic.adopt(self.compute)
         device.adopted = self.compute if shape.streams == "adopted" else None
         self.copier = _Copier(device, shape)
-        self.copier.read_by(self.compute)
+        self.copier.set_compute_stream(self.compute)
         self.pool = SymbolicPool(symbolic, shape.num_workers, shape.num_slots, shape.dies_in)
         self.streams = {"compute": self.compute, "exchange": transfer}
         exchange = Exchange(as_torch(device), self.compute, transfer)
@@ -256,7 +256,7 @@ class SymbolicEngine:
         num_left_out = self.device.symbolic.num_left_out
         assisted = self.begin(split_layer, copied)
         self.forward(assisted.deltas)
-        counts = not assisted.settle()
+        counts = not assisted.finish()
         if samples:
             self.device.synchronize(self.compute, timeout_s=1)
             self.device.host.compute(reads=[Buffer("hidden")])
