@@ -1,4 +1,4 @@
-"""What front ends know of the adapters, and what is new to them."""
+"""The published state of adapters, and changes that are not published yet."""
 
 from collections.abc import Iterable
 
@@ -14,17 +14,17 @@ class AdapterChanges:
 
     def __init__(self, registry: AdapterRegistry) -> None:
         self._registry = registry
-        self._published: dict[str, AdapterInfo] = {}  # what others know
-        self._marked: set[str] = set()  # names of which something may be otherwise
-        self.must_publish = False  # requests to come are made with what has changed
+        self._published: dict[str, AdapterInfo] = {}  # as front ends know them
+        self._marked: set[str] = set()  # names of adapters that may have changed
+        self.must_publish = False  # new requests depend on a change
 
     def mark(self, names: Iterable[str], *, must_publish: bool = False) -> None:
-        """Something may be otherwise of these adapters."""
+        """Mark adapters that may have changed; ``must_publish``: new requests depend on it."""
         self._marked.update(names)
         self.must_publish |= must_publish
 
     def publish_all(self, device: AdapterResidency) -> tuple[AdapterInfo, ...]:
-        """All registered adapters; what becomes of them from now on is told by ``take``."""
+        """Return all registered adapters; later changes are returned by ``publish``."""
         infos = self._registry.infos(device.residency)
         before, self._published = self._published, {info.name: info for info in infos}
         for info in infos:
@@ -32,7 +32,7 @@ class AdapterChanges:
         return infos
 
     def publish(self, device: AdapterResidency) -> AdaptersChanged | None:
-        """What is otherwise than it was told. O(what may have changed)."""
+        """Return changes since the last publication, or None. O(marked adapters)."""
         changed = device.take_changed_adapters()
         self._marked |= self._registry.names_of(changed.adapter_ids, changed.digests)
         infos, removed = list[AdapterInfo](), list[str]()

@@ -1,7 +1,7 @@
-"""Adapter operations beside the step: reads and checks files in a thread, keeps the registry.
+"""Adapter operations: reads and checks files in a thread beside the steps, keeps the registry.
 
-Joins three parts that do not know each other: the registry (names and versions), the engine core
-(references and evictions) and the device half (which reads a directory into packed matrices).
+Connects three independent parts: the registry (names and versions), the engine core
+(references and evictions) and the device side (which reads a directory into packed matrices).
 """
 
 import itertools
@@ -33,9 +33,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterManager:
-    """Adds, reloads and removes adapters; also the core's source of versions.
+    """Adds, reloads and removes adapters, and resolves versions for the core.
 
-    All methods but the reading thread's belong to the engine's thread.
+    All methods except those that say otherwise belong to the engine's thread.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class AdapterManager:
         state_file: AdapterStateFile | None = None,
         background_cpus: tuple[int, ...] = (),
     ) -> None:
-        """``host``: where adapters are kept as ``attach``'s core says.
+        """``host``: stores adapters as the core of ``attach`` decides.
 
-        ``state_file``: notes what is loaded by operations. ``background_cpus``: where files are
-        read beside the steps; () = where the caller runs.
+        ``state_file``: stores adapters loaded by operations. ``background_cpus``: cores of the
+        reading thread; () = the caller's.
         """
         self._state_file = state_file
         ids = itertools.count(1)
@@ -58,44 +58,44 @@ class AdapterManager:
         self._host = host
         self._device: AdapterResidency | None = None
         self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
-        self._maybe_unused: set[str] = set()  # digests that a version was the last to have
+        self._maybe_unused: set[str] = set()  # digests that may have no version any more
         self._done: list[OperationDone] = []
         self._changes = AdapterChanges(self._registry)
         self._watch: LoraDirWatch | None = None
-        self._outlining: set[str] = set()  # names of which headers are being read
-        # By names that are being read.
+        self._outlining: set[str] = set()  # names with headers being read
+        # Operations that wait for a read of the same name.
         self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
 
     def attach(self, device: AdapterResidency) -> None:
-        """Name the engine core; before that nothing can be removed."""
+        """Set the engine core, which removals need."""
         self._device = device
 
     @property
     def remembered(self) -> tuple[RememberedAdapter, ...]:
-        """What was loaded by operations of engines before this one, and of this one."""
+        """Adapters loaded by operations of this engine and of earlier ones."""
         return () if self._state_file is None else self._state_file.adapters
 
-    # The core's source of versions.
+    # Versions, for the core.
 
     def resolve(self, name: str) -> AdapterVersion:
-        """The version new requests for ``name`` use; raises ``RequestError``."""
+        """Return the version for new requests; raises ``RequestError``."""
         return self._registry.resolve(name)
 
     def acquire(self, adapter_id: AdapterId) -> None:
-        """A request uses this version from now on."""
+        """Take a reference for a request."""
         self._registry.acquire(adapter_id)
 
     def release(self, adapter_id: AdapterId) -> bool:
-        """A request that used this version has ended; True = drop it, nobody can name it now."""
+        """Return a request's reference; True = drop the version, which has no name any more."""
         self._changes.mark((self._registry.version(adapter_id).name,))
         return self._registry.release(adapter_id)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """A version that may still be loaded. Called by the loader's thread."""
+        """Return a version that may still be loaded. Called by the loader's thread."""
         return self._registry.version(adapter_id)
 
     def remove_version(self, adapter_id: AdapterId) -> None:
-        """A dropped version has left the device."""
+        """Remove a dropped version that has left the device."""
         version = self._registry.remove_version(adapter_id)
         if version is not None:
             self._changes.mark((version.name,))
@@ -105,7 +105,7 @@ class AdapterManager:
     # Operations.
 
     def handle(self, message: AdapterOperation) -> None:
-        """Begin an operation; ``poll`` tells how it ended. Raises ``CorunError`` if refused."""
+        """Begin an operation; ``poll`` returns its result. Raises ``CorunError`` if refused."""
         if isinstance(message, RemoveAdapter):
             self._remove(message)
             return
@@ -122,7 +122,7 @@ class AdapterManager:
         self._done.append(OperationDone(message.operation_id))
 
     def must_wait(self, name: str) -> bool:
-        """Whether requests for ``name`` wait until its files have been read, which then begins."""
+        """Whether requests for ``name`` must wait for its files to be read; starts the read."""
         if name in self._outlining:
             return True
         path = self._registry.unread_path(name)
@@ -131,9 +131,9 @@ class AdapterManager:
         return path is not None
 
     def add_unread(self, name: str, path: str) -> None:
-        """Serve an adapter whose files are read when it is first asked for.
+        """Serve an adapter and read its files on first use.
 
-        Raises ``CorunError`` with what can be seen to be wrong until then.
+        Raises ``CorunError`` for problems that show before.
         """
         load_id = self._registry.begin_loading(name, path)
         try:
@@ -145,12 +145,12 @@ class AdapterManager:
         self._changes.mark((name,))
 
     def follow(self, watch: LoraDirWatch) -> None:
-        """Serve what comes into a directory, as it is there."""
+        """Add, reload and remove adapters as the watched directory changes."""
         self._watch = watch
 
     @property
     def num_unreadable(self) -> int:
-        """Entries of a directory that is followed which cannot be read now."""
+        """Number of entries of the watched directory that cannot be read now."""
         return 0 if self._watch is None else self._watch.num_unreadable
 
     def _follow_changes(self) -> None:
@@ -159,20 +159,20 @@ class AdapterManager:
                 self._follow_change(name, path)
             for name, path in changes.removed.items():
                 if self._registry.path_of(name) == path:
-                    _LOG.info("adapter %r has left its directory", name)
+                    _LOG.info("adapter %r was removed from its directory", name)
                     self._unregister(name)
 
     def _follow_change(self, name: str, path: str) -> None:
-        """Something new, or other content, lies at ``path``."""
+        """Load an adapter that was added or changed at ``path``."""
         if self._registry.path_of(name) not in (None, path):
-            _LOG.warning("%s is not served: adapter %r is served from elsewhere", path, name)
+            _LOG.warning("%s is not served: adapter %r has another path", path, name)
             return
-        _LOG.info("adapter %r has come or changed: %s", name, path)
+        _LOG.info("adapter %r was added or changed: %s", name, path)
         try:
             is_new = self._registry.serving(name) is None
             self._begin_reading(None, name, path, None, outline_only=is_new)
         except CorunError as error:
-            _LOG.error("not served: adapter %r: %s", name, error)
+            _LOG.error("cannot serve adapter %r: %s", name, error)
 
     def add_now(self, name: str, path: str) -> None:
         """Register an adapter and wait for it. Raises ``CorunError`` with the reason."""
@@ -183,9 +183,9 @@ class AdapterManager:
             raise AdapterError(f"adapter {name!r}: {done.error}")
 
     def pin_now(self, name: str, *, is_pinned: bool) -> None:
-        """Keep ``name`` on the device, or no longer.
+        """Pin ``name`` to the device, or unpin it.
 
-        Raises ``RequestError`` if there is no such adapter, it is not ready, or there is no room.
+        Raises ``RequestError`` if the adapter is unknown or not ready, or if there is no room.
         """
         assert self._device is not None
         version = self._registry.resolve(name)
@@ -198,9 +198,9 @@ class AdapterManager:
         self._changes.mark((name,))
 
     def poll(self, *, is_due: bool = True) -> list[OperationDone | AdaptersChanged]:
-        """Return operations that have ended, and before them what is new of adapters.
+        """Return changes of adapters, then the results of ended operations.
 
-        Unless it ``is_due``, that is told only if an operation has ended. O(what has changed).
+        Unless ``is_due``, changes are returned only with results or if requests need them.
         """
         self._follow_changes()
         for read in self._reader.take():
@@ -214,26 +214,26 @@ class AdapterManager:
         return [*done] if changes is None else [changes, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """All registered adapters; what becomes of them from now on is told by ``poll``."""
+        """Return all registered adapters; later changes are returned by ``poll``."""
         assert self._device is not None
         return self._changes.publish_all(self._device)
 
     def fileno(self) -> int:
-        """Readable while ``poll`` would return the end of an operation."""
+        """A descriptor that is readable while ``poll`` would return a result."""
         return self._reader.fileno()
 
     def close(self) -> None:
-        """Stop the threads, after the adapter that is being read; drop what waits. Idempotent."""
+        """Stop the threads after the current read; drop waiting reads. Idempotent."""
         if self._watch is not None:
             self._watch.close()
         self._reader.close()
 
     def notify(self) -> None:
-        """There is something to take for ``poll``. Called by any thread."""
+        """Wake the engine's thread to ``poll``. Called by any thread."""
         self._reader.notify()
 
     def _begin(self, message: AddAdapter | ReadAdapter) -> None:
-        if self._registry.is_loading(message.name):  # for requests, or for somebody else
+        if self._registry.is_loading(message.name):  # for requests, or for another operation
             self._postponed.setdefault(message.name, []).append(message)
             return
         unread_path = self._registry.unread_path(message.name)
@@ -244,14 +244,14 @@ class AdapterManager:
                 self._begin_reading(message.operation_id, message.name, unread_path, None)
             return
         if not message.replaces and unread_path not in (None, message.path):
-            raise taken_name(message.name)  # whose content nobody knows
+            raise taken_name(message.name)  # its content is unknown
         self._begin_reading(
             message.operation_id, message.name, message.path, message.pinned,
             replaces=message.replaces, is_kept=True,
         )  # fmt: skip
 
     def _begin_postponed(self, name: str) -> None:
-        """Begin what was asked for while ``name`` was being read."""
+        """Begin the operations that waited for the read of ``name``."""
         waiting = self._postponed.get(name)
         while waiting and not self._registry.is_loading(name):
             message = waiting.pop(0)
@@ -267,7 +267,7 @@ class AdapterManager:
         self, operation_id: int | None, name: str, path: str, pinned: bool | None,
         *, replaces: bool = True, is_kept: bool = False, outline_only: bool = False,
     ) -> None:  # fmt: skip
-        """Let the thread read and check a directory. Raises ``RequestError`` if it cannot begin."""
+        """Queue a directory for the reading thread. Raises ``RequestError`` if it cannot begin."""
         load_id = self._registry.begin_loading(name, path)
         self._changes.mark((name,))
         if outline_only:
@@ -290,14 +290,14 @@ class AdapterManager:
     def _unregister(self, name: str) -> None:
         old = self._registry.serving(name)
         freed = self._registry.remove(name)
-        if old is not None:  # it may have requests left, which do not keep it from leaving
+        if old is not None:  # running requests do not keep it pinned
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
         self._changes.mark((name,))
 
     def _complete_read(self, read: ReadDone) -> None:
-        """Enter what reading a directory has brought."""
+        """Apply the result of reading a directory."""
         job = read.job
         self._changes.mark((job.name,))
         self._outlining.discard(job.name)
@@ -338,10 +338,10 @@ class AdapterManager:
         self._end(job)
 
     def _end(self, job: ReadJob, error: CorunError | None = None) -> None:
-        """Tell whoever waits for it."""
+        """Report the end of a read, to its operation or to the log."""
         if job.operation_id is None:
             if error is not None:
-                _LOG.error("adapter %r cannot be served: %s", job.name, error)
+                _LOG.error("cannot serve adapter %r: %s", job.name, error)
             return
         failure = () if error is None else (str(error), error.kind)
         self._done.append(OperationDone(job.operation_id, *failure))
@@ -349,7 +349,7 @@ class AdapterManager:
     def _pin_error(
         self, name: str, facts: AdapterFacts | None, old: AdapterVersion | None, *, is_pinned: bool
     ) -> CorunError | None:
-        """Why what has been read cannot be pinned, if it is to be."""
+        """Return why the content cannot be pinned, if it must be."""
         if facts is None or not is_pinned:
             return None
         try:
@@ -359,17 +359,14 @@ class AdapterManager:
         return None
 
     def _check_pin(self, name: str, facts: AdapterFacts, old: AdapterVersion | None) -> None:
-        """Raise ``RequestError`` unless ``name`` may be pinned with this content."""
+        """Raise ``RequestError`` unless ``name`` can be pinned with this content."""
         assert self._device is not None
         other_bytes = self._registry.largest_unpinned_bytes(without=name)
         replaced = None if old is None else old.adapter_id
         self._device.check_pin(facts.num_bytes, other_bytes, replaced)
 
     def _remove_unused_contents(self) -> None:
-        """Two names may have the same content, and an old version that of a new one.
-
-        So may what is being read, which is known to others before it is settled here.
-        """
+        """Remove contents that no version has any more; none while a read may still need one."""
         if self._reader.num_reading or not self._maybe_unused:
             return
         unused = self._maybe_unused - self._registry.digests()
@@ -380,13 +377,13 @@ class AdapterManager:
             self._host.remove_content(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
-        """Evict versions that nothing can refer to any more."""
+        """Evict versions without references."""
         for adapter_id in adapter_ids:
             assert self._device is not None
             self._device.drop_adapter(adapter_id)
 
     def _make_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """Ask the core, and do what it says before anybody writes to what it hands out."""
+        """Ask the core for a place, and evict what it names before the place is written."""
         assert self._device is not None
         room = self._device.place_registration(layer_bytes)
         self._host.evict(room.evictions)
@@ -394,7 +391,7 @@ class AdapterManager:
 
 
 def _differs(old: AdapterVersion, content: AdapterContent | None) -> bool:
-    """Whether what was read is another version."""
+    """Whether the content read is a new version."""
     return content is not None and (
         content.facts != old.facts or content.conventions != old.conventions
     )

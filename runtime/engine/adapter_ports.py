@@ -1,4 +1,4 @@
-"""What the adapter manager needs of the engine core and of the host's memory."""
+"""The interfaces of the engine core and of the host's memory for the adapter manager."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -12,45 +12,45 @@ from .residency import Changed
 
 
 class AdapterHost(Protocol):
-    """What the manager tells the host's memory."""
+    """The host's memory, as the manager uses it."""
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
-        """Take adapters out of it."""
+        """Evict adapters."""
         ...
 
     def remove_content(self, digest: str) -> None:
-        """No version has this content any more."""
+        """Remove a content that no version has any more."""
         ...
 
 
 class AdapterResidency(Protocol):
-    """What the manager asks of the engine core."""
+    """The engine core, as the manager uses it."""
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Evict a version for good."""
+        """Evict a version permanently."""
         ...
 
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
-        """Raise ``RequestError`` unless so much may be pinned, in place of a version.
+        """Raise ``RequestError`` unless ``num_bytes`` can be pinned, in place of ``replaced``.
 
-        ``other_bytes``: of an adapter that a request may need beside.
+        ``other_bytes``: of the largest unpinned adapter, which a request may need too.
         """
         ...
 
     def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
-        """Keep a version on the device, for which there is room."""
+        """Pin a version to the device; there must be room."""
         ...
 
     def unpin_adapter(self, adapter_id: AdapterId) -> None:
-        """It may leave the device again."""
+        """Unpin a version."""
         ...
 
     def take_changed_adapters(self) -> Changed:
-        """Versions and contents that may be elsewhere than at the last call."""
+        """Return versions and contents that may have changed level since the last call."""
         ...
 
     def residency(self, version: AdapterVersion) -> Residency:
-        """Where a version is now."""
+        """Return where a version is now."""
         ...
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
@@ -62,5 +62,5 @@ class AdapterResidency(Protocol):
         ...
 
     def forget_content(self, digest: str) -> None:
-        """No version has this content any more."""
+        """Remove a content that no version has any more."""
         ...

@@ -1,7 +1,7 @@
-"""The thread that reads and checks adapters beside the steps, and how it asks for room.
+"""The thread that reads and checks adapters beside the steps, and its requests for room.
 
-Only the engine's thread decides where an adapter is kept: the thread here asks it, one adapter at a
-time, and waits for the answer. All methods but the thread's belong to the engine's thread.
+The engine's thread decides where an adapter is stored: the reading thread asks it, one adapter at a
+time, and waits for the answer. All methods except the thread's own belong to the engine's thread.
 """
 
 import logging
@@ -21,19 +21,19 @@ from ..plan import HostPlace, HostPlaceId
 
 _LOG = logging.getLogger(__name__)
 
-# Where on the host an adapter is kept whose layers take so many bytes; None = nowhere.
+# From the bytes of an adapter's layers to its place on the host; None = no place.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 
 class AdapterFiles(Protocol):
-    """Reads and checks directories; raises ``CorunError`` with what is wrong."""
+    """Reads and checks directories; raises ``CorunError`` with the problem."""
 
     def outline(self, path: str) -> AdapterOutline:
-        """Check all that needs no values."""
+        """Check everything except values."""
         ...
 
     def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
-        """Read all. ``known``: a version that was read there, whose weights may be the same."""
+        """Read all. ``known``: a version read there before; its weights may be the same."""
         ...
 
 
@@ -41,26 +41,26 @@ class AdapterFiles(Protocol):
 class ReadJob:
     """A directory to read for a name."""
 
-    operation_id: int | None  # None = nobody waits for it but requests
+    operation_id: int | None  # None = for requests, not for an operation
     name: str
     path: str
     load_id: LoadId
-    pinned: bool | None = None  # None = as the name is by then
-    replaces: bool = True  # a version with other content
-    is_kept: bool = False  # beyond the engine's end
-    outline_only: bool = False  # its values when somebody asks
-    known: AdapterVersion | None = None  # read from there before, and in use
+    pinned: bool | None = None  # None = as the name is at the end
+    replaces: bool = True  # replaces a version with other content
+    is_kept: bool = False  # stored beyond the engine's end
+    outline_only: bool = False  # values are read on first use
+    known: AdapterVersion | None = None  # read from there before, and in service
 
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """What has come of it."""
+    """The result of a read."""
 
     job: ReadJob
     content: AdapterContent | None = None
-    outline: AdapterOutline | None = None  # where that is all that was asked for
+    outline: AdapterOutline | None = None  # for ``outline_only``
     error: CorunError | None = None
-    place_id: HostPlaceId | None = None  # that was made for it
+    place_id: HostPlaceId | None = None  # place made for it
 
 
 class AdapterReaderThread:
@@ -69,9 +69,9 @@ class AdapterReaderThread:
     def __init__(
         self, files: AdapterFiles, make_room: MakeRoom, cpus: tuple[int, ...] = ()
     ) -> None:
-        """Start it; ``make_room`` is called in ``take`` and ``read_now``.
+        """Start the thread; ``make_room`` is called in ``take`` and ``read_now``.
 
-        ``cpus``: where it runs; () = where the caller does.
+        ``cpus``: its cores; () = the caller's.
         """
         self._cpus = cpus
         self._files = files
@@ -80,19 +80,19 @@ class AdapterReaderThread:
         self._done: queue.SimpleQueue[ReadDone] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
-        self.num_reading = 0  # jobs that were put and not taken
+        self.num_reading = 0  # jobs put and not yet taken
         self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
         self._thread.start()
 
     def put(self, job: ReadJob) -> None:
-        """Read it after those that were put before."""
+        """Queue a job."""
         self.num_reading += 1
         self._jobs.put(job)
 
     def take(self) -> Iterator[ReadDone]:
-        """Answer the thread, and give what it has read since the last call."""
+        """Answer the thread's request for room, and yield the results since the last call."""
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
@@ -105,7 +105,7 @@ class AdapterReaderThread:
             yield done
 
     def read_now(self, job: ReadJob) -> ReadDone:
-        """Read it in the calling thread."""
+        """Run a job in the calling thread."""
         return self._read(job, self._make_room)
 
     def notify(self) -> None:
@@ -113,16 +113,16 @@ class AdapterReaderThread:
         os.eventfd_write(self._event_fd, 1)
 
     def fileno(self) -> int:
-        """Readable while ``take`` has something to do."""
+        """A descriptor that is readable while ``take`` has something to do."""
         return self._event_fd
 
     def close(self) -> None:
-        """Stop after the adapter that is being read; drop what waits. Idempotent."""
+        """Stop after the current read; drop waiting jobs. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         self._jobs.put(None)
-        self._answers.put(None)  # it may wait for one
+        self._answers.put(None)  # the thread may wait for an answer
         self._thread.join()
         os.close(self._event_fd)
 
@@ -135,7 +135,7 @@ class AdapterReaderThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _ask_for_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """Let the engine's thread decide."""
+        """Ask the engine's thread for a place."""
         if self._is_closed:
             return None
         self._asked.put(layer_bytes)
@@ -157,7 +157,7 @@ class AdapterReaderThread:
             done = replace(done, content=self._files.read(job.path, noted, job.known))
         except CorunError as error:
             done = replace(done, error=error)
-        except Exception as error:  # nobody's files may end the thread that serves all others
+        except Exception as error:  # no adapter's files may end the thread
             _LOG.exception("reading adapter %r from %s failed", job.name, job.path)
             done = replace(done, error=AdapterError(f"{type(error).__name__}: {error}"))
         return done if place is None else replace(done, place_id=place.place_id)

@@ -1,4 +1,4 @@
-"""What the engine core asks of adapter versions, and what a version does to a request."""
+"""The interface of adapter versions for the engine core, and their effect on requests."""
 
 import dataclasses
 from typing import Protocol
@@ -11,38 +11,38 @@ from .messages import AddRequest
 
 
 class AdapterVersions(Protocol):
-    """Where adapter names are resolved and references are counted: the manager, or its registry."""
+    """Resolves adapter names and counts references: the manager, or its registry."""
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """Return a version that some request uses."""
+        """Return a version that a request uses."""
         ...
 
     def resolve(self, name: str) -> AdapterVersion:
-        """Return the version that new requests use.
+        """Return the version for new requests.
 
         Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
         """
         ...
 
     def acquire(self, adapter_id: AdapterId) -> None:
-        """A request uses this version from now on."""
+        """Take a reference for a request."""
         ...
 
     def release(self, adapter_id: AdapterId) -> bool:
-        """A request that used this version has ended; True = nothing names it any more."""
+        """Return a request's reference; True = no name refers to the version any more."""
         ...
 
 
 def sampling_of(message: AddRequest, version: AdapterVersion) -> SamplingParams:
-    """Return the parameters with the adapter's end tokens beside the base's.
+    """Return the parameters with the adapter's end tokens added to the base's.
 
-    Raises ``AdapterChangedError`` if other conventions made the tokens of its prompt.
+    Raises ``AdapterChangedError`` if the prompt was made by other conventions.
     """
     conventions, sampling = version.conventions, message.sampling
     if message.conventions not in (None, conventions.digest):
         raise AdapterChangedError(
-            f"adapter {version.name!r} was loaded again with another chat template, tokenizer or "
-            "end token while the request was on its way; send it again",
+            f"adapter {version.name!r} was reloaded with another chat template, tokenizer or end "
+            "token after the request's prompt was made; send the request again",
             param="lora_request",
         )
     if sampling.ignore_eos or not conventions.eos_token_ids:

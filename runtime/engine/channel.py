@@ -1,8 +1,8 @@
 """Framed messages over a connected stream socket, one side in a selector loop, one in asyncio.
 
 A frame is a 4-byte little-endian length and one MessagePack value. This module owns framing,
-buffering and the end of the stream; it knows nothing of what the messages mean. Neither side ever
-blocks: what the peer does not take is kept, up to ``MAX_UNSENT_BYTES``.
+buffering and the end of the stream; it knows nothing of the meaning of messages. Neither side ever
+blocks: data that the peer does not read is buffered, up to ``MAX_UNSENT_BYTES``.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ChannelError(Exception):
-    """The peer broke the protocol, or takes nothing any more."""
+    """The peer broke the protocol, or has stopped reading."""
 
 
 def encode_frame(message: object) -> bytes:
@@ -30,7 +30,7 @@ def encode_frame(message: object) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise ChannelError(
-            f"a message has {len(payload)} bytes, at most {MAX_FRAME_BYTES} are sent"
+            f"a message has {len(payload)} bytes; at most {MAX_FRAME_BYTES} can be sent"
         )
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
@@ -50,7 +50,9 @@ class FrameReader:
         while len(buffer) - start >= HEADER_BYTES:
             length = int.from_bytes(buffer[start : start + HEADER_BYTES], "little")
             if length > MAX_FRAME_BYTES:
-                raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} may")
+                raise ChannelError(
+                    f"a frame has a length of {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
+                )
             end = start + HEADER_BYTES + length
             if len(buffer) < end:
                 break
@@ -61,13 +63,15 @@ class FrameReader:
 
 
 def receive_one_frame(sock: socket.socket) -> bytes:
-    """Return the next payload from a blocking socket, and take no byte beyond it.
+    """Return the next payload from a blocking socket, without reading beyond it.
 
     Raises ``ChannelError`` if the stream ends before, ``TimeoutError`` as the socket does.
     """
     length = int.from_bytes(_receive_exactly(sock, HEADER_BYTES), "little")
     if length > MAX_FRAME_BYTES:
-        raise ChannelError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} may")
+        raise ChannelError(
+            f"a frame has a length of {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
+        )
     return _receive_exactly(sock, length)
 
 
@@ -76,13 +80,13 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         chunk = sock.recv(num_bytes - len(data))
         if not chunk:
-            raise ChannelError("the peer has gone in the middle of a message, or before one")
+            raise ChannelError("the peer closed the channel within or before a message")
         data += chunk
     return bytes(data)
 
 
 class Channel(Generic[Received]):
-    """The selector-loop side. ``received_type`` is what the peer sends (a msgspec union)."""
+    """The selector-loop side. ``received_type``: the peer's messages (a msgspec union)."""
 
     def __init__(self, sock: socket.socket, received_type: Any) -> None:
         sock.setblocking(False)
@@ -90,7 +94,7 @@ class Channel(Generic[Received]):
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received_type)
         self._reader = FrameReader()
         self._unsent = bytearray()
-        self.at_end = False  # the peer is gone: nothing more arrives, nothing more is sent
+        self.at_end = False  # the peer is gone: nothing is received or sent any more
 
     def fileno(self) -> int:
         """The socket's descriptor, for a selector."""
@@ -98,11 +102,11 @@ class Channel(Generic[Received]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether ``flush`` still has something to send."""
+        """Whether ``flush`` has something to send."""
         return bool(self._unsent)
 
     def receive(self) -> list[Received]:
-        """Return every message that has arrived completely; sets ``at_end`` at the end.
+        """Return all complete messages; sets ``at_end`` at the end of the stream.
 
         Raises ``ChannelError`` for a broken frame or a message of another type.
         """
@@ -127,23 +131,23 @@ class Channel(Generic[Received]):
             raise ChannelError(f"a message cannot be decoded: {error}") from error
 
     def send(self, message: object) -> None:
-        """Send ``message`` now or, where the peer does not take it, keep it for ``flush``.
+        """Send ``message`` now, or buffer it for ``flush`` if the peer does not read.
 
-        Raises ``ChannelError`` if more than ``MAX_UNSENT_BYTES`` would be kept.
+        Raises ``ChannelError`` if more than ``MAX_UNSENT_BYTES`` would be buffered.
         """
         if self.at_end:
             return
         frame = encode_frame(message)
         if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
             raise ChannelError(
-                f"the peer reads nothing: {len(self._unsent)} bytes are unsent, "
-                f"at most {MAX_UNSENT_BYTES} are kept"
+                f"the peer does not read: {len(self._unsent)} bytes are unsent, "
+                f"at most {MAX_UNSENT_BYTES} are buffered"
             )
         self._unsent += frame
         self.flush()
 
     def flush(self) -> None:
-        """Send what the peer takes now of the messages kept."""
+        """Send buffered messages as far as the peer reads."""
         num_sent = 0
         view = memoryview(self._unsent)
         try:
@@ -159,7 +163,7 @@ class Channel(Generic[Received]):
         del self._unsent[:num_sent]
 
     def flush_blocking(self, timeout_s: float) -> None:
-        """Send everything kept; give up at the peer's end or after ``timeout_s``."""
+        """Send all buffered messages; give up at the peer's end or after ``timeout_s``."""
         self._sock.settimeout(timeout_s)
         try:
             self._sock.sendall(self._unsent)
@@ -177,7 +181,7 @@ class Channel(Generic[Received]):
 class AsyncChannel(asyncio.Protocol, Generic[Received]):
     """The asyncio side: messages arrive through callbacks on the event loop.
 
-    ``on_close`` is called exactly once, with why (None = the stream simply ended), also after
+    ``on_close`` is called exactly once, with the error (None = the stream ended), also after
     ``close``.
     """
 
@@ -195,33 +199,33 @@ class AsyncChannel(asyncio.Protocol, Generic[Received]):
         self._failure: Exception | None = None
 
     async def open(self, sock: socket.socket) -> None:
-        """Take over ``sock`` on the running event loop."""
+        """Take ownership of ``sock`` on the running event loop."""
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self, sock=sock)
 
     def send(self, message: object) -> None:
-        """Queue ``message``. Raises ``ChannelError`` if the peer has long stopped reading."""
+        """Queue ``message``. Raises ``ChannelError`` if the buffer is full."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
         num_unsent_bytes = transport.get_write_buffer_size()
         if num_unsent_bytes > MAX_UNSENT_BYTES:
             raise ChannelError(
-                f"the peer reads nothing: {num_unsent_bytes} bytes are unsent, "
-                f"at most {MAX_UNSENT_BYTES} are kept"
+                f"the peer does not read: {num_unsent_bytes} bytes are unsent, "
+                f"at most {MAX_UNSENT_BYTES} are buffered"
             )
         transport.write(encode_frame(message))
 
     def close(self) -> None:
-        """Send what is queued, then close. Idempotent."""
+        """Send queued messages, then close. Idempotent."""
         if self._transport is not None:
             self._transport.close()
 
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        # uvloop's transports are no subclass of asyncio's.
+        """Store the transport."""
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""What every engine client does: start, send, close, and report the engine's death once.
+"""The common part of all engine clients: start, send, close, and report the engine's death once.
 
-Owns the channel's end on the event loop. Knows messages only as far as the start needs them;
+Owns the event loop's end of the channel. Knows only the messages of the start;
 requests and their bookkeeping belong to the caller, processes and threads to the subclasses.
 """
 
@@ -19,7 +19,7 @@ from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgres
 
 EXIT_GRACE_S = 5.0  # after Shutdown: a step may have to end first
 DEATH_GRACE_S = 0.5  # after the channel's end
-SILENCE_S = 2.5  # of a start, after which it is said again what it does
+SILENCE_S = 2.5  # of a start, after which the log repeats what it does
 
 _logger = logging.getLogger(__name__)
 
@@ -32,19 +32,19 @@ class EngineClient(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine is built from."""
+        """The engine's configuration."""
         ...
 
     @property
     def num_heartbeats(self) -> int:
-        """Of the engine's process, which go on while a step computes."""
+        """Heartbeats of the engine's process, which continue while a step computes."""
         ...
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         """Start the engine and wait until it is ready.
 
         Later messages go to ``on_message``. ``on_death`` is called once if the engine ends without
-        ``close``. Raises the error that keeps the engine from starting.
+        ``close``. Raises the error that prevents the start.
         """
         ...
 
@@ -53,7 +53,7 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine and leave nothing behind. Idempotent."""
+        """End the engine and free all its resources. Idempotent."""
         ...
 
 
@@ -70,7 +70,7 @@ class ChannelClient:
         self._death: EngineDeadError | None = None
         self._ending: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._doing = "starting the engine"  # as the engine has said last
+        self._doing = "starting the engine"  # the engine's last progress message
         self._doing_since_s = 0.0
 
     @property
@@ -98,7 +98,7 @@ class ChannelClient:
         try:
             self._channel.send(message)
         except ChannelError as error:
-            raise EngineDeadError(f"the engine takes no messages: {error}") from error
+            raise EngineDeadError(f"the engine does not accept messages: {error}") from error
 
     async def close(self) -> None:
         if self._channel is None:
@@ -109,7 +109,7 @@ class ChannelClient:
                 self.send(Shutdown())
         self._is_closing = True
         if not was_ready:
-            self._channel.close()  # while it starts, an engine sees no message but this
+            self._channel.close()  # a starting engine only notices the channel's end
         await self._end(EXIT_GRACE_S if was_ready else DEATH_GRACE_S)
         if self._ending is not None:
             await self._ending
@@ -122,18 +122,18 @@ class ChannelClient:
         raise NotImplementedError
 
     def _greet(self) -> None:
-        """Say what the other end waits for."""
+        """Send the first message, which the other end waits for."""
 
     async def _end(self, grace_s: float) -> None:
         """Wait for the end for ``grace_s``, then enforce it. Idempotent."""
         raise NotImplementedError
 
     def _describe_end(self) -> str:
-        """Say how it ended."""
+        """Describe how the other end ended."""
         raise NotImplementedError
 
     def _begin_death(self) -> None:
-        """The other end is gone, or as good as gone: clean up and report. Idempotent."""
+        """The other end is gone or unusable: clean up and report. Idempotent."""
         if self._ending is None and not self._is_closing:
             self._ending = asyncio.get_running_loop().create_task(self._die())
 
@@ -149,7 +149,7 @@ class ChannelClient:
             self._on_death(self._death)
 
     async def _started(self) -> Ready:
-        """Wait for the engine; where it says nothing for long, say that it is still at it."""
+        """Wait for the engine; log what it does if it is silent for long."""
         assert self._ready is not None
         now_s = asyncio.get_running_loop().time
         said_s = self._doing_since_s = now_s()

@@ -1,6 +1,6 @@
 """A front end's handle on an engine: in a process of its own, or in a thread of this one.
 
-Owns the life and death of that process or thread; what is said over the channel is not its affair.
+Owns the start and end of that process or thread, not the messages over the channel.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ _logger = logging.getLogger(__name__)
 class ProcessClient(ChannelClient):
     """An engine in a process of its own.
 
-    Its death shows as the end of the channel and, on Linux, on its pidfd.
+    Its death is noticed by the end of the channel and, on Linux, by its pidfd.
     """
 
     def __init__(
         self, config: EngineConfig, *, log_level: str = "info", factory: str = DEFAULT_FACTORY,
         spawned: SpawnedEngine | None = None,
     ) -> None:  # fmt: skip
-        """``spawned``: a process that was started before; else ``start`` starts one."""
+        """``spawned``: a process that has been started; None = ``start`` starts one."""
         super().__init__(config)
         self._log_level = log_level
         self._factory = factory
@@ -67,18 +67,18 @@ class ProcessClient(ChannelClient):
         self._channel.send(config_to_dict(self.config))
 
     def _watch(self, pid: int) -> None:
-        """Learn of the process's end even if somebody else holds its end of the channel."""
+        """Notice the process's end even if another process has its end of the channel open."""
         if not hasattr(os, "pidfd_open"):
             return
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:  # an old kernel, or a sandbox: the channel's end has to do
+        except OSError:  # an old kernel or a sandbox: only the channel's end is noticed
             return
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
 
     def _exited(self) -> None:
         self._close_pidfd()
-        # What the process said last is still in the channel, whose end comes next.
+        # The process's last messages are still in the channel, before its end.
         asyncio.get_running_loop().call_later(DEATH_GRACE_S / 2, self._begin_death)
 
     def _close_pidfd(self) -> None:
@@ -115,24 +115,24 @@ class ProcessClient(ChannelClient):
 
 
 class ThreadClient(ChannelClient):
-    """An engine in a thread of this process, which changes nothing that other threads share."""
+    """An engine in a thread of this process. It changes no global state."""
 
     def __init__(
         self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY,
         own_policies: OwnPolicies | None = None,
     ) -> None:  # fmt: skip
-        """``own_policies`` go before those that ``config`` names."""
+        """``own_policies`` take precedence over those that ``config`` names."""
         super().__init__(config)
         self._factory = factory
         self._own_policies = own_policies
         self._thread: threading.Thread | None = None
-        self._failures: list[str] = []  # what ended the thread, if not we
+        self._failures: list[str] = []  # why the thread ended, if not by ``close``
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         self._heartbeat = Heartbeat()
-        # A daemon, so that a forgotten engine does not keep the interpreter from ending; at
-        # interpreter exit the finalizer ends the thread in an orderly way.
+        # A daemon, so that an engine left open does not keep the interpreter from ending; at
+        # interpreter exit the finalizer ends the thread cleanly.
         thread = threading.Thread(
             target=_serve_in_thread,
             args=(
@@ -154,7 +154,7 @@ class ThreadClient(ChannelClient):
     async def _end(self, grace_s: float) -> None:
         if self._thread is None:
             return
-        # A thread cannot be killed: what computes now is waited for.
+        # A thread cannot be killed: wait for the current step.
         while self._thread.is_alive():
             await asyncio.sleep(_REAP_INTERVAL_S)
 
@@ -170,7 +170,7 @@ def _serve_in_thread(
     own_policies: OwnPolicies | None,
     failures: list[str],
 ) -> None:
-    """Serve until the end; notes in ``failures`` what went wrong, without what it refers to."""
+    """Serve until the end; puts a failure into ``failures`` as text, without references."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     try:
         build = load_factory(factory)
@@ -179,10 +179,10 @@ def _serve_in_thread(
         with beating(heartbeat):
             serve_channel(channel, config, build, own_process=False)
     except CorunError as error:
-        _logger.error("the engine stops: %s", error)
+        _logger.error("the engine has stopped: %s", error)
         failures.append(f"the engine failed: {error}")
     except Exception as error:
-        _logger.exception("the engine stops because of an unexpected error")
+        _logger.exception("the engine has stopped because of an unexpected error")
         failures.append(f"the engine failed: {type(error).__name__}: {error}")
     finally:
         channel.close()

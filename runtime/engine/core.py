@@ -48,13 +48,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """What an engine core is told once."""
+    """The configuration of an engine core."""
 
     base_fingerprint: str  # names the base model and its revision
     dtype: str  # of the KV values
     max_steps_in_flight: int = 1
-    machine: MachineModel | None = None  # as it was measured; None = learned from steps
-    log_slow_s: float | None = None  # log what first tokens waited for that take longer
+    machine: MachineModel | None = None  # measured; None = learned from steps
+    log_slow_s: float | None = None  # log requests with a later first token
 
 
 class EngineCore:
@@ -75,17 +75,17 @@ class EngineCore:
         cpu: Callable[[], CpuStats] = CpuStats,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Put an engine together.
+        """Connect the parts of an engine.
 
         Args:
-            scheduler: Decides.
-            executor: Computes.
-            adapters: Resolves names.
-            config: What else it is told.
+            scheduler: Plans steps.
+            executor: Computes steps.
+            adapters: Resolves names of adapters.
+            config: Other settings.
             clock: Seconds, monotonic.
-            on_adapter_gone: Told when a dropped version has left the device.
-            cpu: Asked for the state of what computes on CPU cores.
-            unix_clock: Seconds, as the world counts.
+            on_adapter_gone: Called when a dropped version has left the device.
+            cpu: Returns statistics of CPU workers and threads.
+            unix_clock: Unix time in seconds.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -98,32 +98,32 @@ class EngineCore:
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._slow_log = SlowLog(config.log_slow_s)
         self._updates: list[RequestUpdate] = []  # for the next step to return
-        self._has_changes = False  # something happened since nothing could be scheduled
-        self._asked_s = -math.inf  # when the scheduler was asked last
+        self._has_changes = False  # since nothing could be scheduled
+        self._asked_s = -math.inf  # of the scheduler's last call
         self._steps = StepCounts()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open, any step or transfer under way, or an update to tell."""
+        """Whether a request is open, a step or transfer is under way, or an update is pending."""
         return self._scheduler.has_work() or bool(self._updates)
 
     @property
     def load(self) -> EngineLoad:
-        """What waits and runs."""
+        """Waiting and running requests, and KV blocks in use."""
         scheduler = self._scheduler
         num_blocks = scheduler.memory.pool.num_used_blocks
         return EngineLoad(scheduler.num_waiting, scheduler.num_running, num_blocks)
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``step`` might get on right now, without waiting for the executor."""
+        """Whether ``step`` can make progress now, without waiting for the executor."""
         return bool(self._updates) or (self._has_changes and self._can_submit)
 
     def wake_at_s(self) -> float | None:
-        """When ``step`` may get on although nothing has happened, on the clock; None = never.
+        """When ``step`` can make progress without an event, on the clock; None = never.
 
-        A deadline counts until the scheduler is asked at it or later: what cannot be scheduled
-        then waits for news, so that nobody is woken again and again by what has passed.
+        A deadline counts until the scheduler is called at or after it. Requests that cannot be
+        scheduled then wait for an event, so that a passed deadline does not wake the caller again.
         """
         wake_at_s = self._scheduler.wake_at_s()
         if wake_at_s is None or wake_at_s <= self._asked_s or not self._can_submit:
@@ -131,7 +131,7 @@ class EngineCore:
         return wake_at_s
 
     def add_request(self, message: AddRequest, arrival_s: float | None = None) -> None:
-        """Take a request that came at ``arrival_s``, or now, and has waited for files since then.
+        """Add a request that arrived at ``arrival_s`` and has waited for files since; None = now.
 
         Raises ``RequestError`` if it is refused.
         """
@@ -174,7 +174,7 @@ class EngineCore:
         self._has_changes = True
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Evict a version that no request uses and none will name any more.
+        """Evict a version that no request uses and no name refers to any more.
 
         ``on_adapter_gone`` is called once it has left the device; until then steps in flight may
         still read it.
@@ -183,21 +183,21 @@ class EngineCore:
         self._has_changes = True
 
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
-        """Raise ``RequestError`` unless so much may be pinned, in place of ``replaced``."""
+        """Raise ``RequestError`` unless ``num_bytes`` can be pinned, in place of ``replaced``."""
         self._scheduler.check_pin(num_bytes, other_bytes, replaced)
 
     def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
-        """Bring a version to the device as soon as there is room, and keep it there."""
+        """Load a version to the device as soon as there is room, and keep it there."""
         self._scheduler.memory.pins.pin(adapter_id, facts)
         self._has_changes = True
 
     def unpin_adapter(self, adapter_id: AdapterId) -> None:
-        """It may leave the device again. No error if it was not pinned."""
+        """Unpin a version. No error if it was not pinned."""
         self._scheduler.memory.pins.unpin(adapter_id)
         self._has_changes = True
 
     def evict_adapter(self, name: str) -> bool:
-        """Evict the version that new requests for ``name`` use, if it is idle; say whether it was.
+        """Evict the version in service for ``name``, if it is idle; return whether it was.
 
         Its next request finds it cold. Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
         """
@@ -206,30 +206,30 @@ class EngineCore:
         return is_evicted
 
     def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom:
-        """Make room on the host for an adapter whose layers take so many bytes."""
+        """Make room on the host for an adapter; ``layer_bytes``: sizes of its layers."""
         return self._scheduler.memory.registrations.begin(layer_bytes)
 
     def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None:
-        """What was to be read to that place is there, with this content, or is not."""
+        """Complete a registration; ``digest``: its content, None = it failed or is not stored."""
         self._scheduler.memory.registrations.end(place_id, digest)
         self._has_changes = True
 
     def forget_content(self, digest: str) -> None:
-        """No adapter version has this content any more."""
+        """Remove a content that no version has any more."""
         self._scheduler.memory.forget_content(digest)
         self._has_changes = True
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
-        """Submit what can be scheduled, take in what has ended, and return what is new.
+        """Submit what can be scheduled, apply what has ended, and return updates.
 
-        Waits up to ``timeout_s``, and not beyond ``wake_at_s``, for the executor if something is
-        in flight or the policy wants to be woken, and nothing is new. If it returns nothing, there
-        is nothing to do before ``fileno()`` is readable, a request comes or it is time to wake. If
-        it returns updates, the next step may be due: whoever brings new requests first has them
-        in it.
+        Without updates, it waits for the executor up to ``timeout_s``, and not beyond
+        ``wake_at_s``, if something is in flight or the policy has a deadline. If it returns
+        nothing, there is nothing to do before ``fileno()`` is readable, a request arrives or
+        ``wake_at_s`` is reached. If it returns updates, the next step may be due: requests added
+        before that call are part of it.
         """
         self._publish(self._scheduler.end_overdue(self._clock()))
-        if not self._scheduler.num_in_flight:  # what is to be known before a step is planned
+        if not self._scheduler.num_in_flight:  # results must be known before a step is planned
             self._apply(self._executor.poll(0.0))
         self._fill()
         self._poll(0.0 if self._updates else timeout_s)
@@ -242,8 +242,8 @@ class EngineCore:
     def stats(self, held: Iterable[AddRequest] = ()) -> EngineStats:
         """Return gauges and totals. O(running requests + ``held`` + adapters on the device).
 
-        ``held``: requests to come, whose adapters are being read; until then their rank is unknown,
-        and they count as the base model's.
+        ``held``: requests that wait for their adapters to be read. Their rank is unknown, so they
+        count as the base model's.
         """
         work = OpenWork(self._scheduler)
         for message in held:
@@ -254,23 +254,23 @@ class EngineCore:
         )  # fmt: skip
 
     def machine(self) -> MachineReport:
-        """Return how long things take here."""
+        """Return the latency model of this machine."""
         return machine_report(self._scheduler, self._config.machine)
 
     def take_changed_adapters(self) -> Changed:
-        """Return versions and contents that may be elsewhere than at the last call."""
+        """Return versions and contents that may have changed level since the last call."""
         return self._residency.take_changed()
 
     def residency(self, version: AdapterVersion) -> Residency:
-        """Where a version is now."""
+        """Return where a version is now."""
         return self._residency.of(version)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while the executor has something to tell."""
+        """A descriptor that is readable while the executor has results."""
         return self._executor.fileno()
 
     def _fill(self) -> None:
-        """Submit steps until as many as allowed are in flight or nothing can be scheduled."""
+        """Submit steps until the limit is in flight or nothing can be scheduled."""
         while self._can_submit:
             self._asked_s = self._clock()
             plan = self._scheduler.schedule(self._asked_s)
@@ -281,9 +281,9 @@ class EngineCore:
                 break
 
     def _submit(self, plan: StepPlan) -> bool:
-        """Hand a plan to the executor; if that raises, the plan's requests fail.
+        """Submit a plan to the executor; if that raises, the plan's requests fail.
 
-        ``EngineDeadError`` is the caller's: no step will ever succeed again.
+        ``EngineDeadError`` is passed on: no step can succeed any more.
         """
         self._steps.add(plan.num_tokens)
         self._has_changes = True  # with more depth, the next step may follow at once
@@ -298,10 +298,9 @@ class EngineCore:
         return True
 
     def _poll(self, timeout_s: float) -> None:
-        """Take in results. If the executor raises, the oldest step's requests fail.
+        """Apply results. If the executor raises, the oldest step's requests fail.
 
-        Without a step in flight nothing can be given up, and the exception is the caller's; so is
-        ``EngineDeadError``.
+        Without a step in flight the exception is passed on, and so is ``EngineDeadError``.
         """
         scheduler = self._scheduler
         wake_at_s = self.wake_at_s()
@@ -329,7 +328,7 @@ class EngineCore:
 
     @property
     def _can_submit(self) -> bool:
-        """Whether one more step may be in flight."""
+        """Whether another step may be submitted."""
         return self._scheduler.num_in_flight < self._config.max_steps_in_flight
 
     @property
@@ -345,7 +344,7 @@ class EngineCore:
             self._has_changes = True
 
     def _publish(self, events: list[RequestEvent]) -> None:
-        """Queue updates, and let go of the adapters of requests that have ended."""
+        """Queue updates, and release the adapters of ended requests."""
         for event in events:
             self._updates.append(update_of(event))
             self._slow_log.record(event)
@@ -353,7 +352,7 @@ class EngineCore:
                 self._release(event)
 
     def _release(self, event: RequestEvent) -> None:
-        """A request has ended: its reference on its adapter version ends too."""
+        """Release an ended request's reference to its adapter version."""
         adapter_id = self._adapter_of.pop(event.request_id)
         is_refused = event.error_kind == OverloadedError.__name__  # many are, under load
         if event.finish_reason is FinishReason.ERROR and not is_refused:
@@ -362,7 +361,7 @@ class EngineCore:
             self.drop_adapter(adapter_id)
 
     def _report_gone(self) -> None:
-        """Tell of dropped adapter versions that have left the device."""
+        """Report dropped adapter versions that have left the device."""
         for adapter_id in self._scheduler.memory.take_gone():
             if self._on_adapter_gone is not None:
                 self._on_adapter_gone(adapter_id)

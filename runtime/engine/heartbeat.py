@@ -1,7 +1,7 @@
-"""Whether an engine's process goes on, seen from its front end while a long step computes.
+"""Shows a front end that the engine's process is alive while a long step computes.
 
-A number in shared memory that a thread beside the engine's counts up: it stops when the process is
-stopped, and not before. Nothing of it passes the channel, which only the engine's thread may use.
+A thread beside the engine's increments a number in shared memory, until the process is stopped. The
+channel is not used, as it belongs to the engine's thread.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ BEAT_INTERVAL_S = 0.25
 
 
 class Heartbeat:
-    """One number for two processes, or for two threads of one: one side counts, one looks."""
+    """A number shared by two processes or threads: one side increments, the other reads."""
 
     def __init__(self, fd: int = -1) -> None:
-        """Share the number in the file ``fd``, which may be closed then; -1: in this process."""
+        """Map the number in the file ``fd``, which may then be closed; -1 = this process only."""
         self._number = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
 
     @property
     def num_beats(self) -> int:
-        """So far."""
+        """The number so far."""
         return self._number[0]
 
     def beat(self) -> None:
-        """Count one more. One thread calls it."""
+        """Increment the number. Called by one thread."""
         self._number[0] += 1
 
 
 def open_heartbeat_file() -> BinaryIO:
-    """Return a file for a number that two processes share; close it when both have it."""
+    """Return a file for the shared number; close it once both processes have mapped it."""
     fd = os.memfd_create("corun-heartbeat", os.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)
     return os.fdopen(fd, "r+b", buffering=0)
@@ -40,7 +40,7 @@ def open_heartbeat_file() -> BinaryIO:
 
 @contextlib.contextmanager
 def beating(heartbeat: Heartbeat) -> Iterator[None]:
-    """Beat each ``BEAT_INTERVAL_S`` inside, whatever the calling thread does meanwhile."""
+    """Inside the block, beat every ``BEAT_INTERVAL_S``, independently of the calling thread."""
     ended = threading.Event()
 
     def run() -> None:

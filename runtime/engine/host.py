@@ -1,7 +1,6 @@
-"""One engine, driven by messages: applies them, takes its turns, and collects what it has to say.
+"""One engine, driven by messages: applies them, takes turns, and collects messages to send.
 
-It knows the engine only through the protocols below: nothing of models, devices or of who sends the
-messages.
+Knows the engine only by the protocols below, and nothing of models, devices or of the sender.
 """
 
 import math
@@ -40,33 +39,33 @@ from .messages import (
     TokenizerSpec,
 )
 
-_STATS_INTERVAL_S = 0.1  # not each turn: they look at all adapters
+_STATS_INTERVAL_S = 0.1  # not in each turn, as they examine all adapters
 
 
 class Core(Protocol):
-    """Requests in, tokens out; ``EngineCore`` is the one."""
+    """Requests in, tokens out. ``EngineCore`` implements it."""
 
     @property
     def load(self) -> EngineLoad:
-        """What waits and runs."""
+        """Waiting and running requests, and KV blocks in use."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is open, under way, or to be told."""
+        """Whether anything is open, under way, or pending."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``step`` might get on now; if not, something of what follows must come first."""
+        """Whether ``step`` can make progress now; else one of the events below must come first."""
         ...
 
     def wake_at_s(self) -> float | None:
-        """When ``step`` may get on although nothing has happened, on the monotonic clock."""
+        """When ``step`` can make progress without an event, on the monotonic clock."""
         ...
 
     def add_request(self, message: AddRequest, arrival_s: float | None = None) -> None:
-        """Take a request that came at ``arrival_s``, or now. Raises ``RequestError``."""
+        """Add a request that arrived at ``arrival_s``; None = now. Raises ``RequestError``."""
         ...
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -74,19 +73,19 @@ class Core(Protocol):
         ...
 
     def step(self) -> Sequence[RequestUpdate]:
-        """Submit what can be scheduled, take in what has ended, return what is new."""
+        """Submit what can be scheduled, apply what has ended, return updates."""
         ...
 
     def stats(self, held: Iterable[AddRequest] = ()) -> EngineStats:
-        """Gauges and totals; ``held``: requests that will be added, and count as waiting."""
+        """Return gauges and totals; ``held``: requests to be added later, counted as waiting."""
         ...
 
     def machine(self) -> MachineReport:
-        """How long things take."""
+        """Return the machine's latency model."""
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable while the executor has something to tell."""
+        """A descriptor that is readable while the executor has results."""
         ...
 
 
@@ -95,19 +94,19 @@ class AdapterOperations(Protocol):
 
     @property
     def num_unreadable(self) -> int:
-        """Entries of a directory that is followed which cannot be read now."""
+        """Number of entries of the watched directory that cannot be read now."""
         ...
 
     def handle(self, message: AdapterOperation) -> None:
-        """Begin an operation; ``poll`` tells how it ended."""
+        """Begin an operation; ``poll`` returns its result."""
         ...
 
     def must_wait(self, name: str) -> bool:
-        """Whether requests for ``name`` wait until its files have been read, which then begins."""
+        """Whether requests for ``name`` must wait for its files to be read; starts the read."""
         ...
 
     def poll(self, *, is_due: bool) -> Sequence[OperationDone | AdaptersChanged]:
-        """Return what has happened since the last call; of adapters' states if that ``is_due``."""
+        """Return events since the last call; changes of adapters only if ``is_due``."""
         ...
 
     def infos(self) -> Sequence[AdapterInfo]:
@@ -120,7 +119,7 @@ class AdapterOperations(Protocol):
 
 
 class BuiltEngine(Protocol):
-    """An engine, put together."""
+    """An assembled engine."""
 
     @property
     def core(self) -> Core:
@@ -129,7 +128,7 @@ class BuiltEngine(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """What a front end must know."""
+        """Facts for front ends."""
         ...
 
     @property
@@ -139,7 +138,7 @@ class BuiltEngine(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerSpec | None:
-        """What a front end in another process makes the tokenizer from, if it can."""
+        """The tokenizer's data for a front end in another process, if it can be made from data."""
         ...
 
     def close(self) -> None:
@@ -150,7 +149,7 @@ class BuiltEngine(Protocol):
 class EngineHost:
     """One engine, driven by messages: ``handle`` them, then ``turn`` and send what it returns.
 
-    Keeps the protocol's promise that every request and every operation ends exactly once.
+    Guarantees that every request and every operation ends exactly once.
     """
 
     def __init__(
@@ -159,38 +158,38 @@ class EngineHost:
         self._core = assembly.core
         self._adapters = assembly.adapters
         self._open_ids: set[int] = set()
-        # Requests, and when they came, for adapters whose files must be read first, by name.
+        # Requests with their arrival times that wait for adapters' files to be read, by name.
         self._held: dict[str, dict[int, tuple[AddRequest, float]]] = {}
         self._max_queue_s = assembly.info.max_queue_s
         self._refusals: list[RequestUpdate] = []
         self._failed_operations: list[OperationDone] = []
         self._has_messages = True  # something was handled since the last turn
         self._num_requests = 0
-        self._published = (0, EngineLoad())  # requests taken in, and what waited and ran
+        self._published = (0, EngineLoad())  # requests received, and the load
         self._clock = clock
-        self._stats = EngineStats()  # what was told last
-        self._stats_due_s = -math.inf  # when they may be told again
-        self._may_differ = False  # from what was told
+        self._stats = EngineStats()  # as published last
+        self._stats_due_s = -math.inf  # earliest time of the next publication
+        self._may_differ = False  # from the published ones
         self._must_publish = False
         self._must_publish_machine = False
 
     @property
     def can_turn(self) -> bool:
-        """Whether a turn would get on now; if not, a descriptor, a message or a time must."""
+        """Whether a turn can make progress now, without a descriptor, a message or a deadline."""
         return self._has_messages or self._core.is_ready
 
     def wake_at_s(self) -> float | None:
-        """When a turn may get on although nothing has happened, on the monotonic clock."""
+        """When a turn can make progress without an event, on the monotonic clock."""
         stats_due_s = self._stats_due_s if self._may_differ else None
         times_s = (self._core.wake_at_s(), stats_due_s, self._overdue_at_s())
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def filenos(self) -> list[int]:
-        """Descriptors of which one is readable when a turn would get on."""
+        """Descriptors; one of them is readable when a turn can make progress."""
         return [self._core.fileno(), self._adapters.fileno()]
 
     def handle(self, message: ToEngine) -> None:
-        """Apply one message (``Shutdown`` is the driver's business)."""
+        """Apply one message (the driver handles ``Shutdown``)."""
         self._has_messages = True
         match message:
             case AddRequests(requests):
@@ -207,7 +206,7 @@ class EngineHost:
                 self._must_publish_machine = True
 
     def turn(self) -> list[FromEngine]:
-        """Take a step; return what is to be told, possibly nothing."""
+        """Take a step; return the messages to send, possibly none."""
         self._has_messages = False
         updates, self._refusals = self._refusals, []
         updates += self._core.step()
@@ -249,7 +248,7 @@ class EngineHost:
         return StepOutputs(tuple(updates), *self._published, stats)
 
     def _is_due(self) -> bool:
-        """Whether to tell of the engine: when asked, when it comes to rest, and now and then."""
+        """Whether to publish statistics: on request, when the engine is idle, and periodically."""
         now_s = self._clock()
         self._may_differ = (
             not self._must_publish and self._core.has_work and now_s < self._stats_due_s
@@ -288,21 +287,21 @@ class EngineHost:
             self._refusals.append(_failed(request.request_id, error))
 
     def _release_held(self) -> None:
-        """Hand over the requests whose adapters have been read, or cannot be."""
+        """Add the held requests of adapters that have been read, or that cannot be read."""
         for name in [name for name in self._held if not self._adapters.must_wait(name)]:
             for request, arrival_s in self._held.pop(name).values():
                 self._admit(request, arrival_s)
             self._has_messages = True
 
     def _overdue_at_s(self) -> float | None:
-        """When the first of those that are held has waited too long; None = none ever does."""
+        """When the first held request has waited too long; None = never."""
         if self._max_queue_s is None or not self._held:
             return None
         arrivals_s = (at_s for held in self._held.values() for _, at_s in held.values())
         return min(arrivals_s, default=math.inf) + self._max_queue_s
 
     def _refuse_overdue(self) -> None:
-        """End the requests that have waited too long for their adapters to be read."""
+        """End held requests that have waited too long for their adapters to be read."""
         overdue_at_s, now_s = self._overdue_at_s(), self._clock()
         if overdue_at_s is None or now_s < overdue_at_s:
             return
@@ -314,10 +313,10 @@ class EngineHost:
                     del held[request_id]
                     timing = self._held_timing(arrival_s)
                     self._refusals.append(_failed(request_id, error, timing))
-                    self._has_messages = True  # to be told in the next turn
+                    self._has_messages = True  # sent in the next turn
 
     def _held_timing(self, arrival_s: float) -> RequestTiming:
-        """What a request has waited for that ends before its adapter has been read."""
+        """Return the timing of a request that ends before its adapter is read."""
         return RequestTiming({TimePart.DISK_READ.value: self._clock() - arrival_s}, 0)
 
     def _abort_held(self, request_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What an engine has to do, for those who send it requests from afar. Pure."""
+"""The load of an engine, for routers on other machines. Pure."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from ..scheduler.step_times import StepTimes
 
 
 class OpenWork:
-    """Sums over requests that have not ended. O(running requests)."""
+    """Sums over open requests. O(running requests)."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         running = self.num_running_by_rank = Counter[int]()
@@ -21,17 +21,17 @@ class OpenWork:
             context_tokens += num_computed
             if num_computed < num_prompt:
                 queued_tokens += num_prompt - num_computed
-        self.queued_tokens = queued_tokens  # not computed yet, of prompts and what was preempted
-        self.context_tokens = context_tokens  # computed, of those that run
+        self.queued_tokens = queued_tokens  # not computed yet, of prompts and preempted requests
+        self.context_tokens = context_tokens  # computed, of running requests
 
     def wait(self, rank: int, num_prompt_tokens: int) -> None:
-        """Add one that waits, and that the scheduler does not know yet."""
+        """Add a waiting request that the scheduler does not know yet."""
         self.num_waiting_by_rank[rank] += 1
         self.queued_tokens += num_prompt_tokens
 
 
 def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
-    """Return it; ``work``: of the scheduler's requests, and others. O(transfers)."""
+    """Return the load; ``work``: of the scheduler's requests and held ones. O(transfers)."""
     memory, config = scheduler.memory, scheduler.config
     pool, pace = memory.pool, scheduler.pace
     num_free_blocks = min(pool.num_unused_blocks, memory.budget.backed_bytes // pool.block_bytes)
@@ -50,7 +50,7 @@ def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
 
 
 def _queued_s(times: StepTimes | None, num_tokens: int, step_tokens: int) -> float:
-    """All steps that compute so many tokens of prompts, each as full as it gets."""
+    """Return the time of the steps that compute ``num_tokens`` of prompts, in full steps."""
     if times is None:
         return 0.0
     num_full, num_left = divmod(num_tokens, step_tokens)
@@ -59,5 +59,5 @@ def _queued_s(times: StepTimes | None, num_tokens: int, step_tokens: int) -> flo
 
 
 def _backlog_bytes(transfers: TransferTable) -> int:
-    """What is still to pass the link."""
+    """Return the bytes still to be copied over the link."""
     return sum(sum(one.part_bytes[one.num_arrived :]) for one in transfers)

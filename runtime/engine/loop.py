@@ -1,8 +1,7 @@
-"""The engine's loop: messages in, a step, messages out, and sleep while there is nothing to do.
+"""The engine's loop: receives messages, takes a step, sends messages, sleeps without work.
 
-``EngineLoop`` drives an ``EngineHost`` from a channel until the peer asks for the end or is gone,
-and is where an engine sleeps. It knows nothing of models, devices or of what is at the channel's
-other end.
+``EngineLoop`` drives an ``EngineHost`` from a channel until the peer ends it or is gone. It is the
+only place where an engine sleeps. It knows nothing of models, devices or of the peer.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from .messages import (
 
 @dataclass(frozen=True, slots=True)
 class OwnPolicies:
-    """What makes policies that have no name, in place of those that the configuration names."""
+    """Factories of policies without a name, in place of those that the configuration names."""
 
     scheduling: Callable[[PolicyFacts], SchedulerPolicy] | None = None
     memory: MakeMemoryPolicy | None = None
@@ -52,9 +51,9 @@ class BuildEngine(Protocol):
         own_process: bool,
         own_policies: OwnPolicies | None = None,
     ) -> BuiltEngine:
-        """Build it; raises ``CorunError``. Only with ``own_process`` may it change the process.
+        """Build the engine; raises ``CorunError``. Only ``own_process`` allows global changes.
 
-        ``own_policies`` go before those that ``config`` names.
+        ``own_policies`` take precedence over those that ``config`` names.
         """
         ...
 
@@ -67,9 +66,9 @@ class EngineLoop:
         self._channel = channel
 
     def run(self) -> None:
-        """Return at the end; whatever an engine raises on its own account passes through.
+        """Run until the end. Exceptions of the engine pass through.
 
-        If it says that it is dead, open requests are told why.
+        If the engine is dead, open requests end with its error.
         """
         try:
             self._run()
@@ -92,7 +91,7 @@ class EngineLoop:
                     self._sleep(selector)
 
     def _apply_messages(self) -> bool:
-        """Apply what has arrived; return whether to go on."""
+        """Apply the received messages; return whether to continue."""
         for message in self._channel.receive():
             if isinstance(message, Shutdown):
                 self._channel.send(self._host.end_all(EngineDeadError("the engine was shut down")))
@@ -101,7 +100,7 @@ class EngineLoop:
         return not self._channel.at_end
 
     def _sleep(self, selector: selectors.BaseSelector) -> None:
-        """Wait until there is something to read, to send if something is left, or time to wake."""
+        """Wait for data to read, for room to send what is left, or for the time to wake."""
         events = selectors.EVENT_READ
         if self._channel.has_unsent:
             events |= selectors.EVENT_WRITE
@@ -111,16 +110,16 @@ class EngineLoop:
 
 
 class _FrontEndGoneError(KeyboardInterrupt):
-    """The channel has ended: a start is given up as for an interrupt."""
+    """The channel has ended: the start is abandoned, as for an interrupt."""
 
 
 def serve_channel(
     channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, *, own_process: bool
 ) -> bool:
-    """Build an engine, tell the peer, run it to its end or to the channel's, free it.
+    """Build an engine, report to the peer, run it until it or the channel ends, free it.
 
-    Returns False if the engine could not start and the peer was told why: that is the peer's to
-    report. Raises what is nobody's fault but ours, and what ends an engine that had started.
+    Returns False if the engine could not start and the peer has received the error, which it
+    reports. Raises bugs of corun, and errors that end an engine after its start.
     """
 
     def report(text: str) -> None:
@@ -131,10 +130,10 @@ def serve_channel(
     try:
         assembly = build(config, on_progress=report, own_process=own_process)
     except _FrontEndGoneError:
-        _logger.info("the front end has ended, so the engine does not start")
+        _logger.info("the front end has ended; the engine does not start")
         return True
     except Exception as error:
-        is_received = not channel.at_end  # afterwards it ends because the peer has read this
+        is_received = not channel.at_end  # later, the end means that the peer has read the error
         kind = error.kind if isinstance(error, CorunError) else type(error).__name__
         channel.send(StartupFailed(kind, str(error)))
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
@@ -152,14 +151,14 @@ def serve_channel(
 
 @contextlib.contextmanager
 def _closed_at_the_end(assembly: BuiltEngine) -> Iterator[None]:
-    """Free it; of a dead engine, what fails then hides nothing."""
+    """Free the engine at the end; for a dead engine, failures of that are only logged."""
     try:
         yield
     except EngineDeadError:
         try:
             assembly.close()
         except Exception:
-            _logger.exception("a dead engine cannot be closed in order")
+            _logger.exception("the dead engine did not close cleanly")
         raise
     except BaseException:
         assembly.close()

@@ -1,4 +1,4 @@
-"""A thread that looks whether memory is short, and more often while it nearly is."""
+"""A thread that checks whether memory is short, more often while it nearly is."""
 
 import logging
 import threading
@@ -11,24 +11,24 @@ from ..memory.relief import MemoryRelief, MemoryRoom
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_LOOKS_NEARBY = 10  # in an interval, while memory is nearly short: a process can take 1 GiB/s
+_LOOKS_NEARBY = 10  # checks in an interval while memory is nearly short: a process can take 1 GiB/s
 _GIB = 2**30
 
 
 class MemoryWatch:
-    """Owns the thread. What it sees while memory is short, and until it no longer is, is taken."""
+    """Owns the thread. ``take`` returns its readings while memory is short."""
 
     def __init__(
         self, notify: Callable[[], None], cpus: tuple[int, ...] = (),
         *, read: Callable[[], tuple[int, int]] = read_memory_room, interval_s: float = _INTERVAL_S,
     ) -> None:  # fmt: skip
-        """Start it.
+        """Start the thread.
 
         Args:
-            notify: Called by the thread when there is something to take.
-            cpus: Where the thread runs; () = where the caller does.
-            read: (available bytes, all bytes).
-            interval_s: Between two looks.
+            notify: Called by the thread when ``take`` has a reading.
+            cpus: The thread's cores; () = the caller's.
+            read: Returns (available bytes, all bytes).
+            interval_s: Between two checks.
         """
         self._notify = notify
         self._cpus = cpus
@@ -41,14 +41,14 @@ class MemoryWatch:
         self._thread.start()
 
     def take(self) -> MemoryRoom | None:
-        """What was seen last, once. Called by one thread."""
+        """Return the last reading, once; else None. Called by one thread."""
         seen, self._seen = self._seen, None
         return seen
 
     def relieved(self) -> None:
-        """There has been enough for a while. Called by the thread that takes."""
+        """Memory has been sufficient for a while. Called by the thread that takes."""
         self._is_short = False
-        _LOG.info("memory is no longer short: idle KV and adapters may take it again")
+        _LOG.info("memory is no longer short: idle KV and adapters can use it again")
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -64,8 +64,8 @@ class MemoryWatch:
                 wait_s = self._interval_s / (_LOOKS_NEARBY if is_nearby else 1)
         except (OSError, KeyError, ValueError) as error:
             _LOG.warning(
-                "memory cannot be watched (%s: %s): idle KV and adapters do not give way when it "
-                "is short", type(error).__name__, error,
+                "cannot watch memory (%s: %s): idle KV and adapters will not be evicted when it is "
+                "short", type(error).__name__, error,
             )  # fmt: skip
 
     def _look(self) -> MemoryRoom:
@@ -73,8 +73,8 @@ class MemoryWatch:
         if room.is_short and not self._is_short:
             self._is_short = True
             _LOG.warning(
-                "memory is short: %.3g of %.3g GiB are available; KV of requests that have ended "
-                "and adapters that nothing uses give way (--memory-gib limits them for good)",
+                "memory is short: %.3g of %.3g GiB are available; evicting idle KV and idle "
+                "adapters (a lower --memory-gib limits them permanently)",
                 room.available_bytes / _GIB, room.total_bytes / _GIB,
             )  # fmt: skip
         if self._is_short:
@@ -86,7 +86,7 @@ class MemoryWatch:
 def watch_memory(
     relief: MemoryRelief, notify: Callable[[], None], cpus: tuple[int, ...]
 ) -> Callable[[], None]:
-    """Have idle items give way while memory is short; returns what ends that."""
+    """Evict idle items while memory is short; returns a function that ends this."""
     watch = MemoryWatch(notify, cpus)
     relief.follow(watch.take, watch.relieved)
     return watch.close

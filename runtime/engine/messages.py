@@ -1,8 +1,8 @@
-"""The whole protocol between a front end and an engine process, on one screen.
+"""The whole protocol between a front end and an engine.
 
 Structs of msgspec, tagged by class name, as MessagePack over a socket pair. The front end chooses
 request and operation ids. Every request gets exactly one final ``RequestUpdate`` (the one with a
-``finish_reason``), whatever happens; every operation gets exactly one ``OperationDone``.
+``finish_reason``) in any case; every operation gets exactly one ``OperationDone``.
 """
 
 import msgspec
@@ -30,13 +30,13 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True):
     adapter_name: str | None = None  # None = the base model
     cache_salt: str = ""
     predicted_output_tokens: int | None = None  # None = the engine predicts
-    name: str = ""  # as its caller calls it, for the log
-    conventions: str | None = None  # digest of those that it was made with; None = any
-    waited_s: float = 0.0  # for its adapter's files to be read, before it was sent
+    name: str = ""  # the caller's id of it, for the log
+    conventions: str | None = None  # digest of those that made the prompt; None = any
+    waited_s: float = 0.0  # for its adapter's files, before it was sent
 
 
 class AddRequests(EngineMessage, frozen=True):
-    """Requests that begin together: no step is planned before the engine knows them all."""
+    """Requests that begin together: no step is planned before the engine has them all."""
 
     requests: tuple[AddRequest, ...]
 
@@ -50,13 +50,13 @@ class AbortRequests(EngineMessage, frozen=True):
 class AddAdapter(EngineMessage, frozen=True):
     """Register the PEFT directory ``path`` under ``name``.
 
-    A known name gets a new version, or unless ``replaces`` is refused if that has other content.
+    A known name gets a new version; without ``replaces``, different content is refused.
     """
 
     operation_id: int
     name: str
     path: str
-    pinned: bool | None = None  # None = as the name is by now
+    pinned: bool | None = None  # None = unchanged
     replaces: bool = True
 
 
@@ -68,7 +68,7 @@ class ReadAdapter(EngineMessage, frozen=True):
 
 
 class PinAdapter(EngineMessage, frozen=True):
-    """Keep ``name`` on the device, whatever its version, or no longer."""
+    """Pin all versions of ``name`` to the device, or unpin them."""
 
     operation_id: int
     name: str
@@ -83,11 +83,11 @@ class RemoveAdapter(EngineMessage, frozen=True):
 
 
 class ReportStats(EngineMessage, frozen=True):
-    """Tell the statistics with the next turn, even if nothing has changed."""
+    """Send statistics with the next turn, even if nothing has changed."""
 
 
 class ReportMachine(EngineMessage, frozen=True):
-    """Tell with the next turn how long things take here."""
+    """Send the machine's latency model with the next turn."""
 
 
 class Shutdown(EngineMessage, frozen=True):
@@ -104,7 +104,7 @@ ToEngine = (
 
 
 class StartupProgress(EngineMessage, frozen=True):
-    """What the engine is doing before it is ready."""
+    """What the engine does before it is ready."""
 
     text: str
 
@@ -117,7 +117,7 @@ class StartupFailed(EngineMessage, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What the front end must know of the engine that is ready."""
+    """Facts about an engine that is ready, for the front end."""
 
     name: str
     dtype: str
@@ -130,106 +130,108 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int  # KV and adapters together
     max_num_waiting: int
     model_path: str  # directory or hub id of the model and its tokenizer
-    device_choices: dict[str, str]  # sync and link: what the device works with
-    backends: dict[str, str]  # what is computed (attention, LoRA and so on), and by what
+    device_choices: dict[str, str]  # sync and link: the device's mechanisms
+    backends: dict[str, str]  # by operation (attention, LoRA and so on)
     summary: tuple[str, ...]  # lines for the log
-    adapter_memory_bytes: int | None = None  # of it for adapters alone; None = shared with KV
-    host_kv_tokens: int = 0  # whose KV the host has room for
-    context_bytes: int = 0  # KV of one request of the whole context
-    max_queue_s: float | None = None  # that a request waits for its first turn; None = no limit
-    # Measuring failed at start: there is no co-execution, requests wait for their adapters.
+    adapter_memory_bytes: int | None = None  # of these for adapters alone; None = shared with KV
+    host_kv_tokens: int = 0  # room for KV on the host
+    context_bytes: int = 0  # KV of one request with a full context
+    max_queue_s: float | None = (
+        None  # longest wait of a request for its first step; None = no limit
+    )
+    # Measuring failed at start: no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
     base_fingerprint: str = ""  # names the base model and its revision
     adapter_bytes_per_rank: int = 0  # of an adapter on all targets, on the device
     weight_bytes: int = 0  # of the base model in memory
-    quantized_bytes: int = 0  # of them, of linears in 8 or 4 bits
+    quantized_bytes: int = 0  # of these, of linears in 8 or 4 bits
 
 
 class MachineReport(EngineMessage, frozen=True):
-    """How long things take on the engine's machine."""
+    """The latency model of the engine's machine."""
 
     machine: MachineModel
-    file_bytes_per_s: float  # of reading adapters
+    file_bytes_per_s: float  # when reading adapters
     kv_bytes_per_token: int
-    is_measured: bool = True  # else learned from the steps so far
+    is_measured: bool = True  # False = learned from steps so far
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A tokenizer that is made with the ``tokenizers`` package alone."""
+    """A tokenizer that can be made with the ``tokenizers`` package alone."""
 
     backend: str  # its JSON
-    special_tokens: dict[str, str]  # as chat templates name them: bos_token and the like
+    special_tokens: dict[str, str]  # by their names in chat templates, such as bos_token
     chat_template: str | dict[str, str] | None  # one, or several by name
 
 
 class Ready(EngineMessage, frozen=True):
-    """The engine serves."""
+    """The engine is ready."""
 
     model: ModelInfo
     adapters: tuple[AdapterInfo, ...]
     machine: MachineReport
-    tokenizer: TokenizerSpec | None = None  # None: a front end loads it with transformers
+    tokenizer: TokenizerSpec | None = None  # None = the front end loads it with transformers
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of one request, and whether it ended."""
+    """New tokens of one request, and its end."""
 
     request_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None  # stop | length | abort | error
-    stop_token_id: int | None = None  # the token that ended it, if one did
+    stop_token_id: int | None = None  # if a token ended it
     error_kind: str | None = None  # a class in errors, for "error"
     error: str | None = None
-    num_preemptions: int = 0  # of a request that has ended, squashes included
+    num_preemptions: int = 0  # at the end, including squashes
     num_squashes: int = 0  # of these
-    num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
+    num_cached_tokens: int = 0  # of the prompt, with cached KV; with the first token
     num_host_cached_tokens: int = 0  # of these, from the host; with the first token
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if requested
     timing: "RequestTiming | None" = None  # with the first token, or an end without one
-    cold_start: "ColdStartInfo | None" = None  # with the first token, of one that came cold
+    cold_start: "ColdStartInfo | None" = None  # with the first token, for a cold start
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time in the engine went until its first token."""
+    """The parts of a request's time in the engine until its first token."""
 
     parts: dict[str, float]  # seconds, by values of ``scheduler.events.TimePart``
     num_predicted_output_tokens: int
-    adapter_version: str = ""  # ``AdapterVersion.label``; "" = the base model, or none was found
+    adapter_version: str = ""  # ``AdapterVersion.label``; "" = the base model, or not resolved
 
 
 class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):
-    """How a request was started whose adapter was not on the device."""
+    """How a request was started without its adapter on the device."""
 
     strategy: str
     reason: str
 
 
 class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):
-    """The processes that compute LoRA deltas on CPU cores; all zero where there are none."""
+    """The processes that compute LoRA deltas on CPU cores; all zero without them."""
 
     num_workers: int = 0  # planned
-    num_ready: int = 0  # that take work now
+    num_ready: int = 0  # that accept work now
     num_restarts: int = 0
-    num_failed_jobs: int = 0  # given up because their worker died
+    num_failed_jobs: int = 0  # failed because their worker died
 
 
 class ThreadStats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's threads that compute on the CPU; all zero where an accelerator computes."""
+    """The engine's threads that compute on the CPU; all zero with an accelerator."""
 
     num_threads: int = 0  # that compute now
-    ran_s: float = 0.0  # of all of them, since the start
+    ran_s: float = 0.0  # of all threads, since the start
     waited_s: float = 0.0  # runnable, without a core
-    waited_share: float = 0.0  # of both, in the last quarter of a second of steps, or more
+    waited_share: float = 0.0  # of both, over at least the last 0.25 s of steps
 
 
 class LinkUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What has moved between host and device since the start."""
+    """Copies between host and device since the start."""
 
     direction: str  # a value of ``profiles.link.Direction``
     kind: str  # "adapter" or "kv"
     num_bytes: int
-    busy_s: float  # in which there was something to copy
+    busy_s: float  # with a copy under way
 
 
 class LoadStats(msgspec.Struct, frozen=True, array_like=True):
@@ -256,29 +258,31 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     cpu_workers: CpuWorkerStats = CpuWorkerStats()
     threads: ThreadStats = ThreadStats()
     num_retried_rows: int = 0
-    cold_starts: dict[str, int] = {}  # requests whose adapter was not on the device, by strategy
+    cold_starts: dict[str, int] = {}  # requests without their adapter on the device, by strategy
     adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and reason
     adapter_loads: dict[str, LoadStats] = {}  # by transition
-    adapter_room_bytes: int = 0  # for all adapters together, beside the KV of running requests
-    num_prefetch_hits: int = 0  # loads of adapters that were expected, and then asked for
+    adapter_room_bytes: int = 0  # for all adapters, beside the KV of running requests
+    num_prefetch_hits: int = 0  # prefetched adapters that a request used
     num_prefetch_misses: int = 0
     prefetch_missed_bytes: int = 0
     invalid_kv_bytes: int = 0  # on the device without its adapter
-    prompt_tokens_cached: int = 0  # found on the device, and so not among the computed ones
-    prompt_tokens_host_cached: int = 0  # nor are these, which were copied from the host
+    prompt_tokens_cached: int = 0  # found on the device, so not among the computed ones
+    prompt_tokens_host_cached: int = (
+        0  # copied from the host, so not among the computed ones either
+    )
     memory_bytes: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and kind
     link: tuple[LinkUsage, ...] = ()
-    policy_counts: dict[str, float] = {}  # what the scheduling policy shows of itself
+    policy_counts: dict[str, float] = {}  # gauges of the scheduling policy
     lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
-    first_token_parts_s: dict[str, float] = {}  # sums of what requests waited for, as they are told
+    first_token_parts_s: dict[str, float] = {}  # sums over requests, by part
     num_deferred: int = 0  # of those that wait: for what memory and seats would not end
     steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two
     num_step_tokens: int = 0  # of all of them
-    load: EngineLoadState | None = None  # None: not told yet
-    is_memory_short: bool = False  # of the machine: idle KV and adapters give way
-    relieved_bytes: int = 0  # that these have given way so far
+    load: EngineLoadState | None = None  # None = not published yet
+    is_memory_short: bool = False  # of the machine: idle KV and adapters are evicted
+    relieved_bytes: int = 0  # of these evictions so far
     decode_gap_bound_s: float = 0.0  # of the last step that had one
-    num_unreadable_adapters: int = 0  # entries of --lora-dir whose state is not known
+    num_unreadable_adapters: int = 0  # entries of --lora-dir that cannot be read
 
     @property
     def kv_cache_usage(self) -> float:
@@ -287,17 +291,17 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_preemptions(self) -> int:
-        """Whatever the cause."""
+        """Preemptions for all causes."""
         return sum(self.preemptions.values())
 
     @property
     def num_device_evictions(self) -> int:
-        """Adapters that have left the device, whatever the reason."""
+        """Evictions of adapters from the device, for all reasons."""
         return sum(self.adapter_evictions.get("device", {}).values())
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What routers look at, as of a turn of the loop."""
+    """The load at a turn of the loop, for routers."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -305,24 +309,24 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutputs(EngineMessage, frozen=True):
-    """Everything that one turn of the loop has to say of requests."""
+    """All updates of requests of one turn of the loop."""
 
     updates: tuple[RequestUpdate, ...]
-    num_requests: int = 0  # taken in so far, refused ones too: of which the load knows
+    num_requests: int = 0  # received so far, including refused ones; the load includes them
     load: EngineLoad = EngineLoad()
-    # Beside the load: None: as told before, or not told yet, for 0.1 s at most.
+    # None = as published before, or not published yet, for 0.1 s at most.
     stats: EngineStats | None = None
 
 
 class AdaptersChanged(EngineMessage, frozen=True):
-    """Adapters of which something is otherwise than when it was told last."""
+    """Adapters that have changed since they were published last."""
 
     adapters: tuple[AdapterInfo, ...]
-    removed: tuple[str, ...] = ()  # names that nothing has any more
+    removed: tuple[str, ...] = ()  # names without an adapter
 
 
 class OperationDone(EngineMessage, frozen=True):
-    """An adapter operation ended; ``error`` is None if it succeeded."""
+    """The result of an adapter operation; ``error`` is None if it succeeded."""
 
     operation_id: int
     error: str | None = None

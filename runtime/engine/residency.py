@@ -1,4 +1,4 @@
-"""Where adapter versions are, read from what memory keeps account of. Pure.
+"""The level of adapter versions, read from the accounts of memory. Pure.
 
 Levels: "device", rows may use it; "partial", some of its layer groups are on the device; "host",
 all of it is in the host's memory; "disk". Where the device reads adapters in the host's memory,
@@ -21,25 +21,25 @@ _logger = logging.getLogger(__name__)
 
 
 class Changed(NamedTuple):
-    """What may be elsewhere than when it was looked at last."""
+    """Versions and contents that may have changed since they were read last."""
 
     adapter_ids: set[AdapterId]
     digests: set[str]
 
 
 class ResidencyReader:
-    """Reads one memory."""
+    """Reads the residency of adapters from one memory."""
 
     def __init__(
         self, memory: DeviceMemory, clock: Callable[[], float], unix_clock: Callable[[], float]
     ) -> None:
-        """``clock``: the one that memory is told the time by."""
+        """``clock``: the one that memory's times are from."""
         self._memory = memory
         self._clock = clock
         self._unix_clock = unix_clock
 
     def take_changed(self) -> Changed:
-        """Return what has changed since the last call."""
+        """Return the changes since the last call."""
         memory = self._memory
         adapter_ids = memory.prefixes.take_changed_versions()
         for ids in (memory.cache.log.changed, memory.transfers.changed):
@@ -52,7 +52,7 @@ class ResidencyReader:
         return Changed(adapter_ids, digests)
 
     def of(self, version: AdapterVersion) -> Residency:
-        """Where a version is now."""
+        """Return where a version is now."""
         memory, adapter_id = self._memory, version.adapter_id
         cache, host = memory.cache, memory.host
         state = cache.state(adapter_id)
@@ -101,17 +101,17 @@ class ResidencyReader:
         }
 
     def _unix_s(self, at_s: float | None) -> float | None:
-        """As the world counts, to the millisecond."""
+        """Convert to Unix time, to the millisecond."""
         if at_s is None:
             return None
         return round(self._unix_clock() - (self._clock() - at_s), 3)
 
 
 def log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -> None:
-    """Write to the log where an adapter is, and what it is served without, if that is news."""
+    """Log an adapter's new level, and parts of its file that are not used, if they have changed."""
     if now is not None and now.left_out and (before is None or before.left_out != now.left_out):
         _logger.info(
-            "adapter %r is served without %s: answers to text are the same",
+            "adapter %r is served without %s, which do not affect answers to text",
             name, "; ".join(now.left_out),
         )  # fmt: skip
     if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):
@@ -119,7 +119,7 @@ def log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -
 
 
 def _place(info: AdapterInfo | None) -> str:
-    """In words: the level of a version that serves, else what keeps it from serving."""
+    """Return the state and level as text."""
     if info is None:
         return "not registered"
     if info.state not in (READY, DRAINING):

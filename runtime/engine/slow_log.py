@@ -1,4 +1,4 @@
-"""Says in the log why requests were slow whose first token took longer than somebody wants."""
+"""Logs why the first token of a request was slow (``--log-slow-s``)."""
 
 import logging
 
@@ -10,22 +10,22 @@ _logger = logging.getLogger(__name__)
 
 
 class SlowLog:
-    """One line for each such request, also if it failed or was given up before a token came."""
+    """Logs one line for each slow request, even if it failed or was aborted before a token."""
 
     def __init__(self, threshold_s: float | None) -> None:
-        """``threshold_s``: from the arrival in the engine; None = nobody wants to know."""
+        """``threshold_s``: since the arrival in the engine; None = off."""
         self._threshold_s = threshold_s
-        self._waiting: dict[int, str] = {}  # requests without a first token, as the log calls them
+        self._waiting: dict[int, str] = {}  # descriptions of requests without a first token
 
     def begin(self, request: AddRequest) -> None:
-        """A request has been taken."""
+        """Add a request."""
         if self._threshold_s is not None:
             name = request.name or str(request.request_id)
             model = request.adapter_name or "the base model"
             self._waiting[request.request_id] = f"request {name} for {model}"
 
     def record(self, event: RequestEvent) -> None:
-        """The scheduler tells something of a request."""
+        """Record an event of the scheduler."""
         if event.timing is None or self._threshold_s is None:
             return
         request = self._waiting.pop(event.request_id)

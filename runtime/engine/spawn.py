@@ -1,6 +1,6 @@
-"""Starts an engine process, which may be done before there is an event loop to talk to it on.
+"""Starts an engine process, possibly before there is an event loop for its channel.
 
-Loads next to nothing, so that a command can start the engine before all that it needs itself.
+Imports almost nothing, so that a command can start the engine before its own imports.
 """
 
 import os
@@ -15,7 +15,7 @@ DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 
 
 class SpawnedEngine:
-    """A process that waits for its configuration at the other end of ``sock``."""
+    """A process that waits for its configuration on ``sock``."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", sock: socket.socket, heartbeat: Heartbeat
@@ -25,11 +25,11 @@ class SpawnedEngine:
         self.heartbeat = heartbeat
 
     def close(self) -> None:
-        """End it, unless it has ended. Idempotent."""
+        """End the process, unless it has ended. Idempotent."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.sock.close()  # not before: to a process without configuration its end is an error
+        self.sock.close()  # last: a process without configuration would report the end as an error
 
 
 def spawn_engine(log_level: str = "info", factory: str = DEFAULT_FACTORY) -> SpawnedEngine:

@@ -1,4 +1,4 @@
-"""What an engine shows of itself: gauges of the moment, and totals since its start. Pure."""
+"""Statistics of an engine: gauges, and totals since its start. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from .messages import (
 
 @dataclass(frozen=True, slots=True)
 class CpuStats:
-    """What computes on CPU cores."""
+    """Statistics of CPU workers and threads."""
 
     workers: CpuWorkerStats = field(default_factory=CpuWorkerStats)
     threads: ThreadStats = field(default_factory=ThreadStats)
@@ -30,14 +30,14 @@ class CpuStats:
 
 @dataclass(slots=True)
 class StepCounts:
-    """Of all steps so far."""
+    """Counts over all steps so far."""
 
     number: int = 0
     num_tokens: int = 0
     by_tokens: Counter[int] = field(default_factory=Counter)  # rounded up to a power of two
 
     def add(self, num_tokens: int) -> None:
-        """One more, of so many tokens."""
+        """Count a step with ``num_tokens`` tokens."""
         self.number += 1
         self.num_tokens += num_tokens
         self.by_tokens[1 << max(0, num_tokens - 1).bit_length()] += 1
@@ -52,9 +52,9 @@ def engine_stats(
     work: OpenWork,
     now_s: float,
 ) -> EngineStats:
-    """Return all of it; ``work``: all that is open.
+    """Return all statistics; ``work``: all open requests.
 
-    O(adapters on the device or waited for, requests without first token).
+    O(adapters on the device or waited for, requests without a first token).
     """
     memory, lanes = scheduler.memory, scheduler.lanes
     counters, forecast = scheduler.counters, scheduler.forecast
@@ -104,10 +104,10 @@ def engine_stats(
 
 
 def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> MachineReport:
-    """Return how long things take on the machine; unless it was measured, as steps have shown."""
+    """Return the machine's latency model: ``measured``, or learned from steps if that is None."""
     model, times = measured, scheduler.times
     if model is None:
-        assert isinstance(times, LearnedTimes), "what a profile predicts is known"
+        assert isinstance(times, LearnedTimes), "without a profile times are learned"
         model = times.machine_model()
     return MachineReport(
         model,
@@ -118,7 +118,7 @@ def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> Machi
 
 
 def _as_floats(counts: Mapping[str, float]) -> dict[str, float]:
-    """A channel takes no other numbers, whatever a policy counts with."""
+    """Convert a policy's numbers to floats, as the channel needs them."""
     return {name: float(value) for name, value in counts.items()}
 
 
@@ -162,7 +162,7 @@ def _adapter_room_bytes(memory: DeviceMemory) -> int:
 
 
 def _link(memory: DeviceMemory, now_s: float) -> tuple[LinkUsage, ...]:
-    """Nothing moves where the device reads adapters on the host."""
+    """Return the use of the link; empty if the device reads adapters in the host's memory."""
     if memory.host is not None and memory.host.is_device_memory:
         return ()
     totals = memory.transfers.link_use.totals(now_s)

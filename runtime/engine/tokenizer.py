@@ -1,7 +1,7 @@
-"""The model's tokenizer as transformers loads it, and what is needed of it where that is not.
+"""The model's tokenizer as transformers loads it, and its data for front ends without transformers.
 
-A front end that has the engine in another process needs neither transformers nor torch for a
-tokenizer that is all in its Rust backend. Knows nothing of requests.
+A front end with the engine in another process needs neither transformers nor torch for a tokenizer
+that is implemented entirely by its Rust backend. Knows nothing of requests.
 """
 
 import json
@@ -15,8 +15,8 @@ from ..errors import ModelError
 from .messages import TokenizerSpec
 
 _PROBE_TEXT = " The 3 cafés,\n\tmore…"
-# transformers replaces its module while it is imported: a second thread that waits for the first
-# one's import would be left with the old module, which lacks every name.
+# transformers replaces its module while it is imported: a second thread that waits for the import
+# would get the old module, which has no names.
 _IMPORT_LOCK = threading.Lock()
 
 
@@ -25,26 +25,26 @@ def load_tokenizer(
 ) -> Any:
     """Load transformers' tokenizer from a directory or hub id.
 
-    One without a chat template gets that of the model's processor, if there is one. Raises
+    A tokenizer without a chat template gets that of the model's processor, if any. Raises
     ``ModelError`` if there is no tokenizer.
     """
     try:
         hf = _import_auto_tokenizer().from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    # Tokenizer files fail in many ways (JSON, missing packages, Rust errors): all mean this.
+    # Tokenizer files fail in many ways (JSON, missing packages, Rust errors).
     except Exception as error:
-        raise ModelError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+        raise ModelError(f"cannot load a tokenizer from {path!r}: {error}") from error
     if hf.chat_template is None:
         hf.chat_template = _processor_template(path, revision)
     return hf
 
 
 def plain_backend(hf: Any) -> Any:
-    """Return the Rust tokenizer behind transformers' ``hf`` if it alone gives the same tokens.
+    """Return the Rust tokenizer behind transformers' ``hf`` if it gives the same tokens.
 
-    Called directly it lets other threads run, and never changes state that threads share.
-    Otherwise returns None.
+    Called directly it lets other threads run, and never changes shared state. Returns None if the
+    tokens differ.
     """
     if not getattr(hf, "is_fast", False):
         return None
@@ -60,14 +60,14 @@ def plain_backend(hf: Any) -> Any:
 
 
 def spec_of(hf: Any) -> TokenizerSpec | None:
-    """Return what transformers' ``hf`` can be made from without transformers, if that is so."""
+    """Return the data to make ``hf`` without transformers; None if that is not possible."""
     backend = plain_backend(hf)
-    # Whether special tokens in texts are cut into pieces is not written with the rest.
+    # The data does not include whether special tokens in texts are split.
     if backend is None or backend.encode_special_tokens:
         return None
     try:
         text = backend.to_str()
-    except Exception:  # a bare one: parts that are written in Python cannot be told
+    except Exception:  # parts written in Python cannot be serialised
         return None
     return TokenizerSpec(text, dict(hf.special_tokens_map), hf.chat_template)
 
@@ -75,14 +75,14 @@ def spec_of(hf: Any) -> TokenizerSpec | None:
 def read_tokenizer(
     path: str, num_embeddings: int, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[BaseTokens, TokenizerSpec | None]:
-    """Return the tokens of the base, and what saves a front end transformers, if anything does.
+    """Return the base's tokens, and the data to make the tokenizer without transformers, if any.
 
-    ``num_embeddings``: of the model. Raises ``ModelError`` if there is no tokenizer.
+    ``num_embeddings``: the model's. Raises ``ModelError`` if there is no tokenizer.
     """
     hf = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
     added = frozenset(str(token) for token in hf.added_tokens_decoder.values())
     tokens = BaseTokens(dict(hf.get_vocab()), added, hf.eos_token_id, num_embeddings)
-    # A tokenizer's own code may do anything, which its text does not say.
+    # A tokenizer's own code is not part of the data.
     return tokens, None if trust_remote_code else spec_of(hf)
 
 
@@ -97,11 +97,9 @@ def _processor_template(path: str, revision: str | None) -> str | None:
     try:
         template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelError(
-            f"{PROCESSOR_TEMPLATE_NAME} of {path!r} cannot be read: {error!r}"
-        ) from error
+        raise ModelError(f"cannot read {PROCESSOR_TEMPLATE_NAME} of {path!r}: {error!r}") from error
     if not isinstance(template, str):
-        raise ModelError(f"chat_template in {PROCESSOR_TEMPLATE_NAME} of {path!r} is not a text")
+        raise ModelError(f"chat_template in {PROCESSOR_TEMPLATE_NAME} of {path!r} is not a string")
     return template
 
 

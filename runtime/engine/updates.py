@@ -1,4 +1,4 @@
-"""What is told of a request, from what the scheduler says of it."""
+"""Turns the scheduler's events into messages to the front end."""
 
 import logging
 
@@ -9,12 +9,12 @@ _logger = logging.getLogger(__name__)
 
 
 def update_of(event: RequestEvent) -> RequestUpdate:
-    """Return the message that tells of an event."""
+    """Return the message for an event."""
     if event.timing is None and event.cold_start is None:
         return RequestUpdate(*event[:-2])
     start = event.cold_start
     if start is not None:
-        _logger.info("request %d was started cold: %s: %s", event.request_id, *start)
+        _logger.info("request %d: cold start: %s: %s", event.request_id, *start)
     return RequestUpdate(
         *event[:-2],
         timing=None if event.timing is None else _timing_of(event.timing),

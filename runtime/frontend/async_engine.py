@@ -48,10 +48,9 @@ class AsyncEngine:
 
     ``AsyncEngine(model=...)`` takes the fields of ``EngineConfig``, or one as ``config``. By
     default the engine computes in a thread of this process. With ``own_process=True`` it runs in a
-    process of its own, which other work of this process does not slow down. In a thread,
-    ``scheduling_policy`` may also be a callable that makes a ``SchedulerPolicy`` from
-    ``PolicyFacts``, such as a class, and ``memory_policy`` one that makes a ``RankingPolicy`` from
-    ``MemoryFacts``.
+    process of its own. In a thread, ``scheduling_policy`` may also be a callable that makes a
+    ``SchedulerPolicy`` from ``PolicyFacts``, such as a class, and ``memory_policy`` one that makes
+    a ``RankingPolicy`` from ``MemoryFacts``.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ CASES = {
     "wrong value": Case(lambda _: ["--dtype", "int3"], USAGE, "--dtype.*int3.*bfloat16"),
     "unknown YAML key": Case(yaml_file, USAGE, "max-model-length.*max-model-len"),
     "adapter missing": Case(missing_module, USAGE, "--lora-modules a .*no such directory"),
-    "no tokenizer": Case(without_tokenizer, FAILED, "no tokenizer can be loaded from .*mute"),
+    "no tokenizer": Case(without_tokenizer, FAILED, "cannot load a tokenizer from .*mute"),
     "rank over the limit": Case(high_rank, FAILED, "sum.*rank 64.*8.*--max-lora-rank"),
 }
 if not torch.cuda.is_available():

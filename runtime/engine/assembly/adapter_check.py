@@ -1,4 +1,4 @@
-"""``corun check``: does an adapter fit a model, and what will it cost. Reads no base weights."""
+"""``corun check``: whether an adapter fits a model, and its size. Reads no base weights."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found. ``problems`` is empty exactly if the adapter can be served."""
+    """The result. ``problems`` is empty exactly if the adapter can be served."""
 
     directory: str
     model: str
@@ -51,13 +51,13 @@ class CheckReport:
 
 
 class _BaseWeights:
-    """The weights of the model in its files; see ``resolved.BaseWeights``.
+    """The weights in the model's files; see ``resolved.BaseWeights``.
 
-    Few adapters have copies of some, and reading weights needs torch.
+    Loaded only for adapters with copies of base weights, as reading weights needs torch.
     """
 
     def __init__(self, source: ModelSource, dtype: str) -> None:
-        """``dtype``: what the model is served in."""
+        """``dtype``: the type that the model is served in."""
         self._source = source
         self._dtype = dtype
 
@@ -87,10 +87,10 @@ def run_check(
     """Check the PEFT directory ``adapter`` against the model directory or hub id ``model``.
 
     Builds the model's modules from its configuration, without weights, unless ``kept_bases`` (a
-    directory; None = none) holds what they say; of the weights' files only that is read which the
-    adapter has a copy of. ``dtype``: what the model is to be served in.
-    Raises ``ModelError`` if that fails; what is wrong with the adapter is in the report. A module
-    that the model never calls is noticed only by the engine, which runs the model.
+    directory; None = none) has their facts. Of the weights only those are read that the adapter
+    has a copy of. ``dtype``: the type to serve the model in.
+    Raises ``ModelError`` if that fails; problems of the adapter are in the report. A module that
+    the model never calls is found only by the engine, which runs the model.
     """
     source = ModelSource(model, revision, trust_remote_code)
     known = known_base(source, dtype, kept_bases)

@@ -1,4 +1,4 @@
-"""Wires adapters up: from the options to the registry, from there to the arena and the device."""
+"""Connects adapters: from the options to the registry, the arena and the device."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-ALL = "all"  # of the adapters, even if one is called so
+ALL = "all"  # all adapters, even if one has this name
 _SOURCES_PER_REPORT = 50
 
 
 def base_names(config: EngineConfig) -> tuple[str, ...]:
-    """What the base model is called, so that no adapter is called the same."""
+    """Return the base model's names, which no adapter may have."""
     assert config.model is not None
     return tuple(dict.fromkeys((model_name(config), config.model)))
 
@@ -52,7 +52,7 @@ def make_host_adapters(
     config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, slab_bytes: int | None,
     profile: "Profile | None",
 ) -> "HostAdapters":  # fmt: skip
-    """Make the arena, what fills it from PEFT directories, and the adapters' slab, if any."""
+    """Make the arena, its loader from PEFT directories, and the adapters' slab, if any."""
     from ....gpu.adapters.copier import SlabSize
     from ....gpu.adapters.host import ArenaSize, one_group
     from ....gpu.execution import assemble
@@ -83,7 +83,7 @@ def make_host_adapters(
 
 
 class HostFiles:
-    """See ``AdapterFiles``: what registering needs of the host's adapters."""
+    """See ``AdapterFiles``: reads directories and registers them with the host's adapters."""
 
     def __init__(self, host: "HostAdapters", conventions: ConventionReader | None) -> None:
         """``conventions``: None = all adapters have those of the base."""
@@ -114,8 +114,8 @@ class HostFiles:
             facts, is_kept = self._register(str(folder), make_room)
         if stamps_of(folder, CONVENTION_NAMES) != before:
             raise AdapterError(
-                f"the files in {folder} changed while they were read; load the adapter again once "
-                "they are written"
+                f"the files in {folder} changed while they were read; load the adapter again when "
+                "they are complete"
             )
         return AdapterContent(facts, conventions, weights_stamps, is_kept)
 
@@ -132,7 +132,7 @@ class HostFiles:
 def adapter_fetch(
     host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]
 ) -> "AdapterFetch":
-    """What the executor's loads do: a version's files must still be what was registered."""
+    """Return the executor's loads, which check that a version's files are unchanged."""
     from ....gpu.execution.executor import AdapterFetch
 
     def fetch(transfer: AdapterTransfer) -> "AdapterLoad":
@@ -147,7 +147,7 @@ def make_manager(
     config: EngineConfig, host: "HostAdapters", tokens: BaseTokens,
     background_cpus: tuple[int, ...],
 ) -> AdapterManager:  # fmt: skip
-    """Make what registers adapters. Raises ``ConfigError`` for a bad state file."""
+    """Make the adapter manager. Raises ``ConfigError`` for a bad state file."""
     path = config.lora_state_file
     state_file = None if path is None else AdapterStateFile(Path(path).expanduser())
     conventions = ConventionReader(tokens) if config.adapter_templates == "use" else None
@@ -162,10 +162,10 @@ def register_adapters(
     on_progress: Callable[[str], None],
     background_cpus: tuple[int, ...],
 ) -> None:
-    """Register the adapters of the options, and those that were loaded while an engine ran.
+    """Register the adapters of the options and of the state file.
 
-    One that was named singly must be servable, others are logged. Files are read to the end only of
-    those that are asked for.
+    Adapters of ``--lora-modules``, ``--preload`` and ``--pin`` must be servable; failures of others
+    are logged. Only preloaded and pinned adapters are read completely.
     """
     _check_given("--pin", config.pin, sources)
     is_all = config.preload == (ALL,)
@@ -173,7 +173,7 @@ def register_adapters(
         _check_given("--preload", config.preload, sources)
     found = {source.name: source.path for source in sources}
     remembered = manager.remembered
-    found |= {one.name: one.path for one in remembered}  # whatever options said before
+    found |= {one.name: one.path for one in remembered}  # these take precedence over options
     lora_dir, seen = _look(config)
     named = {module.name for module in parse_lora_modules(config.lora_modules)}
     needed = named.union(config.preload, config.pin) - {one.name for one in remembered}
@@ -202,7 +202,7 @@ def register_adapters(
 
 
 def _look(config: EngineConfig) -> tuple[LoraDir | None, dict[str, FoundAdapter]]:
-    """What ``--lora-dir`` holds before anything of it is read."""
+    """Scan ``--lora-dir``, without reading its files."""
     if config.lora_dir is None:
         return None, {}
     lora_dir = LoraDir(Path(config.lora_dir), base_names(config))
@@ -210,7 +210,7 @@ def _look(config: EngineConfig) -> tuple[LoraDir | None, dict[str, FoundAdapter]
 
 
 def _check_given(flag: str, names: Sequence[str], sources: Sequence[LoraModule]) -> None:
-    """Raise ``ConfigError`` unless adapters of these names are given."""
+    """Raise ``ConfigError`` unless these adapters exist."""
     known = [source.name for source in sources]
     for name in names:
         if name not in known:

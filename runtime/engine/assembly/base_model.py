@@ -1,4 +1,4 @@
-"""What a base model is, from its configuration alone: no weights are read."""
+"""Reads facts about a base model from its configuration, without weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_base_model(config: EngineConfig) -> BaseModel:
-    """Of ``config.model``. Raises ``ModelError`` if it cannot be read, or is of no known form."""
+    """Read ``config.model``. Raises ``ModelError`` if it cannot be read or has an unknown form."""
     from ....gpu.model.fingerprint import model_fingerprint
     from ....gpu.model.load import resolve_dtype
     from ....gpu.model.skeleton import target_map_of
@@ -36,12 +36,12 @@ def read_base_model(config: EngineConfig) -> BaseModel:
 
 
 def read_served_base(source: "ModelSource") -> ServedBase:
-    """What a base is called, and whether it is quantised on disk. Raises ``ModelError``."""
+    """Return a base's names, and whether it is quantised on disk. Raises ``ModelError``."""
     from transformers import PretrainedConfig
 
     try:
         fields, _ = PretrainedConfig.get_config_dict(source.path, **source.hub_arguments())
-    except Exception as error:  # foreign code: whatever it raises, there is no configuration
+    except Exception as error:  # foreign code can raise anything
         raise ModelError(f"cannot read the configuration of {source.path!r}: {error}") from error
     path = Path(source.path)
     names = (source.path, str(path.resolve()) if path.is_dir() else "")
@@ -50,11 +50,11 @@ def read_served_base(source: "ModelSource") -> ServedBase:
 
 
 def _kv_width(config: EngineConfig, text: Any) -> int:
-    """Values of K and V that a layer keeps of a token."""
+    """Return the number of values of K and V of a token in one layer."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
     width = getattr(text, "head_dim", None)
     if not width and heads:
         width = text.hidden_size // text.num_attention_heads
     if not heads or not width:
-        raise ModelError(f"the configuration of {config.model!r} does not say what a head is")
+        raise ModelError(f"the configuration of {config.model!r} has no size of heads")
     return int(2 * heads * width)

@@ -1,7 +1,7 @@
-"""What ``corun check`` needs of a base model, kept so that a second check imports no torch.
+"""Facts about a base model for ``corun check``, stored so that a second check imports no torch.
 
-``gpu/model/skeleton.py`` decides, as it does for a start; what it said is kept with digests of all
-that it depends on: the configuration, the files of the model's classes, and versions.
+They come from ``gpu/model/skeleton.py``, as for a start, and are stored with digests of everything
+they depend on: the configuration, the files of the model's classes, and versions.
 """
 
 import hashlib
@@ -21,20 +21,20 @@ _PACKAGES = ("torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class KnownBase:
-    """A base model as far as no weights are needed."""
+    """Facts about a base model that need no weights."""
 
     target_map: TargetMap
-    dtype: str  # that it is served in
+    dtype: str  # for serving
     served: ServedBase
-    code: dict[str, str]  # SHA-256 of the files that have said so, by path
+    code: dict[str, str]  # SHA-256 of the files that the facts come from, by path
 
 
 def known_base(source: ModelSource, dtype: str, directory: Path | None) -> KnownBase:
-    """Read what is kept of a model, or build its modules and keep what they say.
+    """Read the stored facts of a model, or build its modules and store their facts.
 
-    ``dtype``: as ``--dtype`` takes it. ``directory``: where records are kept; None = nowhere. Only
-    models in directories are kept that bring no code of their own: of others another computer
-    decides what is the newest. Raises ``ModelError``.
+    ``dtype``: as for ``--dtype``. ``directory``: of the stored facts; None = not stored. Facts are
+    stored only for models in local directories without code of their own: others can change
+    elsewhere. Raises ``ModelError``.
     """
     check_directory(source)
     path = None
@@ -58,12 +58,14 @@ def _find(source: ModelSource, dtype: str) -> KnownBase:
 
     target_map, code = target_map_and_code_of(source)
     served_dtype = str(resolve_dtype(dtype, load_config(source))).removeprefix("torch.")
-    own = sorted(Path(source_module.__file__).parent.glob("*.py"))  # what has decided
+    own = sorted(
+        Path(source_module.__file__).parent.glob("*.py")
+    )  # the code that the facts come from
     return KnownBase(target_map, served_dtype, read_served_base(source), _digests((*code, *own)))
 
 
 def _digest(source: ModelSource, dtype: str) -> str:
-    """Of what names a record: where the model is, what it says of itself, versions."""
+    """Return the digest that names a record: the model's path and configuration, and versions."""
     directory = Path(source.path)
     versions = [metadata.version(package) for package in _PACKAGES]
     files = _digests(sorted(directory.glob("config*.json")))
@@ -72,7 +74,7 @@ def _digest(source: ModelSource, dtype: str) -> str:
 
 
 def _digests(files: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of each file that can be read."""
+    """Return the SHA-256 of each readable file."""
     found = {}
     for file in files:
         try:

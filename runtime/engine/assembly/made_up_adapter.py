@@ -1,4 +1,4 @@
-"""An adapter of zeros for all targets of a model: what is measured with it asks for no files."""
+"""An adapter of zeros for all targets of a model, for measurements without files."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -22,7 +22,7 @@ class MadeUpAdapter:
 
     def expect(self, digest: ContentDigest) -> None:
         """See ``AdapterReader``."""
-        assert digest == self.digest, "there is but one"
+        assert digest == self.digest, "there is only one content"
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """See ``AdapterReader``."""

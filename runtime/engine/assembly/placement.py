@@ -1,4 +1,4 @@
-"""Where things are: the cores of engine and workers, with the engine pinned, and kept weights."""
+"""The cores of engine and workers, and the directories of stored weights and verdicts."""
 
 import logging
 import os
@@ -20,31 +20,31 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the engine runs now, and where workers may."""
+    """The cores of the engine, and those for workers."""
 
     plan: CorePlan
-    machine: MachineFacts  # with the CPUs that are left to the engine's thread
+    machine: MachineFacts  # with the CPUs of the engine's thread
     line: str  # for the start-up summary
-    background_cpus: tuple[int, ...] = ()  # of threads that help the engine; () = where it runs
+    background_cpus: tuple[int, ...] = ()  # of the engine's helper threads; () = the engine's
 
 
 def kept_directory() -> Path | None:
-    """Where packed weights are kept, and what starts have found out of models and the machine.
+    """Return the directory of packed weights and of results of earlier starts.
 
-    None if nothing is kept: where it cannot be made, or others can write.
+    None if it cannot be made, or if other users can write to it: then nothing is stored.
     """
     state = _state()
     return None if _why_state_is_not_kept(state) is not None else state
 
 
 def verdicts_directory() -> Path | None:
-    """Where it is kept what this user's models do, as far as it was tried; None if nothing is."""
+    """Return the directory of results of trying models; None if nothing is stored."""
     kept = kept_directory()
     return None if kept is None else kept / "verdicts"
 
 
 def warn_of_what_is_not_kept() -> None:
-    """Log once what each start does again, and the variables that change it."""
+    """Log once what each start has to repeat, and the variables that change this."""
     reasons = {
         KERNELS_VARIABLE: ("compiles kernels again", why_code_is_not_kept()),
         STATE_VARIABLE: ("tries models again", _why_state_is_not_kept(_state())),
@@ -66,7 +66,7 @@ def _why_state_is_not_kept(state: Path) -> str | None:
     shared = shared_with(state)
     if shared is not None:
         return f"others can write {shared}"
-    if state.exists():  # perhaps on a read-only file system, with what others have made ready
+    if state.exists():  # possibly on a read-only file system, prepared by another user
         return None
     try:
         state.mkdir(parents=True)
@@ -76,10 +76,10 @@ def _why_state_is_not_kept(state: Path) -> str | None:
 
 
 def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
-    """Plan the cores, log what will go badly, and pin the calling thread: the engine's.
+    """Plan the cores, log problems, and pin the calling thread, which is the engine's.
 
-    Threads that it starts later run where it does, unless they pin themselves. A sandbox that
-    forbids pinning is no error.
+    Threads that it starts later inherit its cores, unless they pin themselves. A sandbox that
+    forbids pinning is not an error.
     Raises ``ConfigError`` for cores that do not exist or are not allowed.
     """
     from ....cpu_workers.affinity import pin_thread
@@ -103,7 +103,7 @@ def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
         pinning = pin_thread(plan.engine_cpus)
         machine = replace(machine, allowed_cpus=pinning.granted)
         if not pinning.is_exact:
-            _LOG.warning("the engine is not pinned as planned: %s", pinning.describe())
+            _LOG.warning("cannot pin the engine as planned: %s", pinning.describe())
             reasons = (*reasons, f"but the engine runs on {format_cpus(pinning.granted)}")
     return Placement(plan, machine, "; ".join(reasons), background)
 

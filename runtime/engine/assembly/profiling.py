@@ -1,7 +1,7 @@
-"""Measures profiles of a loaded model, and finds the one that an engine predicts with.
+"""Measures profiles of a loaded model, and finds the profile for an engine's predictions.
 
-With ``build`` the place that knows all the parts: device, model, workers, options. Importing this
-module loads no torch, calling it does.
+Like ``build`` it knows all parts: device, model, workers, options. Importing this module loads no
+torch, calling it does.
 """
 
 import logging
@@ -38,32 +38,32 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_OFF = "co-execution off: "  # what the last reason of a plan without workers begins with
-_MIN_TOKENS = 16  # of the largest step, for curves need several sizes
-_LOOK_S = 0.3  # at the machine before anything is measured
+_OFF = "co-execution off: "  # prefix of the last reason of a plan without workers
+_MIN_TOKENS = 16  # of the largest step, as curves need several sizes
+_LOOK_S = 0.3  # check of the machine before measuring
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRun:
-    """A profile that was measured, and what it is for."""
+    """A measured profile, and its subject."""
 
     profile: Profile
     placement: Placement
-    default_path: Path  # where an engine with these options looks for it
+    default_path: Path  # where engines with these options look for it
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileListener:
-    """Whom a run tells what."""
+    """Callbacks of a run."""
 
-    on_progress: Callable[[str], None]  # what is being done before measuring
-    on_estimate: Callable[[float], None]  # how many seconds measuring will take
+    on_progress: Callable[[str], None]  # steps before measuring
+    on_estimate: Callable[[float], None]  # estimated seconds of measuring
     on_report: OnReport
 
 
 @dataclass(frozen=True, slots=True)
 class HowMuch:
-    """How much is measured."""
+    """The extent of measuring."""
 
     effort: str = "quick"  # or thorough
     budget_s: float | None = None  # None = the effort's own
@@ -73,13 +73,13 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
     """Load the model as an engine process would, and measure it.
 
     Args:
-        config: The options; without a model, of the demo.
-        how_much: To measure.
-        listener: Told how far it is.
+        config: The options; without a model, the demo.
+        how_much: The extent of measuring.
+        listener: Called with progress.
 
     Raises:
-        CorunError: The model cannot be loaded, a part cannot be measured, or nothing can be
-            predicted with what was measured.
+        CorunError: The model cannot be loaded, a part cannot be measured, or the measured
+            profile cannot predict.
     """
     config = with_demo(config)
     assert config.model is not None
@@ -98,7 +98,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
     try:
         if not loaded.target_map.targets:
             raise ModelError(
-                f"adapters may change no module of {config.model}, so there is nothing to measure"
+                f"adapters cannot target any module of {config.model}: there is nothing to measure"
             )
         listener.on_progress("comparing logits with transformers (parity probe)")
         loaded = start_probe.probe(
@@ -118,19 +118,19 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
 def profile_for(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
 ) -> Profile | None:
-    """The profile that an engine with CPU workers predicts with; measured quickly if there is none.
+    """Return the profile for an engine with CPU workers; measured quickly if there is none.
 
-    None, with a warning, if that fails, whatever it raises: an engine can serve without predicting.
-    To be called before the KV pool is made, in the thread that will run the model.
+    None, with a warning, if that fails for any reason: an engine can serve without predictions.
+    Call it before the KV pool is made, in the thread that will run the model.
 
     Args:
         config: The options; ``profile`` names a file.
         loaded: The model, probed, so that its threads are chosen.
         placement: Where engine and workers run.
-        facts: Of the machine, from before the engine was pinned.
+        facts: Of the machine, read before the engine was pinned.
 
     Raises:
-        ConfigError: ``--profile`` holds no profile, or another model's.
+        ConfigError: ``--profile`` is not a profile, or belongs to another model.
     """
 
     def find(given: Path | None) -> Profile:
@@ -150,10 +150,9 @@ def profile_for(
     except Exception as error:
         is_told = isinstance(error, ProfileError)
         _LOG.warning(
-            "co-execution is off, and requests wait until their adapter is on the device, because "
-            "this machine could not be measured: %s; run corun profile with the same options "
-            "to see whether it fails again (a profile that it writes is found at the next start), "
-            "or give one with --profile",
+            "could not measure this machine: %s; co-execution is off, and requests wait until "
+            "their adapter is on the device; run corun profile with the same options (the next "
+            "start uses the profile that it writes), or give a profile with --profile",
             error if is_told else f"{type(error).__name__}: {error}",
             exc_info=not is_told,
         )
@@ -163,9 +162,9 @@ def profile_for(
 def saved_profile(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
 ) -> Profile | None:
-    """The profile of this machine and this model, if there is one; nothing is measured for it.
+    """Return the stored profile of this machine and model, or None. Measures nothing.
 
-    For engines without co-execution, which serve without one. Otherwise as ``profile_for``.
+    For engines without co-execution, which can serve without. Otherwise as ``profile_for``.
     """
     given = None if config.profile is None else Path(config.profile)
     subject = subject_of(config, loaded, placement, facts)
@@ -176,7 +175,7 @@ def saved_profile(
 def subject_of(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
 ) -> Subject:
-    """What a profile with these options is of."""
+    """Return the subject of a profile with these options."""
     import torch
 
     from ....gpu.forward.kernel_threads import num_kernel_threads
@@ -221,7 +220,7 @@ def _measure(
     allowed = os.sched_getaffinity(0)
     cpus = sorted(allowed.union(plan.worker_cpus))
     _look_at_machine(cpus)
-    # A device of its own, because streams come before a device's first operation.
+    # Its own device, because streams must be made before a device's first operation.
     device = make_device(loaded.model.device, DeviceOptions.of(config))
     try:
         bench = Bench(
@@ -253,7 +252,7 @@ def _measure(
 def _with_turns(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, profile: Profile
 ) -> Profile:
-    """``profile`` with what the engine takes around steps."""
+    """Return ``profile`` with the engine's own times around steps."""
     from ....gpu.device.select import DeviceOptions, make_device
 
     options = DeviceOptions.of(config, placement.background_cpus)
@@ -270,7 +269,7 @@ def _with_turns(
 
 
 def _max_context(config: EngineConfig, loaded: "LoadedModel") -> int:
-    """The longest row that the model computes."""
+    """Return the longest row that the model computes."""
     limits = (
         config.max_model_len,
         getattr(loaded.config, "max_position_embeddings", None),
@@ -280,13 +279,13 @@ def _max_context(config: EngineConfig, loaded: "LoadedModel") -> int:
 
 
 def _look_at_machine(cpus: list[int]) -> None:
-    """Say at once what would spoil the figures."""
+    """Warn of problems that would distort the measurements."""
     from ....profiles.measure.cpu_use import CpuUseSampler
 
     sampler = CpuUseSampler(cpus)
     time.sleep(_LOOK_S)
     for reason in busy_reasons(sampler.use(), ()):
-        _LOG.warning("the machine is busy, so figures will be off: %s", reason)
+        _LOG.warning("the machine is busy, so measurements will be inaccurate: %s", reason)
 
 
 def _log_estimate(seconds: float) -> None:
@@ -299,7 +298,7 @@ def _directory() -> Path:
 
 @contextmanager
 def _as_corun_error(kind: type[CorunError] = ResourceError) -> Iterator[None]:
-    """Raise what the profiles' own errors mean to those who call."""
+    """Convert the profiles' own errors to ``kind``."""
     try:
         yield
     except ProfileError as error:

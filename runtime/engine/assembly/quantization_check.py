@@ -1,6 +1,6 @@
-"""``corun check --quantization``: what a model loses in fewer bits, in figures.
+"""``corun check --quantization``: measures what a model loses in fewer bits.
 
-Nothing is promised about quality; whoever serves a model can look at it first.
+corun guarantees no quality; this shows the figures before a model is served.
 """
 
 import math
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from ....gpu.execution.assemble import LoadedModel
 
 _MIB = 2**20
-_WINDOW_TOKENS = 256  # that see each other
+_WINDOW_TOKENS = 256  # of one window of attention
 _MAX_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Of one form of the weights."""
+    """The figures of one form of the weights."""
 
     kind: str
     num_bytes: int
     perplexity: float
-    next_tokens: tuple[int, ...]  # the likeliest after each token
+    next_tokens: tuple[int, ...]  # the most likely one after each token
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """Full weights and those in fewer bits, over the same text."""
+    """Compares full weights with weights in fewer bits, over the same text."""
 
     model: str
     full: _Figures
@@ -44,7 +44,7 @@ class QuantizationReport:
 
     @property
     def agreement(self) -> float:
-        """Share of the tokens after which both find the same one likeliest."""
+        """Share of tokens after which both have the same most likely token."""
         pairs = list(zip(self.full.next_tokens, self.quantized.next_tokens, strict=True))
         return sum(a == b for a, b in pairs) / len(pairs)
 
@@ -65,7 +65,7 @@ class QuantizationReport:
 
 
 def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
-    """Load the model on the CPU as it is and as ``config`` has it quantised, one after the other.
+    """Load the model on the CPU, first in full, then quantised as in ``config``, and compare.
 
     Raises ``ConfigError`` if the text is too short, or the checkpoint is quantised on disk;
     ``ModelError`` if the model cannot be loaded.
@@ -80,7 +80,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     )
     tokens = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:_MAX_TOKENS]
     if len(tokens) < 2:
-        raise ConfigError(f"--text has {len(tokens)} tokens; there is nothing to predict")
+        raise ConfigError(f"--text has {len(tokens)} tokens, too few to predict any")
     placement = place_engine(config, read_machine_facts())
     set_threads(placement.machine.num_threads)
     full_config = replace(config, quantization=None, lm_head_quantization="auto")
@@ -115,7 +115,7 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
 def _logprobs(
     loaded: "LoadedModel", tokens: list[int]
 ) -> Iterator[tuple[list[int], "torch.Tensor"]]:
-    """Windows of the text, each with the log-probabilities after all of its tokens but the last."""
+    """Yield windows of the text with the log-probabilities after all tokens but the last."""
     import torch
 
     loaded.model.set_attn_implementation("eager")

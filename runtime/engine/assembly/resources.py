@@ -1,4 +1,4 @@
-"""Turns options and facts into the sizes an engine is built with. Pure."""
+"""Computes an engine's sizes from options and facts. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,54 +11,54 @@ from ...memory.policies.registry import splits_memory
 
 _GIB = 2**30
 
-# The arena that adapters are copied from, where nothing else is asked for: of what is free.
+# Default size of the arena that adapters are copied from: share of free memory.
 _ARENA_SHARE = 1 / 8
 _MAX_ARENA_BYTES = 8 * _GIB
-# KV on the host, likewise. CUDA pins it at start, which takes a second for some GiB.
+# The same for KV on the host. CUDA pins it at start, which takes a second for a few GiB.
 _HOST_KV_SHARE = 1 / 8
 _MAX_HOST_KV_BYTES = 16 * _GIB
-# Addresses cost nothing where memory is taken page by page; twice the budget leaves holes that an
-# adapter's layers fit even where others of all sizes come and go.
+# Addresses are free where memory is taken page by page. Twice the budget leaves gaps that fit an
+# adapter's layers even if adapters of all sizes are loaded and evicted.
 _ADDRESSES_PER_BYTE = 2
-# What history may hold of the free memory of a machine that nobody has shared out.
+# Share of the machine's free memory for history, if no option sets the budget.
 _HISTORY_SHARE = 1 / 4
 _MACHINE_SHARE = 1 / 2  # of a machine's memory, by default
-_GROUP_SHARE = 0.85  # of a control group's limit, which is for this program alone
-# Of adapters that are not listed: those of --lora-dir that come later, of resolvers, over HTTP.
+_GROUP_SHARE = 0.85  # of a control group's limit, which applies to this program alone
+# Adapters that are not listed: added to --lora-dir later, by resolvers, or over HTTP.
 _MIN_UNLISTED_ADAPTERS = 8
 _UNLISTED_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What the sizes depend on."""
+    """Facts about the device."""
 
     type: str  # "cpu" or "cuda"
     free_bytes: int  # after the model has been loaded
     block_bytes: int  # one KV block over all layers
-    host: "HostFacts | None" = None  # where its memory is the host's
+    host: "HostFacts | None" = None  # if its memory is the host's
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What bounds the default on a CPU."""
+    """Facts that limit the default on a CPU."""
 
     total_bytes: int  # of the machine
-    limit_bytes: int | None  # of the control group; None = there is none
+    limit_bytes: int | None  # of the control group; None = no limit
     adapter_bytes: int  # see ``needed_adapter_bytes``
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The one budget, and the KV blocks that exist physically."""
+    """The budget, and the physical KV blocks."""
 
     capacity_bytes: int  # KV blocks and adapters together
     num_blocks: int
-    max_model_len: int  # what the model allows, cut to what fits
-    slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
-    max_history_blocks: int | None = None  # that no request uses; None = all
-    num_host_slots: int = 0  # KV blocks that the host has room for
-    reason: str = ""  # where the capacity is from, for people
+    max_model_len: int  # the model's, limited to what fits
+    slab_bytes: int | None = None  # of these for adapters alone; None = shared with blocks
+    max_history_blocks: int | None = None  # limit of blocks without requests; None = no limit
+    num_host_slots: int = 0  # KV blocks on the host
+    reason: str = ""  # of the capacity, for the log
 
 
 def plan_max_model_len(
@@ -68,11 +68,11 @@ def plan_max_model_len(
 
     Args:
         requested: ``--max-model-len``, or None.
-        model_limit: What the model's configuration states, or None.
-        exact_limit: Length up to which corun computes the model rightly; None = any.
+        model_limit: The limit in the model's configuration, or None.
+        exact_limit: Length up to which corun computes the model correctly; None = any.
 
     Raises:
-        ConfigError: A longer context is asked for than the model can answer rightly.
+        ConfigError: The requested context is longer than the model can answer correctly.
     """
     limits = [limit for limit in (model_limit, exact_limit) if limit is not None]
     if not limits and requested is None:
@@ -83,9 +83,9 @@ def plan_max_model_len(
     assert limit is not None
     if requested is not None and requested > limit:
         reason = (
-            f"corun serves this model rightly up to {limit} tokens at most"
+            f"corun serves this model correctly only up to {limit} tokens"
             if limit == exact_limit
-            else f"the model was made for {limit} tokens at most"
+            else f"the model was made for at most {limit} tokens"
         )
         raise ConfigError(f"--max-model-len is {requested}, but {reason}")
     return requested or limit
@@ -94,14 +94,14 @@ def plan_max_model_len(
 def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
     """Size the budget and the KV pool.
 
-    CUDA memory is taken whole at start, so there adapters have a slab beside the blocks, as they
-    have under policies that split the memory. On the CPU blocks take memory only when they are
-    written, so both share all of it; what nobody has shared out, history holds no more than a
-    quarter of, because it would stay.
+    CUDA memory is allocated at start, so adapters have a slab beside the blocks there, as with
+    policies that split the memory. On the CPU blocks take memory only when they are written, so
+    both share all of it. Without an explicit budget, history is limited to a quarter of it, because
+    the process keeps that memory.
 
     Raises:
-        ResourceError: There is less memory than was asked for, or too little for one request of
-            the context length that was asked for.
+        ResourceError: There is less memory than requested, or too little for one request of the
+            requested context length.
     """
     capacity_bytes, reason = _capacity_bytes(config, facts, max_model_len)
     slab_bytes = None
@@ -123,7 +123,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     if config.max_model_len is not None or num_tokens < 2:
         raise ResourceError(
             f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
-            f"tokens, but one request may take {max_model_len} (--max-model-len); lower it or "
+            f"tokens, but one request may need {max_model_len} (--max-model-len); lower it or "
             "raise --memory-gib"
         )
     return plan
@@ -132,7 +132,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
 def _capacity_bytes(
     config: EngineConfig, facts: DeviceFacts, max_model_len: int
 ) -> tuple[int, str]:
-    """Bytes for KV and adapters, and what they follow from."""
+    """Return the bytes for KV and adapters, and the reason."""
     if config.memory_gib is None:
         return min(_default_bounds(config, facts, max_model_len))
     asked_bytes = int(config.memory_gib * _GIB)
@@ -147,7 +147,7 @@ def _capacity_bytes(
 def _default_bounds(
     config: EngineConfig, facts: DeviceFacts, max_model_len: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield what the memory may be at most without ``--memory-gib``, each with its reason."""
+    """Yield the limits of memory without ``--memory-gib``, each with its reason."""
     share = config.memory_fraction
     yield int(facts.free_bytes * share), f"{share:.0%} of what is free (--memory-fraction)"
     host = facts.host
@@ -173,15 +173,15 @@ def _default_bounds(
 
 
 def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_rank: int) -> int:
-    """What adapters can need: those listed, and as many others as these, eight at least.
+    """Return the memory for adapters: those listed, and as many more, at least eight.
 
-    Of the others each takes as much as the largest of those listed, and no less than one of rank
-    64, or ``max_rank`` if that is lower, for all targets.
+    Each of the additional ones counts as the largest listed one, and at least as one of rank 64 (or
+    ``max_rank``, if lower) for all targets.
 
     Args:
-        listed_bytes: Of each adapter that the options name.
+        listed_bytes: Of each adapter in the options.
         bytes_per_rank: Of an adapter for all targets.
-        max_rank: That the engine accepts.
+        max_rank: The engine's limit.
     """
     one_bytes = min(_UNLISTED_RANK, max_rank) * bytes_per_rank
     num_others = max(_MIN_UNLISTED_ADAPTERS, len(listed_bytes))
@@ -191,17 +191,17 @@ def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_r
 def plan_host_slots(
     config: EngineConfig, block_bytes: int, host_available_bytes: int, *, has_link: bool
 ) -> int:
-    """Say how many KV blocks the host has room for.
+    """Return the number of KV blocks on the host.
 
     Args:
         config: The options.
         block_bytes: Of one block over all layers.
-        host_available_bytes: Memory of the host that nothing else is planned for.
-        has_link: Whether the device's memory is apart from the host's.
+        host_available_bytes: Memory of the host without other use.
+        has_link: Whether the device's memory is separate from the host's.
 
     Raises:
-        ConfigError: Room is asked for where none is of use, or too little for a block.
-        ResourceError: There is less memory than was asked for.
+        ConfigError: Room is requested where it has no use, or too little for a block.
+        ResourceError: There is less memory than requested.
     """
     asked = config.host_kv_bytes
     asked_bytes = None if asked is None else parse_num_bytes(asked, "--host-kv-bytes")
@@ -209,10 +209,10 @@ def plan_host_slots(
     if not has_link:
         use = "the model runs on a CPU, where KV blocks are in the host's memory"
     elif config.prefix_cache == "off":
-        use = "no KV is kept (--prefix-cache off)"
+        use = "no KV is cached (--prefix-cache off)"
     if use is not None:
         if asked_bytes:
-            raise ConfigError(f"--host-kv-bytes is {asked}, but {use}; leave it out")
+            raise ConfigError(f"--host-kv-bytes is {asked}, but {use}; remove it")
         return 0
     if asked_bytes is None:
         asked_bytes = min(int(host_available_bytes * _HOST_KV_SHARE), _MAX_HOST_KV_BYTES)
@@ -222,7 +222,7 @@ def plan_host_slots(
             "memory are free"
         )
     elif 0 < asked_bytes < block_bytes:
-        raise ConfigError(f"--host-kv-bytes is {asked}, but one KV block takes {block_bytes} bytes")
+        raise ConfigError(f"--host-kv-bytes is {asked}, but one KV block needs {block_bytes} bytes")
     return asked_bytes // block_bytes
 
 
@@ -232,8 +232,8 @@ class ArenaPlan:
 
     num_bytes: int  # of memory, or of addresses if it is elastic
     is_elastic: bool
-    memory_bytes: int  # to be left out of the one budget; 0 where it is part of that
-    # Where it is part of it: what of that adapters may take while no request uses some of them.
+    memory_bytes: int  # taken off the budget; 0 = part of the budget
+    # If it is part of the budget: limit of adapters while requests do not use all of them.
     idle_bytes: int | None = None
 
 
@@ -243,22 +243,22 @@ def plan_copied_arena(
     """Size the arena that adapters are copied from. CUDA pins it, so its size is fixed there.
 
     Raises:
-        ResourceError: There is less memory than was asked for.
+        ResourceError: There is less memory than requested.
     """
     asked_bytes = _asked_arena_bytes(config)
     if asked_bytes is None:
         asked_bytes = min(int(host_available_bytes * _ARENA_SHARE), _MAX_ARENA_BYTES)
     elif not 0 < asked_bytes <= host_available_bytes:
         raise ResourceError(
-            f"--host-adapter-bytes is {config.host_adapter_bytes}, but adapters that are copied "
-            f"to the device need some, and {host_available_bytes / _GIB:.3g} GiB of host memory "
-            "are free"
+            f"--host-adapter-bytes is {config.host_adapter_bytes}; it must be above 0, as adapters "
+            f"are copied from there, and at most the {host_available_bytes / _GIB:.3g} GiB of "
+            "free host memory"
         )
     return ArenaPlan(asked_bytes, device_type == "cpu", memory_bytes=asked_bytes)
 
 
 def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
-    """Size the arena that is the device's memory: ``capacity_bytes`` are its and the KV's."""
+    """Size the arena in the device's memory; it shares ``capacity_bytes`` with KV."""
     asked_bytes = _asked_arena_bytes(config)
     return ArenaPlan(
         num_bytes=_ADDRESSES_PER_BYTE * capacity_bytes,

@@ -1,4 +1,4 @@
-"""Makes the scheduler and the accounts that it keeps."""
+"""Makes the scheduler and its accounts."""
 
 from dataclasses import replace
 from functools import partial
@@ -31,9 +31,9 @@ def make_scheduler(
     eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
     own_policies: OwnPolicies | None = None, machine: MachineModel | None = None,
 ) -> Scheduler:  # fmt: skip
-    """Make the scheduler and the accounts that it keeps.
+    """Make the scheduler and its accounts.
 
-    ``machine``: what steps are held to; None = nothing has been measured.
+    ``machine``: predicts steps; None = nothing was measured.
     """
     own = own_policies or OwnPolicies()
     block_bytes = loaded.layout.block_bytes
@@ -47,8 +47,8 @@ def make_scheduler(
         max_num_waiting=config.max_num_waiting,
         max_queue_s=config.max_queue_s,
         max_decode_gap_s=config.max_decode_gap_s,
-        # A forward on the CPU reads all weights, so one is cheaper than two; on CUDA rows that
-        # decode would wait for workers, and be computed in tiles made for prompts.
+        # A forward on the CPU reads all weights, so one is cheaper than two. On CUDA, decode rows
+        # would wait for workers and be computed in tiles made for prompts.
         mix_decode_with_prefill=loaded.model.device.type != "cuda",
         recompute_at_tokens=loaded.recompute_at_tokens,
         max_prefetch_requests=config.prefetch_requests,
@@ -111,7 +111,7 @@ def _make_memory(
 
 
 def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> StepTimes:
-    """What policies predict steps with: the profile, where one is loaded."""
+    """Return the predictions of steps for policies: the profile's, if one is loaded."""
     if coexecution is None:
         return LearnedTimes(config.max_num_batched_tokens)
     return ProfiledTimes(coexecution.profile.model, config.max_num_batched_tokens)

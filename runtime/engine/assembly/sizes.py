@@ -1,4 +1,4 @@
-"""Reads what the sizes of an engine depend on: of the machine, the model and its adapters."""
+"""Collects the facts of machine, model and adapters that an engine's sizes depend on."""
 
 import logging
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ _GIB = 2**30
 def plan_engine_memory(
     config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts, adapters: Sequence[LoraModule]
 ) -> tuple[MemoryPlan, ArenaPlan]:
-    """Share what is free between the one budget and, where those are apart, arena and host KV.
+    """Divide free memory between the budget and, with a link, the host's arena and host KV.
 
-    ``facts`` as they are with the model loaded; ``adapters``: that the options name.
+    ``facts``: with the model loaded; ``adapters``: those of the options.
 
     Raises ``ConfigError`` or ``ResourceError``, see ``resources``.
     """
@@ -65,7 +65,7 @@ def plan_engine_memory(
 
 
 def copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:
-    """Whether there is a link between adapters on the host and the device's kernels."""
+    """Whether adapters are copied over a link from the host to the device's kernels."""
     is_paced = config.link_gib_per_s is not None or config.link_latency_us > 0
     return loaded.model.device.type == "cuda" or is_paced
 

@@ -1,4 +1,4 @@
-"""The lines that say at start what is served and how much fits."""
+"""The summary in the log at start: what is served, and how much fits."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def summary_lines(
     """Describe an engine that is ready, one aspect a line.
 
     ``backends`` maps what is computed (attention, linear, LoRA) to the back end's name;
-    ``cores`` says who runs where.
+    ``cores`` describes the placement of engine and workers.
     """
     chosen = ", ".join(f"{what} {name}" for what, name in backends.items())
     lines: tuple[str, ...] = (
@@ -28,7 +28,7 @@ def summary_lines(
         f"adapters  {_adapter_line(info, adapters)}",
     )
     if info.has_profile_failed:
-        lines += ("loads     co-execution is off: the machine could not be measured",)
+        lines += ("loads     co-execution is off, as the machine could not be measured",)
     return lines
 
 
@@ -58,7 +58,7 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
         return "none"
     total_bytes = sum(adapter.num_bytes for adapter in ready)
     room_bytes = info.adapter_memory_bytes
-    if room_bytes is None:  # what one request of the full context leaves
+    if room_bytes is None:  # memory without that of one request of the full context
         room_bytes = info.memory_bytes - info.context_bytes
     number = num_fitting(ready, room_bytes)
     ranks = sorted({adapter.rank for adapter in ready})

@@ -1,8 +1,8 @@
-"""How long the engine takes around steps, in which the device computes nothing.
+"""Measures the engine's own time around steps, during which the device computes nothing.
 
-That is its own turn, to plan a step and to take in its results; beside it what a request costs that
-comes, and what a load costs that begins. Measured between real steps, for what a step has read and
-written is what a turn no longer finds in the caches.
+This is a turn, which plans a step and applies its results; and beside it the cost of a new request
+and of a new load. Measured between real steps, because a step displaces the turn's data from the
+caches.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from ....gpu.execution.assemble import LoadedModel
 
 _FEW_ROWS, _MANY_ROWS = 1, 8
-_NUM_TURNS = 32  # of each number of rows
-_NUM_REQUESTS = 15  # with the adapter on the device, and as many without
+_NUM_TURNS = 32  # for each number of rows
+_NUM_REQUESTS = 15  # with the adapter on the device, and the same number without
 _PROMPT_TOKENS = 8
 _MAX_TOKEN_ID = 250  # of any vocabulary
-_TIMEOUT_S = 60.0  # of all turns with so many rows
+_TIMEOUT_S = 60.0  # for all turns with one number of rows
 _ADAPTER = "made up"
-_RANK = 8  # how long it is copied is no matter
-_SLAB_ADAPTERS = 8  # one, and what loads go through, each smaller
+_RANK = 8  # the time of its copy does not matter
+_SLAB_ADAPTERS = 8  # the adapter and the buffers of loads, each smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class TurnTimes:
 def measure_turns(
     loaded: "LoadedModel", device: "TorchDevice", model: MachineModel, min_group_bytes: int
 ) -> TurnTimes:
-    """Turns beside what the device computes.
+    """Measure turns, without the time in which the device computes.
 
     Args:
-        loaded: Computes.
-        device: With no operation enqueued yet; stays the caller's.
-        model: What has been measured so far: the engine plans with it.
-        min_group_bytes: Of layers that are copied together.
+        loaded: The model.
+        device: Without enqueued operations; the caller keeps it.
+        model: The latency model so far, with which the engine plans.
+        min_group_bytes: Of a group of layers that are copied together.
 
     Raises ``ProfileError`` if a step or a load fails.
     """
@@ -80,7 +80,7 @@ def measure_turns(
         bench = _Bench(loaded, device, model, min_group_bytes, undo)
         few_s, many_s = (bench.turn_s(rows) for rows in (_FEW_ROWS, _MANY_ROWS))
         bench.register()
-        bench.request_s()  # what is made once
+        bench.request_s()  # makes what is made once
         warm_s, cold_s = [], []
         for _ in range(_NUM_REQUESTS):
             warm_s.append(bench.request_s())
@@ -97,7 +97,7 @@ def measure_turns(
 
 
 class _Watched:
-    """An executor, and the seconds that it has had for rows, or to wait."""
+    """An executor, and the seconds that it took for rows or for waiting."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -123,13 +123,13 @@ class _Watched:
 
 
 class _Bench:
-    """An engine's core with the default policies, over steps that are real."""
+    """An engine's core with the default policies, over real steps."""
 
     def __init__(
         self, loaded: "LoadedModel", device: "TorchDevice", model: MachineModel,
         min_group_bytes: int, undo: contextlib.ExitStack,
     ) -> None:  # fmt: skip
-        """``undo`` takes it apart."""
+        """``undo`` closes it."""
         from ....gpu.execution.assemble import make_executor, make_runner
         from ....gpu.execution.executor import AdapterFetch
 
@@ -154,12 +154,12 @@ class _Bench:
         )  # fmt: skip
 
     def turn_s(self, num_rows: int) -> float:
-        """Of turns that have so many rows decode; the core is idle before and after."""
+        """Return the time of a turn with ``num_rows`` decode rows, between idle phases."""
         self._add(num_rows, _NUM_TURNS + 2)
-        return median(self._turns_s()[1:-1])  # the first has the prompts, the last ends all
+        return median(self._turns_s()[1:-1])  # the first turn has the prompts, the last ends all
 
     def register(self) -> None:
-        """Let requests name the adapter, which is in the host's memory."""
+        """Register the adapter, which is in the host's memory."""
         place: HostPlace | None = None
 
         def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
@@ -179,7 +179,7 @@ class _Bench:
         self._registry.ready(_ADAPTER, _ADAPTER, load_id, AdapterContent(facts))
 
     def request_s(self) -> float:
-        """A request of one token, from its coming to its end, with what its load tells of."""
+        """Return the time of a request of one token, from arrival to end, with its load."""
         start_s = time.perf_counter()
         self._add(1, 1, _ADAPTER)
         return time.perf_counter() - start_s + sum(self._turns_s())
@@ -192,12 +192,12 @@ class _Bench:
     def _add(self, number: int, max_tokens: int, adapter: str | None = None) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
         for request_id in itertools.islice(self._request_ids, number):
-            # Of tokens that no request had before, so that no KV is found.
+            # Tokens of no earlier request, so that no KV is found.
             prompt = (request_id % _MAX_TOKEN_ID,) * _PROMPT_TOKENS
             self._core.add_request(AddRequest(request_id, prompt, sampling, adapter))
 
     def _turns_s(self) -> list[float]:
-        """All until the core is idle: seconds beside the executor's."""
+        """Return the seconds of each turn until the core is idle, without the executor's."""
         core, executor = self._core, self._executor
         turns_s = []
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -208,7 +208,7 @@ class _Bench:
             failed = [update.error for update in updates if update.error is not None]
             if failed or time.monotonic() > deadline_s:
                 reason = failed[0] if failed else f"steps do not end within {_TIMEOUT_S:g} s"
-                raise ProfileError(f"the engine's turns cannot be measured: {reason}")
+                raise ProfileError(f"cannot measure the engine's turns: {reason}")
         return turns_s
 
     def _fetch(self, transfer: AdapterTransfer) -> "AdapterLoad":
@@ -220,7 +220,7 @@ class _Bench:
 def _make_host(
     loaded: "LoadedModel", device: "TorchDevice", min_group_bytes: int
 ) -> "HostAdapters":
-    """With room for the adapter, on the host and, where memory is taken once, on the device."""
+    """Make room for the adapter on the host and, if memory is allocated at start, on the device."""
     from ....gpu.adapters.copier import SlabSize
     from ....gpu.adapters.host import ArenaSize, HostAdapters
 
@@ -239,7 +239,7 @@ def _scheduler(
     loaded: "LoadedModel", host: "HostAdapters", model: MachineModel, num_blocks: int,
     context_tokens: int,
 ) -> Scheduler:  # fmt: skip
-    """With the default policies, as an engine has it that plans with ``model``."""
+    """Make a scheduler with the default policies that plans with ``model``."""
     layout = loaded.layout
     slab_bytes, arena_bytes = host.slab_bytes, host.arena.capacity_bytes
     adapter_bytes = arena_bytes if slab_bytes is None else slab_bytes

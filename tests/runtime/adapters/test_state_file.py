@@ -46,7 +46,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the directory .* does not exist"):
+    with pytest.raises(ConfigError, match=r"the directory .* does not exist"):
         AdapterStateFile(tmp_path / "nowhere" / "state.json")
     with pytest.raises(ConfigError, match="Is a directory"):
         AdapterStateFile(tmp_path)

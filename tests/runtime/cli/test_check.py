@@ -73,7 +73,7 @@ def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFix
     assert 90 < agreement <= 100
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"\xff", "codec"), (b"", "nothing to predict")])
+@pytest.mark.parametrize(("content", "reason"), [(b"\xff", "codec"), (b"", "too few to predict")])
 def test_texts_that_cannot_be_compared_on(
     tmp_path: Path, content: bytes, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

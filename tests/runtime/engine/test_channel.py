@@ -134,7 +134,7 @@ def test_what_is_kept_for_a_stalled_peer_is_bounded(
         for _ in range(100):
             sender.send(message)
 
-    with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+    with pytest.raises(ChannelError, match="at most 1048576 are buffered"):
         flood()
 
 
@@ -226,7 +226,7 @@ def test_the_async_side_bounds_what_it_keeps(
             for _ in range(100):
                 channel.send(message)
 
-        with pytest.raises(ChannelError, match="at most 1048576 are kept"):
+        with pytest.raises(ChannelError, match="at most 1048576 are buffered"):
             fill()
         pair[1].close()
         channel.close()

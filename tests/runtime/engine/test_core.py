@@ -175,7 +175,7 @@ def test_a_prompt_that_other_conventions_made_is_refused() -> None:
         engine.core.add_request(AddRequest(1, (1, 2), sampling, "a", conventions=made_by))
         assert ends_of(engine.run()) == {1: "length"}
     for made_by in ("", "old"):
-        with pytest.raises(AdapterChangedError, match="adapter 'a' was loaded again"):
+        with pytest.raises(AdapterChangedError, match="adapter 'a' was reloaded"):
             engine.core.add_request(AddRequest(1, (1, 2), sampling, "a", conventions=made_by))
     assert not engine.core.has_work
     engine.registry.check_invariants()

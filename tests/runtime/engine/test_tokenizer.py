@@ -89,7 +89,7 @@ def test_one_with_a_part_in_python_is_not_told(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no tokenizer can be loaded"):
+    with pytest.raises(ModelError, match="cannot load a tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
@@ -108,7 +108,7 @@ def test_two_threads_load_at_once() -> None:
         "load()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    said = done.stdout.count("no tokenizer can be loaded from '/no/such/directory': ")
+    said = done.stdout.count("cannot load a tokenizer from '/no/such/directory': ")
     assert said == 2, (done.stdout, done.stderr)
     assert "ImportError" not in done.stdout + done.stderr
 

@@ -348,7 +348,7 @@ def test_a_model_that_adapters_cannot_change_is_served(
         assert output.outputs[0].token_ids == expected
         with pytest.raises(AdapterError, match="the model has no linear module"):
             engine.add_lora(LoRARequest("x", 1, str(tmp_path)))
-    assert "adapters may change no module of" in caplog.text
+    assert "adapters cannot target any module of" in caplog.text
     config = EngineConfig(**options, link_gib_per_s=link_gib_per_s)
     listener = ProfileListener(lambda _: None, lambda _: None, lambda _: None)
     num_threads = torch.get_num_threads()

@@ -54,7 +54,7 @@ def test_a_forbidden_pinning_is_a_warning(
     placement, runs_on = place(EngineConfig(device="cpu", engine_cores=FIRST))
     assert placement.machine.allowed_cpus == tuple(sorted(runs_on)) == ALLOWED
     if len(ALLOWED) > 1:
-        assert "not pinned as planned" in caplog.text
+        assert "cannot pin the engine as planned" in caplog.text
         assert "but the engine runs on" in placement.line
 
 

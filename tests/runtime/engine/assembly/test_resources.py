@@ -35,7 +35,7 @@ def test_context_is_the_shortest_limit() -> None:
 def test_context_over_the_models_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len is 5000.*4096"):
         plan_max_model_len(5000, 4096, None)
-    with pytest.raises(ConfigError, match=r"--max-model-len is 3000.*rightly up to 2048"):
+    with pytest.raises(ConfigError, match=r"--max-model-len is 3000.*correctly only up to 2048"):
         plan_max_model_len(3000, 4096, 2048)
     with pytest.raises(ConfigError, match="--max-model-len"):
         plan_max_model_len(None, None, None)
