@@ -354,7 +354,7 @@ class EngineConfig:
         512,
         minimum=1,
         maximum=2**20,
-        help="Maximum number of tokens per step for requests that run before their adapter is loaded.",
+        help="Maximum tokens per step for requests that run before their adapter is loaded.",
     )
     max_assisted_stall: float = option(
         0.05,
