@@ -150,7 +150,7 @@ def test_a_supervisor_that_cannot_start_turns_the_pool_off(monkeypatch: pytest.M
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(), arena)
         with pytest.raises(
-            WorkerPoolError, match="cannot be had: the supervisor of the CPU workers exited with"
+            WorkerPoolError, match="not available: the supervisor of the CPU workers exited with"
         ):
             pool.wait_ready(60.0)
         assert not pool.is_available
@@ -180,7 +180,7 @@ def test_a_supervisor_that_talks_nonsense_turns_the_pool_off(
     monkeypatch.setattr("sys.executable", str(python))
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(), arena)
-        with pytest.raises(WorkerPoolError, match="cannot be had: unexpected error: IpcError"):
+        with pytest.raises(WorkerPoolError, match="not available: unexpected error: IpcError"):
             pool.wait_ready(60.0)
         pool.close()
 

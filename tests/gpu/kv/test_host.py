@@ -62,7 +62,7 @@ def test_memory_that_the_kernel_refuses_is_an_error_of_one_line(
 def test_memory_that_the_device_refuses_is_an_error_of_one_line() -> None:
     device = NotingDevice()
     device.refuses_memory = DeviceError("too many pages are locked")
-    wanted = r"--host-kv-bytes.* cannot be had: too many pages are locked"
+    wanted = r"--host-kv-bytes.* cannot be allocated: too many pages are locked"
     with pytest.raises(ResourceError, match=wanted):
         HostKv(device, 5, BLOCK_BYTES)
     device.close()

@@ -212,7 +212,7 @@ def test_bitsandbytes_is_read_in_full() -> None:
         (compressed() | {"transform_config": {"u": 1}}, "transform_config"),
         (compressed() | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
         (compressed() | {"something_new": 1}, "something_new"),
-        (with_activations(), "input_activations: activations that are quantised"),
+        (with_activations(), "input_activations: quantised activations"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
