@@ -57,3 +57,49 @@ def test_the_cpu_build_that_the_readme_installs_is_the_tested_one(page: str) -> 
     tested = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     named = set(re.findall(r"torch==([\d.]+)\+cpu", (ROOT / page).read_text()))
     assert tested is not None and named == {tested[1]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, and in its dist/ a source distribution and a wheel."""
+    copy = tmp_path_factory.mktemp("package") / "corun"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return copy
+
+
+def test_the_source_distribution_is_the_repository(source: Path) -> None:
+    built = {"dist", "build", "corun.egg-info"}
+    paths = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    expected = {path.as_posix() for path in paths if path.parts[0] not in built}
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert not expected - names
+
+
+def test_the_wheel_has_the_package_alone(source: Path) -> None:
+    (wheel,) = (source / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    information = f"corun-{corun.__version__}.dist-info/"
+    assert all(name.startswith(("corun/", information)) for name in names)
+    assert not [name for name in names if name.startswith(("corun/tests/", "corun/bench/"))]
+    assert {"corun/py.typed", "corun/runtime/cli/main.py"} <= set(names)
+
+
+def test_a_consumer_is_checked_against_the_types_of_the_wheel(source: Path) -> None:
+    environment = source.parent / "consumer"
+    venv.create(environment)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (wheel,) = (source / "dist").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    script = environment / "consumer.py"
+    script.write_text(CONSUMER)
+    command = (sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir=/dev/null")
+    python = environment / "bin" / "python"
+    done = subprocess.run(
+        [*command, "--python-executable", python, script],
+        cwd=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

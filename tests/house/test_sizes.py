@@ -62,9 +62,9 @@ def test_documents_have_no_open_ends(name: str) -> None:
 
 
 def test_contributing_names_files_that_there_are() -> None:
-    """In its sections on the ways of a request and of an adapter; paths may be cut at the front."""
+    """In its sections on paths of requests and adapters; names of files may be cut at the front."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    ways = "".join(part for part in text.split("\n## ") if part.startswith("The way of"))
+    ways = "".join(part for part in text.split("\n## ") if part.startswith("The path of"))
     files = [f"/{name_of(path)}" for path in product_files()]
     named = re.findall(r"`([\w/]+\.py)`", ways)
     wrong = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
