@@ -1,9 +1,13 @@
 """The package as its users import it."""
 
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
+import zipfile
 from pathlib import Path
 
 import corun
@@ -11,6 +15,31 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
+NOT_SOURCE = (
+    ".git", ".venv", "build", "dist", "results", "shared", "*.egg-info", "__pycache__", ".*_cache",
+    ".hypothesis",
+)  # fmt: skip
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+CONSUMER = """
+from typing import assert_type
+
+from corun import Engine, LoRARequest, RequestOutput, SamplingParams
+
+
+def answers(prompt: str) -> list[str]:
+    params = SamplingParams(max_tokens=4)
+    with Engine(model="demo") as engine:
+        outputs = engine.generate([prompt], params, LoRARequest("sql", 1, "adapters/sql"))
+    assert_type(outputs, list[RequestOutput])
+    return [choice.text for output in outputs for choice in output.outputs]
+
+
+SamplingParams(max_tokens="four")  # type: ignore[arg-type]
+"""
 KNOWN_FROM_WITHIN = {"torch", "transformers", "numba", "llvmlite", "uvicorn"}
 READ_REQUESTS = {"starlette", "aiohttp", "msgspec", "uvicorn"}
 
