@@ -1,6 +1,6 @@
 """A user's script, without a main guard: ``Engine`` and ``AsyncEngine`` under a running loop.
 
-Prints what they answered, and what of the process's global state had changed afterwards.
+Prints their answers, and changes of the process's global state.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 def global_state() -> dict[str, Any]:
-    """What other code in this process might rely on."""
+    """Return the state that other code in this process may depend on."""
     root = logging.getLogger()
     return {
         "torch threads": torch.get_num_threads(),
@@ -60,7 +60,7 @@ async def use_both() -> list[str]:
     return [first.outputs[0].text, last.outputs[0].text]
 
 
-torch_threads: list[int] = []  # what anybody set
+torch_threads: list[int] = []  # each call's value
 set_num_threads = torch.set_num_threads
 
 

@@ -1,7 +1,7 @@
 """An adapter's chat template, end tokens and added tokens are a part of its version.
 
-The base says what follows in a table: the most likely token after "a" is "b", and so on; adapters
-change nothing of that. So answers show which prompt was written, and what ended them.
+The base model is a table: the most likely token after "a" is "b", and so on; adapters do not change
+it. So answers show the rendered prompt, and what ended them.
 """
 
 import json
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Watched."""
+    """A watched directory."""
     return tmp_path_factory.mktemp("adapters")
 
 
@@ -53,7 +53,7 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 
 def adapter(directory: Path, *, seed: int = 0, **files: Any) -> Path:
-    """Files by name, "." written as "__"; what is neither text nor bytes as JSON."""
+    """Write files by name ("." is "__"); contents other than text and bytes as JSON."""
     save_adapter(directory, seed=seed)
     for name, content in files.items():
         path = directory / name.replace("__", ".")
@@ -87,7 +87,7 @@ def complete(
 
 
 def prompt_of(http: httpx.Client, model: str, content: str = "a") -> str:
-    """As which a conversation is written."""
+    """Return the rendered prompt of a conversation."""
     answer = chat(http, model, content)
     assert answer.status_code == 200, answer.text
     ids = answer.json()["prompt_token_ids"]
@@ -137,7 +137,7 @@ def test_a_reload_takes_a_new_template_and_keeps_kv_and_device_copy(
     complete(http, "again", prompt)
     before = shown(http, "again")
     (path / "chat_template.jinja").write_text(template("z"))
-    assert load(http, "again", path).status_code == 400  # another version, not asked for
+    assert load(http, "again", path).status_code == 400  # another version, without load_inplace
     assert prompt_of(http, "again") == "ya"
     assert load(http, "again", path, load_inplace=True).status_code == 200
     assert prompt_of(http, "again") == "za"
@@ -279,7 +279,7 @@ def test_an_end_token_of_several_tokens_is_said_once_and_not_used(
 
 
 def _tokenizer(base: Path, *added: dict[str, Any]) -> str:
-    """That of the base, with more tokens."""
+    """The tokenizer of the base, with more tokens."""
     tokenizer: dict[str, Any] = json.loads((base / "tokenizer.json").read_text())
     like = tokenizer["added_tokens"][-1]
     tokenizer["added_tokens"] += [{**like, **one} for one in added]
@@ -384,7 +384,7 @@ def test_templates_of_adapters_can_be_left(base: Path, tmp_path: Path) -> None:
 def test_each_answer_is_of_one_version_however_often_it_changes(
     http: httpx.Client, base: Path, tmp_path: Path
 ) -> None:
-    """Each version has a mark, which its template writes, and an end token of its own."""
+    """Each version has a mark in its template, and an end token of its own."""
     for mark, end in (("y", "c"), ("z", "d")):
         adapter(
             tmp_path / mark, chat_template__jinja=template(mark),

@@ -1,4 +1,4 @@
-"""Adapters that come, change and go while the server runs, and adapters that are wrong."""
+"""Adapters added, changed and removed while the server runs, and invalid adapters."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def test_load_use_unload(server: Served, tmp_path: Path) -> None:
 
 
 class OpenStream:
-    """A greedy stream under an adapter that goes on until its last token."""
+    """A greedy stream under an adapter, up to its last token."""
 
     def __init__(self, server: Served, model: str, num_tokens: int) -> None:
         self.text = ""
@@ -118,7 +118,7 @@ def test_reload_while_a_stream_runs(server: Served, tmp_path: Path) -> None:
 
 
 def device_bytes(server: Served) -> int:
-    """Of all adapters, versions that drain among them."""
+    """Return the bytes of all adapters, including draining versions."""
     with server.client() as http:
         adapters = http.get("/v1/lora_adapters").json()["data"]
     versions = [version for one in adapters for version in (one, *one["draining"])]

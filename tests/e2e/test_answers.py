@@ -1,4 +1,4 @@
-"""What the served demo answers: right, and the same however it is asked."""
+"""The answers of the served demo: correct, and the same in every form of request."""
 
 import json
 from typing import Any
@@ -95,7 +95,7 @@ def test_system_message_asks_the_base_for_the_same(client: OpenAI) -> None:
 
 
 def read_events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of one stream as they stand on the wire."""
+    """Return the events of one stream as received."""
     events = []
     with httpx.stream("POST", url + path, json={**body, "stream": True}, timeout=60) as response:
         assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request gets a 4xx that says so within a second, and harms no other."""
+"""A faulty request gets a 4xx with a reason within a second, and does not affect other requests."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ANSWER_WITHIN_S = 1.0
 USER = {"role": "user", "content": "planet"}
 NUM_CLIENTS = 50
 KEY = "the-right-key"
-# Loops for longer than anybody waits, if a message asks for it.
+# Loops practically forever for certain messages.
 TEMPLATE = """
 {%- for message in messages %}{{ message.content }}
 {%- if message.content == "loop" %}
@@ -49,7 +49,7 @@ class Guarded:
         return self.http.post(path, content=content)
 
     def check_good(self) -> None:
-        """Whatever has happened, who asks for the right thing is answered."""
+        """A valid request must be answered, after any fault."""
         answer = self.send(CHAT, {"model": "upper", "messages": [USER], "max_tokens": 4})
         assert answer.status_code == 200, answer.text
         assert self.http.get("/health").status_code == 200
@@ -157,7 +157,7 @@ def test_bad_paths(guarded: Guarded, path: str) -> None:
 def changed_during(
     guarded: Guarded, directory: Path, change: Callable[[Path], None], num_turns: int = 12
 ) -> list[httpx.Response]:
-    """Load an adapter again and again while its files change; what was answered."""
+    """Reload an adapter repeatedly while its files change; return the answers."""
     answers = []
     for turn in range(num_turns):
         path = Path(shutil.copytree(demo_adapters_path() / "upper", directory / str(turn)))
@@ -203,7 +203,7 @@ def test_a_file_that_has_grown(guarded: Guarded, tmp_path: Path) -> None:
 
 
 def test_no_file_but_a_pipe(guarded: Guarded, tmp_path: Path) -> None:
-    """Which would never come to an end."""
+    """A pipe would never end."""
     path = Path(shutil.copytree(demo_adapters_path() / "upper", tmp_path / "pipe"))
     (path / WEIGHTS).unlink()
     os.mkfifo(path / WEIGHTS)
@@ -232,7 +232,7 @@ def test_one_name_from_many_clients(guarded: Guarded) -> None:
 
 
 def test_wrong_keys(guarded: Guarded) -> None:
-    """A hundred a second for two seconds, in each place, beside somebody with the right one."""
+    """A hundred a second for two seconds, in each place, beside a client with the right key."""
     wrong = ("", "Bearer", "Bearer wrong", "Basic wrong", f"Bearer {KEY}x", "Bearer " + "k" * 5000)
     paths = (COMPLETIONS, LOAD, "/v1/models", "/v1/lora_adapters")
 
@@ -269,7 +269,7 @@ RAW: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", RAW)
 def test_bytes_that_are_no_request(guarded: Guarded, case: str) -> None:
-    """The connection ends, with a 4xx or without a word."""
+    """The connection ends, with a 4xx or without an answer."""
     host, _, port = guarded.served.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=ANSWER_WITHIN_S) as connection:
         received = b""

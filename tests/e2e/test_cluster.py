@@ -1,4 +1,4 @@
-"""``corun cluster`` as users run it: two real engines behind one URL, while things are killed."""
+"""``corun cluster`` as users run it: two real engines behind one URL, and processes are killed."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from support.demo_answers import ADAPTERS, BASE, MAX_TOKENS, questions
 from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wait_until
 
 ADMIN_KEY, API_KEY = "the-admin's", "a-client's"
-# Nothing is compiled, so that engines are soon there, and soon there again.
+# Nothing is compiled, so that engines start and restart quickly.
 PLAIN = (
     "--linear-backend", "plain", "--attention-backend", "torch", "--lora-backend", "torch",
     "--fused-kernels", "off", "--decode-graphs", "off",
@@ -59,7 +59,7 @@ class CommandedCluster:
         return [one for one in below if f"corun.runtime.cluster.{name}" in one.cmdline()]
 
     def status(self) -> ClusterStatus:
-        """What the controller says; asked of it as other machines would."""
+        """The controller's status, requested as from other machines."""
         place = msgspec.json.decode((self.state_dir / "cluster.json").read_bytes())
         key = (self.state_dir / "cluster.key").read_text().strip()
         headers = {"Authorization": f"Bearer {key}"}
@@ -83,7 +83,7 @@ class CommandedCluster:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.process.kill()  # what it began ends with it
+            self.process.kill()  # its children end with it
             self.process.wait()
 
 
@@ -103,7 +103,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
 
 
 def answer(client: httpx.Client, model: str, text: str) -> str:
-    """What a model answers, which must be 200."""
+    """Return a model's answer; its status must be 200."""
     body = {"model": model, "prompt": chat_prompt(text), "max_tokens": MAX_TOKENS, "temperature": 0}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -126,7 +126,7 @@ def test_it_looks_like_one_server(cluster: CommandedCluster) -> None:
                 assert answer(client, adapter, question.text) == question.answer
     assert httpx.get(f"{cluster.url}/v1/models").status_code == 401
     served = [engine.url for engine in cluster.status().engines]
-    # Clients' keys are none of the engines'.
+    # Clients' keys are not valid at engines.
     with cluster.client(API_KEY) as client:
         assert client.get(f"{served[0]}/v1/models").status_code == 401
 
@@ -191,14 +191,14 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
     with cluster.client(API_KEY) as client:
         for adapter in ADAPTERS:
             answer(client, adapter, question.text)
-        # Engines are known from before, agents once they have reported.
+        # Engines are known from the saved state, agents once they have reported.
         wait_until(lambda: cluster.num_engines() == 2 and bool(cluster.status().agents), 20)
         names = {one["id"] for one in client.get("/v1/models").json()["data"]}
     assert {one.name for one in cluster.status().adapters} == set(ADAPTERS) == names - {BASE}
 
 
 def test_an_engine_that_is_killed_costs_nothing(cluster: CommandedCluster) -> None:
-    """The last one but the end, which finds another engine on its way."""
+    """The last test but one: the shutdown test finds another engine starting."""
     (question,) = questions("upper", "upper", 1)
     (agent,) = cluster.status().agents
     killed = agent.engines[0]

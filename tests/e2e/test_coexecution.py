@@ -1,4 +1,4 @@
-"""A server with CPU workers that are killed and stopped under load: nobody who asks notices."""
+"""CPU workers are killed and stopped under load: no client notices."""
 
 import contextlib
 import os
@@ -23,12 +23,12 @@ from support.serving import (
     wait_until,
 )
 
-# An adapter takes seconds, so that it is not there yet when a slow machine comes to its request.
+# A load takes seconds, so that it is still under way when a slow machine starts its request.
 LINK_GIB_PER_S = 0.0005
 SLOWDOWN = 500  # of workers: a pass with their help takes a good part of a second, too
 NUM_QUESTIONS = 3  # of each adapter
 SAMPLE_S = 0.08
-JOB_WAITS_S = 0.4  # after questions were asked: by then a pass waits for a worker that is stopped
+JOB_WAITS_S = 0.4  # after the requests: then a pass waits for a stopped worker
 RESTART_TIMEOUT_S = 60.0
 BOOT_TIME_ERROR_S = 1.0  # of a process's age: the system tells when it was booted in whole seconds
 MAX_ROUNDS = 6  # until a hit falls into a pass that workers assist
@@ -68,7 +68,7 @@ def all_processes(server: Served) -> list[psutil.Process]:
 
 
 def running(server: Served, module: str) -> list[psutil.Process]:
-    """Processes of this module, as far as they live."""
+    """The live processes of this module."""
     found = []
     for process in all_processes(server):
         try:
@@ -80,7 +80,7 @@ def running(server: Served, module: str) -> list[psutil.Process]:
 
 
 def asked_of(suffix: str) -> list[Question]:
-    """The same questions, of the adapters under names of their own."""
+    """The same questions, with new names of the adapters."""
     found = [
         replace(one, model=one.model if one.model == BASE else one.model + suffix)
         for model in (*ADAPTERS, BASE)
@@ -99,7 +99,7 @@ def make_cold(server: Served, suffix: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected(server: Served) -> list[str]:
-    """What everybody answers when nothing happens."""
+    """The answers without faults."""
     make_cold(server, "-quiet")
     return ask_all(server.url, asked_of("-quiet"))
 
@@ -107,7 +107,7 @@ def expected(server: Served) -> list[str]:
 def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> None:
     metrics = server.metrics()
     assert metrics["corun:adapter_cold_starts_total"] > 0
-    # Rows may be computed again: a pass waits 0.25 s for a file, which a busy machine can take.
+    # Rows may be computed again: a pass waits 0.25 s for a file, which can be too short.
     assert metrics["corun:cpu_worker_failed_jobs_total"] == 0
     assert ask_all(server.url, asked_of("-quiet")) == expected
 
@@ -134,7 +134,7 @@ def test_faults_under_load(
         with hitting(server, modules, number, hits), ThreadPoolExecutor() as pool:
             cold = [one for one in asked_of(suffix) if one.model != BASE]
             cold_texts = pool.submit(ask_all, server.url, cold)
-            # Beside warm requests cold ones would rather wait than hold those up.
+            # Beside warm requests, cold ones would wait so as not to delay them.
             time.sleep(JOB_WAITS_S)
             assert ask_all(server.url, asked_of("-quiet")) == expected
             assert cold_texts.result() == expected[: len(cold)]
@@ -153,11 +153,11 @@ def hitting(
 ) -> Iterator[None]:
     """Send the signal to all processes of these modules whenever a worker has a job.
 
-    How long a worker computes differs from round to round, and is soon over. So the workers
-    stand still when the questions come: the first pass with their help then waits for them.
+    A worker computes only for a short and varying time. So the workers are stopped when the
+    requests arrive: the first pass with their help then waits for them.
     """
     is_over = threading.Event()
-    # Nobody starts a supervisor again without end.
+    # A supervisor is restarted only a limited number of times.
     is_once = "supervisor" in modules
 
     def send(number: signal.Signals, modules: tuple[str, ...]) -> None:
@@ -186,7 +186,7 @@ def hitting(
 
 
 def is_computing(server: Served) -> bool:
-    """Whether a worker has a job: it computes for a part of a moment, and else sleeps."""
+    """Whether a worker has a job: it computes briefly, and otherwise sleeps."""
     workers = running(server, "worker")
     with contextlib.suppress(psutil.NoSuchProcess):
         before_s = sum(worker.cpu_times().user for worker in workers)
@@ -196,15 +196,15 @@ def is_computing(server: Served) -> bool:
 
 
 def is_whole(server: Served, all_hits: list[int]) -> bool:
-    """Whether others have taken the place of all processes that were hit."""
+    """Whether all processes that were hit have been replaced."""
     is_replaced = not set(all_hits) & {process.pid for process in all_processes(server)}
     return is_replaced and bool(ready_workers(server))
 
 
 def ready_workers(server: Served) -> list[psutil.Process]:
-    """Workers that take jobs for sure: they are older than what the engine told of them.
+    """Workers that certainly accept jobs: they are older than the engine's statistics.
 
-    A pass over a worker that is stopped takes long, and what it told before is of another.
+    A pass with a stopped worker takes long, and earlier statistics are of another worker.
     """
     asked_s = time.time()
     metrics = server.metrics()

@@ -1,4 +1,4 @@
-"""``--cpu-isa`` from outside: an engine that is held to fewer instructions than there are."""
+"""``--cpu-isa``: an engine limited to fewer instructions than the machine has."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
-"""What a device must do from end to end, on the CPU and, where there is one, on CUDA.
+"""End-to-end requirements of a device, on the CPU and, if there is one, on CUDA.
 
-Beside this file, tests/parity and the server's tests here run on both as well.
+tests/parity and the server's tests here also run on both.
 """
 
 import signal
@@ -52,7 +52,7 @@ def cold_engine(
 def test_cold_adapters_under_every_strategy(
     cold_engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
 ) -> None:
-    """Beside rows of the base; None = as the planner likes."""
+    """Beside rows of the base; None = the planner chooses."""
     cold_engine.wait_workers()
     cold_engine.use_strategy(strategy)
     names = [None, *NAMES, *NAMES]
@@ -68,7 +68,7 @@ def test_cold_adapters_under_every_strategy(
 
 
 class KillOnce:
-    """Kills the worker in the middle of an assisted pass, when it has been sent x."""
+    """Kills the worker in the middle of an assisted pass, after x was sent to it."""
 
     def __init__(self, engine: ColdEngine) -> None:
         self.worker = engine.processes[1]
@@ -113,7 +113,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 def room(
     where: str, case: ParityCase, *, num_tokens: int, num_adapters: int, is_split: bool = False
 ) -> dict[str, Any]:
-    """Options by which so much fits in float32; on CUDA adapters have a part for themselves."""
+    """Options for this much room in float32; on CUDA adapters have a separate part."""
     adapter_bytes = num_adapters * max(map(file_bytes, case.adapters.values()))
     adapter_bytes += STAGING_BYTES if where == "cuda" else 0
     memory_bytes = adapter_bytes + case.kv_block_bytes(num_tokens, torch.float32)
@@ -138,7 +138,7 @@ POLICIES = [
 @pytest.mark.parametrize("memory_policy", POLICIES)
 @pytest.mark.parametrize("where", DEVICES)
 def test_more_adapters_than_fit(many: ParityCase, where: str, memory_policy: str) -> None:
-    """All are asked for at once, twice, and no request fails: others are evicted for them."""
+    """All are requested at once, twice, and no request fails: adapters are evicted."""
     names = [*many.adapters] * 2
     greedy = replace(GREEDY, max_tokens=6)
     is_split = memory_policy == "static-split"
@@ -199,7 +199,7 @@ def test_more_requests_than_fit(many: ParityCase, where: str) -> None:
     with Engine(model=str(many.directory), max_model_len=max_model_len, **options) as engine:
         loras = [name and LoRARequest(name, 1, str(many.adapters[name])) for name in names]
         prompts = [[5, 6, 7, 8]] * len(names)
-        # A prediction that all outgrow.
+        # A prediction that all outputs exceed.
         outputs = engine.generate(prompts, params, loras, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 0
     for name, asked, output in zip(names, params, outputs, strict=True):

@@ -20,7 +20,7 @@ _PROFILE = ("profile", "--device", "cpu")
 
 
 def _imports(process: psutil.Process) -> bool:
-    """Whether the command has said what an interrupt does: before, Python itself is starting."""
+    """Whether the command has set its signal handlers: before, Python itself is starting."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             has_begun = process.cpu_times().user > 0.0

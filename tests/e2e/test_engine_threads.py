@@ -1,7 +1,7 @@
-"""The engine's threads: adapters leave them as they are, and answers do not depend on their number.
+"""The engine's threads: adapters do not change them, and answers do not depend on their number.
 
-A helper thread of torch more than there are cores makes every OpenMP thread of the process sleep
-between loops, for the rest of its life.
+With more helper threads of torch than cores, every OpenMP thread of the process sleeps between
+loops, permanently.
 """
 
 import json
@@ -64,14 +64,14 @@ def test_reading_a_large_adapter_starts_no_threads(model: Path, tmp_path: Path) 
         body = {"model": "base", "prompt": "abc", "max_tokens": 4, "temperature": 0}
         assert http.post("/v1/completions", json=body).status_code == 200
         before = served.engine.num_threads()
-        for _ in range(2):  # the second time it is there
+        for _ in range(2):  # the second time it is loaded
             answer = http.post("/v1/completions", json=body | {"model": "wide"})
             assert answer.status_code == 200, answer.text
         assert served.engine.num_threads() == before
 
 
 class Script(CoreContention):
-    """Says how many threads compute each step, whatever they have got of the cores."""
+    """Sets the number of threads of each step, independently of contention."""
 
     numbers: ClassVar[Iterator[int]] = cycle((2,))
     used: ClassVar[set[int]] = set()

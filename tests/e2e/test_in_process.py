@@ -148,7 +148,7 @@ def test_wrong_prompts(engine: Engine) -> None:
 
 
 def test_an_overflowing_adapter_fails_alone(tmp_path: Path) -> None:
-    """In one batch: the adapter's request fails, the others are right, and so are later ones."""
+    """In one batch: the adapter's request fails, the others are correct, and so are later ones."""
 
     async def answer(engine: AsyncEngine, task: str, text: str) -> str:
         last = None
@@ -199,7 +199,7 @@ WAIT_S = 30.0
 
 
 class HeldBack(FcfsPolicy):
-    """Lets a request in only some time after its arrival, when nothing else happens."""
+    """Admits a request only some time after its arrival, when nothing else happens."""
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         wake_at_s = self.wake_at_s()

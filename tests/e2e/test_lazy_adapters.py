@@ -1,4 +1,4 @@
-"""Adapters of a directory are listed at once, and read when somebody asks for them."""
+"""Adapters of a directory are listed at once, and read on first use."""
 
 import json
 import shutil

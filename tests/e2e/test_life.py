@@ -1,4 +1,4 @@
-"""How servers end: killed, stopped, orphaned; and what they use while nobody asks."""
+"""The ends of servers: killed, stopped, orphaned; and the CPU time of idle servers."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from corun.runtime.demo import demo_adapters_path, demo_model_path
 from support.residue import named_segments
 from support.serving import Served, wait_until
 
-# A stream that is meant to be ended runs for longer than any of these tests takes.
+# A stream that the test ends lasts longer than any of these tests.
 MAX_MODEL_LEN = 32768
 LONG = {"prompt": "a", "max_tokens": 30000, "ignore_eos": True}
-# One that is meant to finish outlives some requests, on a busy machine too.
+# A stream that finishes lasts longer than some requests, even on a busy machine.
 FINISHING = {**LONG, "max_tokens": 2000}
 ERROR_WITHIN_S = 2.0
 MAX_IDLE_CPU_SHARE = 0.05  # of one core; a busy wait takes all of it
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     (model / "config.json").write_text(
         json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN})
     )
-    # One thread: nothing here is about speed, and the engine need not measure what is best.
+    # One thread: speed does not matter here, and the engine need not measure the best number.
     options = (str(model), "--lora-dir", str(demo_adapters_path()), "--cpu-threads", "1")
     servers = []
 

@@ -1,4 +1,4 @@
-"""Names that nobody has registered: from a directory, from a hub, and from nowhere."""
+"""Unregistered names: found in a directory, on a hub, and nowhere."""
 
 import shutil
 import time

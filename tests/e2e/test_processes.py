@@ -32,7 +32,7 @@ def test_each_holds_what_it_uses(server: Served) -> None:
 
 
 def test_the_server_process_imports_neither_torch_nor_transformers() -> None:
-    """After it has encoded, rendered and decoded what there is."""
+    """After encoding, rendering and decoding."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:

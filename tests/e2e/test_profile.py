@@ -19,7 +19,7 @@ from support.profiles import any_fit
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
-# With times of a busy machine a profile is kept whatever they explain.
+# With times of a busy machine a profile is kept with any fit.
 _COMMAND = """
 import sys
 from corun.runtime.cli.main import main
@@ -32,7 +32,7 @@ _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 def _profile(state: Path, *options: str, where: str = "cpu") -> "subprocess.CompletedProcess[str]":
-    """Run it on the demo, as short as it goes."""
+    """Run it on the demo, as short as possible."""
     command = [sys.executable, "-c", _COMMAND, "profile", "--device", where]
     return subprocess.run(
         [*command, "--quick", "--budget-s", "1", *options],
@@ -44,7 +44,7 @@ def _profile(state: Path, *options: str, where: str = "cpu") -> "subprocess.Comp
 
 
 def _yaml_options(done: "subprocess.CompletedProcess[str]", tmp_path: Path) -> dict[str, object]:
-    """What the printed lines mean to ``corun serve --config``."""
+    """Return the printed lines as ``corun serve --config`` reads them."""
     _, mark, lines = done.stdout.partition("# for corun serve --config FILE.yaml\n")
     assert mark
     path = tmp_path / "serve.yaml"
@@ -100,7 +100,7 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert profile.model.invocation_s > 0
     assert profile.model.assisted_pass_s >= 0
     assert 0 <= profile.model.contention <= 1
-    # It was paced: no copy can have been faster. What is fitted to their noisy times may be.
+    # Paced copies cannot be faster; a fit to their noisy times can be.
     assert max(point.bytes_per_s for point in profile.link_points) < 1.05 * 2**30
     assert profile.model.link.bytes_per_s > 0
     assert (profile.subject.machine.device == "cpu") == (where == "cpu")

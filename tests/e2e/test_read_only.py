@@ -25,7 +25,7 @@ _HOME = {
 @pytest.mark.timeout(300)
 def test_it_starts_and_names_the_variables() -> None:
     command = ["unshare", "--mount", "sh", "-c", f'{_MOUNTED} "$0" "$@"', *corun_command()]
-    # Nothing is kept of what is compiled: less of it is a shorter start.
+    # Compiled code is not stored, so less of it makes a shorter start.
     few = ["--linear-backend", "plain", "--attention-backend", "torch", "--fused-kernels", "off"]
     with Served(*few, "--cpu-threads", "1", command=command, environment=_HOME) as served:
         with served.client() as http:

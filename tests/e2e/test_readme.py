@@ -1,4 +1,4 @@
-"""The examples of the README and of ``docs/`` do what these say, unchanged."""
+"""The examples of the README and of ``docs/`` work as written."""
 
 import re
 import shlex
@@ -42,7 +42,7 @@ def promised(repository: Path, name: str) -> list[str]:
 
 
 def commands(text: str, *names: str) -> list[list[str]]:
-    """All lines of a page that run one of these commands, as a shell takes them apart."""
+    """Return all lines of a page that run one of these commands, split as by a shell."""
     joined = text.replace("\\\n", " ")
     found = re.findall(rf"^    corun ((?:{'|'.join(names)}) .*)$", joined, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]

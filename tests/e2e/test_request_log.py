@@ -1,4 +1,4 @@
-"""``--request-log`` of a real server: a line for each way to end, and the count that it makes."""
+"""``--request-log`` of a real server: a line for each kind of end, and its count."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ class Logged:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def next(self, number: int = 1) -> list[dict[str, Any]]:
-        """The records since the last ones that were read, which are so many."""
+        """Return the new records, which must be ``number``."""
         wait_until(lambda: len(self.lines()) >= self.num_read + number)
         found = self.lines()[self.num_read :]
         assert len(found) == number
@@ -53,7 +53,7 @@ class Logged:
         return self.server.post("/v1/completions", {"prompt": chat_prompt(SECRET)} | fields)
 
     def leave_when(self, expected: tuple[int, int], **fields: Any) -> None:
-        """Send a request, and go once so many run and so many wait."""
+        """Send a request, and disconnect once ``expected`` requests run and wait."""
         with self.begin(**fields):
             wait_until(partial(self.has, expected))
 

@@ -1,4 +1,4 @@
-"""An operator sees where each adapter is: HTTP, metrics and log tell it, and agree."""
+"""The level of each adapter in HTTP, metrics and log, which agree."""
 
 import json
 import os
@@ -23,20 +23,20 @@ from support.serving import ANSWER_TIMEOUT_S, wait_until
 LISTING = "/v1/lora_adapters"
 LEVELS = ("device", "partial", "host", "disk")
 LOADED = ("ready", "draining")
-# Of one adapter, whose like all are, and of how many there is room for beside a little KV.
+# Bytes of one adapter (all are equal), with room for this many beside a little KV.
 DEVICE_BYTES, HOST_BYTES = 507_840, 512_000
 NUM_ON_DEVICE, NUM_ON_HOST = 2, 3
 NUM_GROUPS = 5
 TENSORS_OF_A_LAYER = 14
 MAX_MODEL_LEN = 64
-MAX_ANSWER_S = 1.0  # of what is told of the engine, whatever that does
+MAX_ANSWER_S = 1.0  # of routes about the engine, even while it computes
 
 
 @pytest.fixture(scope="module")
 def running(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[GatedServer, httpx.Client]]:
-    """Adapters are copied to the device, which has room for two; the host, for three."""
+    """Adapters are copied to the device, which has room for two; the host has room for three."""
     values: dict[str, Any] = {
         "device": "cpu", "dtype": "bfloat16", "link_gib_per_s": 50.0,
         "load_strategy": "async_load", "engine_cores": str(min(os.sched_getaffinity(0))),
@@ -61,7 +61,7 @@ def running(
 
 
 class Background:
-    """Something that is done meanwhile, and must come to its end."""
+    """A task that runs meanwhile and must finish."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._results: list[object] = []
@@ -106,7 +106,7 @@ class Operator:
         assert answer.status_code == 200, answer.text
 
     def get(self, name: str) -> dict[str, Any]:
-        """All that is told of one adapter."""
+        """Return all fields of one adapter."""
         answer = self.http.get(f"{LISTING}/{name}")
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
@@ -121,13 +121,13 @@ class Operator:
         return {one.name.removeprefix("corun:"): one.samples for one in families}
 
     def logged(self, name: str) -> str:
-        """Where the log says that an adapter has come to."""
+        """Return an adapter's last state in the log."""
         lines = self.server.log_lines[self._num_before :]
         places = [one.rpartition(" -> ")[2] for one in lines if f": adapter '{name}': " in one]
         return places[-1] if places else ""
 
     def check(self, name: str, state: str, level: str, **wanted: Any) -> dict[str, Any]:
-        """Come to this stop, where all that tell of it agree; returns what HTTP tells."""
+        """Wait for this state, check that all sources agree, and return that of HTTP."""
         wanted |= {"state": state, "level": level, "resident": level == "device"}
         wait_until(lambda: self._is_told(name, wanted))
         told = self.listed()
@@ -148,7 +148,7 @@ class Operator:
         return {key: told.get(key) for key in wanted} == wanted
 
     def _check_metrics(self, told: dict[str, dict[str, Any]]) -> None:
-        """They are of what HTTP tells."""
+        """Check that the metrics agree with HTTP."""
         levels = {name: one["level"] for name, one in told.items() if one["state"] in LOADED}
         metrics = self.metrics()
         series = [sample.labels for sample in metrics["lora_adapter_loaded"]]
@@ -161,7 +161,7 @@ class Operator:
 
 @pytest.fixture
 def operator(running: tuple[GatedServer, httpx.Client], tmp_path: Path) -> Iterator[Operator]:
-    """Of a server without adapters, whose gates are open."""
+    """The operator of a server without adapters and with open gates."""
     operator = Operator(*running, tmp_path)
     yield operator
     operator.server.files.open()
@@ -222,7 +222,7 @@ def test_a_pinned_one_stays_under_pressure(operator: Operator) -> None:
     others = ("second", "third", "fourth")
     for name in others:
         assert operator.load(name).status_code == 200
-    for name in others * 2:  # each takes the place of the one before
+    for name in others * 2:  # each replaces the previous one
         operator.ask(name)
         operator.check(name, "ready", "device")
         assert "device" not in operator.check("pinned", "ready", "device")["evictions"]
@@ -267,7 +267,7 @@ def test_versions_come_and_go_while_it_is_told(operator: Operator, tmp_path: Pat
 
 
 def test_an_engine_that_computes_keeps_nobody_waiting(operator: Operator) -> None:
-    """A step that takes long: the engine's process does not get to anything else."""
+    """During a long step the engine's process does nothing else."""
     assert operator.load("there").status_code == 200
     operator.ask("there")
     operator.check("there", "ready", "device")

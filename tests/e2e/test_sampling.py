@@ -77,7 +77,7 @@ def test_stop_strings_with_special_tokens(server: Served, skip: bool) -> None:
         assert choice["finish_reason"] == "stop"
         assert choice["stop_reason"] == (stop if isinstance(stop, str) else stop[1])
         assert choice["logprobs"]["tokens"] == [*"HELLO", "<|end|>"]
-    # The same where the token ends no sequence, and goes on being drawn.
+    # The same if the token ends no sequence and is sampled again.
     drawn = body | {"ignore_eos": True, "logit_bias": {str(_END_ID): 100}, "stop": "<|end|><|end|>"}
     for include, text in ((False, ""), (True, "<|end|><|end|>")):
         answer = complete(server, **drawn, include_stop_str_in_output=include)
@@ -262,7 +262,7 @@ def test_a_multiple_choice_task_is_scored_as_evaluations_do_it(server: Served) -
     assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
     assert len({len(column) for column in columns.values()}) == 1
     num = len(said["logprobs"]["tokens"])
-    before = slice(-1 - num, -1)  # behind them is the one token that is always said
+    before = slice(-1 - num, -1)  # followed by the one token that is always generated
     assert columns["tokens"][before] == said["logprobs"]["tokens"]
     for found, expected in zip(
         columns["token_logprobs"][before], said["logprobs"]["token_logprobs"], strict=True

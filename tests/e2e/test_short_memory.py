@@ -1,4 +1,4 @@
-"""An engine and a process beside it that takes memory, in a control group that is too small."""
+"""An engine beside a process that takes memory, in a control group that is too small."""
 
 import json
 import subprocess
@@ -16,9 +16,8 @@ _MIB = 2**20
 _LIMIT_BYTES = 2000 * _MIB
 _ROOM_BYTES = 280 * _MIB  # beside the engine and its KV
 
-# Joins the group before it imports anything. Fills 300 MiB with KV of requests that have ended,
-# then leaves little room in the group, starts a process, and answers requests until that says that
-# it has what it wants.
+# Joins the group before it imports anything. Fills 300 MiB with KV of ended requests, leaves little
+# room in the group, starts a process, and answers requests until that process has its memory.
 _ENGINE = """
 import json, os, subprocess, sys, time
 from pathlib import Path
@@ -111,7 +110,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small one whose KV is large: 64 KiB a token."""
+    """A small model with large KV: 64 KiB a token."""
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, head_dim=512, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096,

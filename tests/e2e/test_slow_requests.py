@@ -1,4 +1,4 @@
-"""Requests that wait for memory, adapters and KV say so: over HTTP, in the log, in /metrics."""
+"""The waits of requests for memory, adapters and KV, in HTTP, in the log and in /metrics."""
 
 import random
 import re
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 512
 # take 642.
 MEMORY_GIB = 0.0021
 LINK_GIB_PER_S = 0.01
-MAX_ROUNDS = 10  # of prompts that push out what came before
+MAX_ROUNDS = 10  # of prompts that evict earlier ones
 Timing = dict[str, Any]
 
 
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "growth_headroom": 0.0, "prefetch_requests": 0, "cpu_cores": "none",
         "load_strategy": "async_load",
     }  # fmt: skip
-    # Prompts are computed so slowly there that copying their KV is always better.
+    # Prompts are computed so slowly there that copying their KV is always faster.
     profile = save_made_up_profile(
         with_demo(EngineConfig(device="cpu", **values)),
         tmp_path_factory.mktemp("profile") / "profile.json",
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for name, value in (values | {"profile": profile, "log_slow_s": 1e-6}).items()
         for text in (f"--{name.replace('_', '-')}", str(value))
     ]
-    # Preloaded, so that the log, which names what took longest, has no reading of files to name.
+    # Preloaded, so that reading files is not among the longest parts in the log.
     with Served(*options, "--pin", "reverse", "--preload", "vowels") as served:
         yield served
 
@@ -62,7 +62,7 @@ def ask(
     server: Served, seed: int, num_tokens: int, max_tokens: int, *, model: str = BASE,
     predicted: int = 1,
 ) -> tuple[str, Timing]:  # fmt: skip
-    """The answer's id, and what the engine says of its only choice."""
+    """Return the answer's id, and the timing of its only choice."""
     body = {
         "model": model, "prompt": prompt_of(seed, num_tokens), "max_tokens": max_tokens,
         "min_tokens": max_tokens, "ignore_eos": True, "predicted_output_tokens": predicted,
@@ -80,7 +80,7 @@ def ask(
 
 
 def log_line(server: Served, request_id: str) -> str:
-    """What the log says of a request, which all of them are slow enough for."""
+    """Return the log line of a request; all of them are slow enough for one."""
     wait_until(lambda: any(f"request {request_id} " in line for line in server.log_lines))
     (line,) = [line for line in server.log_lines if f"request {request_id} " in line]
     return line
@@ -112,7 +112,7 @@ def test_a_request_whose_kv_comes_back_says_so(server: Served) -> None:
             _, told = ask(server, 1000 * attempt + number, 200, 2)
         if told["prompt_tokens"]["host_cached"]:
             break
-    assert told["prompt_tokens"]["host_cached"] >= 16, "it never came from the host"
+    assert told["prompt_tokens"]["host_cached"] >= 16, "it was never copied from the host"
     assert sum(told["prompt_tokens"].values()) == 200
     assert told["parts_s"]["kv_swap_in"] > 0.0, told
 
@@ -124,8 +124,8 @@ def test_a_preempted_request_says_so(server: Served, pool: ThreadPoolExecutor) -
 
 
 def test_a_squashed_request_says_so(server: Served, pool: ThreadPoolExecutor) -> None:
-    """One that passed another, which lacks room for its adapter, and did not end as predicted."""
-    for attempt in range(MAX_ROUNDS):  # until the three meet, however slow the machine is
+    """A request that bypassed one without adapter memory, and exceeded its prediction."""
+    for attempt in range(MAX_ROUNDS):  # until the three meet, on a machine of any speed
         seed = 10_000 + 10 * attempt
         long = [pool.submit(ask, server, seed + number, 450, 2) for number in range(4, 7)]
         assert all(one.result() for one in long), "so that no adapter is left but the pinned one"

@@ -1,6 +1,6 @@
-"""What keeps an engine from starting: one error that says what, and an exit code.
+"""Failed starts of an engine: one error with the reason, and an exit code.
 
-Starting a process takes seconds, so most of what the engine itself refuses is asked of ``Engine``,
+Starting a process takes seconds, so most of the engine's own errors are tested with ``Engine``,
 which builds it in the same way.
 """
 
@@ -78,7 +78,7 @@ def start(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
 def results(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, "Future[subprocess.CompletedProcess[str]]"]]:
-    """All command lines, run beside one another."""
+    """Run all command lines concurrently."""
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         yield {
             name: pool.submit(start, case.arguments(tmp_path_factory.mktemp("case")))
@@ -95,7 +95,7 @@ def test_start_fails(
 
 
 def check(done: "subprocess.CompletedProcess[str]", exit_code: int, message: str) -> None:
-    """The error is the last thing said, and it is said once: no traceback, nothing logged."""
+    """Check that the error is the last line and printed once, without traceback or log line."""
     assert done.returncode == exit_code, done.stderr
     assert done.stdout == ""
     before, mark, error = done.stderr.partition("corun: error: ")

@@ -8,7 +8,7 @@ from support.architectures import save_model
 from support.serving import Served
 from support.tokenizers import save_word_tokenizer
 
-# Goes through the parts of a message, as templates of such models do.
+# Iterates over the parts of a message, as templates of such models do.
 _TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Folders in ``--lora-dir`` that the server may not read: they concern themselves alone."""
+"""Unreadable folders in ``--lora-dir`` do not affect other adapters."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def test_from_the_start_to_the_end_of_it(served: Served, folder: Path) -> None:
         assert names(http) == base | {"there", "team/two"}
         assert said(http, "there") == said(http, "team/two") == "HELLO"
         wait_until(lambda: num_unreadable(http) == 2, SETTLED_S)
-        # Another comes while the server runs, and one that is served becomes unreadable.
+        # Another one is added while the server runs, and a served one becomes unreadable.
         (folder / "coming").mkdir(mode=0)
         (folder / "team").chmod(0)
         wait_until(lambda: num_unreadable(http) == 4, SETTLED_S)
@@ -78,7 +78,7 @@ def test_from_the_start_to_the_end_of_it(served: Served, folder: Path) -> None:
         wait_until(lambda: num_unreadable(http) == 1, SETTLED_S)
         assert said(http, "there") == "HELLO"
         folder.chmod(0o755)
-        # What can be read is served, and what has gone is not.
+        # Readable adapters are served, removed ones are not.
         (folder / "secret").chmod(0o755)
         (folder / "team").chmod(0o755)
         shutil.rmtree(folder / "there")

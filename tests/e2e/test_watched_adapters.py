@@ -1,4 +1,4 @@
-"""What comes into ``--lora-dir``, changes and goes there is served so, while the server runs."""
+"""Adapters added, changed and removed in ``--lora-dir`` while the server runs."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Only what lies in the allowed directories, links followed, can be loaded over the network."""
+"""Only files in allowed directories, after following links, can be loaded over the network."""
 
 from pathlib import Path
 

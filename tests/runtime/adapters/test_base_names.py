@@ -1,4 +1,4 @@
-"""What is said of an adapter whose base has another name than the one that is served."""
+"""Remarks on adapters that name another base than the served one."""
 
 import logging
 

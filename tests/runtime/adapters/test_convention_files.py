@@ -1,4 +1,4 @@
-"""The files beside an adapter's weights are read once, bounded, and any fault of theirs is told."""
+"""The files beside an adapter's weights are read once, with limits, and faults are reported."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def reader(tokens: BaseTokens) -> ConventionReader:
 
 
 def write(folder: Path, **files: Any) -> None:
-    """Files by name, "." written as "__"; what is neither text nor bytes as JSON."""
+    """Write files by name ("." is "__"); contents other than text and bytes as JSON."""
     for name, content in files.items():
         path = folder / name.replace("__", ".")
         if isinstance(content, bytes):

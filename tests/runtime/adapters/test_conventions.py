@@ -1,4 +1,4 @@
-"""What the files beside an adapter's weights mean."""
+"""The meaning of the files beside an adapter's weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The digest of content: which part sees which difference."""
+"""The digest of content: the part that each difference changes."""
 
 from typing import Any
 

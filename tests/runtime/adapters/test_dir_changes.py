@@ -1,4 +1,4 @@
-"""What comes, changes and goes in a directory is told once it has settled."""
+"""Additions, changes and removals in a directory are reported once they are stable."""
 
 from corun.runtime.adapters.dir_changes import GIVE_UP_S, SETTLE_S, DirState, FoundAdapter
 
@@ -42,7 +42,7 @@ def test_what_goes_is_told_at_once() -> None:
     state = DirState({"a": found(1), "b": found(1, path="/b")})
     state.see({"b": found(1, path="/b"), "c": found(1)}, 0.0)
     changes = state.see({"b": found(1, path="/b")}, 1.0)
-    assert not changes.removed and state.is_settled  # what never settled was never there
+    assert not changes.removed and state.is_settled  # what was never stable was never added
     assert state.see({}, 2.0).removed == {"b": "/b"}
 
 

@@ -25,7 +25,7 @@ def make_adapter(directory: Path, header: bytes = b"{}") -> None:
 
 
 class Watched:
-    """A watch, and what it has told."""
+    """A watch and its reports."""
 
     def __init__(self, directory: Path) -> None:
         lora_dir = LoraDir(directory)
@@ -33,8 +33,8 @@ class Watched:
         self.watch = LoraDirWatch(lora_dir, lora_dir.look(), self._told.release)
 
     def next(self) -> DirChanges | None:
-        """What is told next; None: the number of unreadable entries is another."""
-        assert self._told.acquire(timeout=_SOON_S), "nothing is told"
+        """Return the next report; None: the number of unreadable entries has changed."""
+        assert self._told.acquire(timeout=_SOON_S), "nothing is reported"
         return self.watch.take()
 
 
@@ -57,7 +57,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 def test_nothing_goes_while_it_cannot_be_read(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, code: int
 ) -> None:
-    """And what goes meanwhile elsewhere does; what has gone there is told afterwards."""
+    """Removals elsewhere are reported; removals there are reported afterwards."""
     refused = tmp_path / bad
     real = sources.discover
 
@@ -72,7 +72,7 @@ def test_nothing_goes_while_it_cannot_be_read(
 
     with monkeypatch.context() as patch:
         patch.setattr(dir_watch, "discover", failing)
-        make_adapter(tmp_path / "loras" / "new")  # which has the directory looked at
+        make_adapter(tmp_path / "loras" / "new")  # which triggers a scan
         assert watched.next() is None
         assert watched.watch.num_unreadable == 1
         if bad != "loras":

@@ -1,4 +1,4 @@
-"""Genuine adapters of PEFT that are spoilt in one way each."""
+"""Genuine adapters of PEFT with one defect each."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def read(directory: Path, max_rank: int = 64) -> OpenAdapter:
 
 
 def _leave(raw: RawTensor, data: memoryview) -> None:
-    """Take nothing."""
+    """Ignore the tensor."""
 
 
 def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ _MANY_LAYERS = 12  # by name 10 and 11 come before 2
 
 
 def save_layers(directory: Path, *, spoilt_layer: int | None = None) -> TargetMap:
-    """An adapter of many small layers; the model that it is for."""
+    """Make an adapter of many small layers, and the model for it."""
     directory.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -236,7 +236,7 @@ def test_another_configuration_is_seen_before_anything_is_read(tmp_path: Path) -
 def test_files_that_are_written_while_they_are_read(
     tmp_path: Path, spoilt_layer: int | None
 ) -> None:
-    """In place: what is left is read from the new bytes, which count if they are the same."""
+    """In place: the rest is read from the new bytes, which count if they are the same."""
     target_map = save_layers(tmp_path)
     digest = registered(tmp_path, target_map)
     save_layers(tmp_path / "new", spoilt_layer=spoilt_layer)
@@ -255,7 +255,7 @@ def test_files_that_are_written_while_they_are_read(
 
 
 def test_a_file_that_takes_the_place_of_one_that_is_read(tmp_path: Path) -> None:
-    """The open file stays what it was."""
+    """The open file keeps its content."""
     target_map = save_layers(tmp_path)
     digest = registered(tmp_path, target_map)
     save_layers(tmp_path / "new", spoilt_layer=6)
@@ -273,7 +273,7 @@ def test_a_file_that_takes_the_place_of_one_that_is_read(tmp_path: Path) -> None
 
 
 def test_files_that_are_written_while_they_are_registered(tmp_path: Path) -> None:
-    """There is nothing to compare with, so they may be of two adapters."""
+    """There is nothing to compare with, so they may belong to two adapters."""
     target_map = save_layers(tmp_path)
     with open_adapter(tmp_path, target_map, max_rank=1) as source:
         layers = source.read_layers(_leave)

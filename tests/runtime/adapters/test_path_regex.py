@@ -8,7 +8,7 @@ from corun.runtime.adapters.path_regex import Found, PathRegex
 from hypothesis import given
 from hypothesis import strategies as st
 
-# As adapters of vision models are saved by tools that train their language part.
+# As saved by tools that train the language part of vision models.
 _FIELD = (
     r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"
     r"(?:k_proj|v_proj|q_proj|out_proj|fc1|fc2|gate_proj|up_proj|down_proj).*?)|"

@@ -54,7 +54,7 @@ def test_configuration_of_the_installed_peft_is_accepted(tmp_path: Path) -> None
 
 
 def test_every_field_of_the_installed_peft_is_known() -> None:
-    """A new field of PEFT is refused when it is set; this says that one is to be looked at."""
+    """A new field of PEFT is refused when it is set; this test finds new fields."""
     names = {field.name for field in dataclasses.fields(LoraConfig)}
     assert names - SERVED_FIELDS - IGNORED_FIELDS - set(REFUSAL_REASONS) == set()
 
@@ -69,7 +69,7 @@ def test_a_gguf_adapter_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, False, True])
 def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None:
-    """PEFT itself goes by the class of the module, and warns where the field says otherwise."""
+    """PEFT itself uses the class of the module, and warns if the field differs."""
     assert parse(fan_in_fan_out=value) == parse()
 
 
@@ -119,7 +119,7 @@ def test_the_table_of_defaults_is_that_of_the_installed_peft(tmp_path: Path) -> 
     LoraConfig().save_pretrained(str(tmp_path))
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved.pop("peft_version") == PEFT_VERSION == peft.__version__
-    # Whether it is for inference, saving decides.
+    # Saving sets whether it is for inference.
     assert saved | {"inference_mode": False} == PEFT_DEFAULTS
     assert set(TASK_TYPES) == {task.value for task in TaskType}
 

@@ -275,7 +275,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.registry = make_registry()
         self.serves: dict[str, str] = {}
         self.loading: dict[str, LoadId] = {}
-        self.alive: set[AdapterId] = set()  # made, and not told to be freed
+        self.alive: set[AdapterId] = set()  # made and not freed
         self.references: dict[AdapterId, int] = {}
 
     def forget(self, *freed: AdapterId) -> None:

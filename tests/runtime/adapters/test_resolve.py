@@ -132,7 +132,7 @@ def test_other_holders_are_tolerated(prefix: str, served: str, infix: str) -> No
 
 
 def test_the_paths_of_training_are_those_that_patterns_see() -> None:
-    """A regex for the multi-modal model's paths also finds modules that lack tensors."""
+    """A regex for the multi-modal model's paths also matches modules without tensors."""
     spec = make_spec(target_modules=r"model\.language_model\..*\.(q_proj|v_proj)")
     tensors = all_pairs("base_model.model.model.language_model.")
     assert len(resolve(tensors, spec).targets) == 4
@@ -250,7 +250,7 @@ def test_configured_head_and_embeddings_of_which_the_file_has_nothing() -> None:
 
 
 def test_modules_that_no_text_passes_through_are_left_out() -> None:
-    """Of any shape, whichever way the model of training names the tower, saved in full or not."""
+    """Of any shape, with any name of the tower in training, saved in full or not."""
     adapter = resolve(
         all_pairs()
         + pair("base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj")

@@ -64,7 +64,7 @@ def test_what_cannot_be_read_concerns_itself_alone(
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, bad: Path, code: int) -> None:
-    """Let the system refuse to look at one path, as it does for a user without capabilities."""
+    """Let the system refuse access to one path, as for a user without capabilities."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def checked(path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What was loaded while an engine ran is known to the next one."""
+"""Adapters loaded while an engine ran are known to the next engine."""
 
 import json
 import logging

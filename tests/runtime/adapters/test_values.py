@@ -1,4 +1,4 @@
-"""Which values are served in which type, held to torch's conversions."""
+"""The values that each type can serve, compared with torch's conversions."""
 
 import pytest
 import torch

@@ -38,13 +38,13 @@ from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
 
 class FakeDevice:
-    """Remembers what was dropped; knows what is resident."""
+    """Records dropped versions; knows resident ones."""
 
     def __init__(self) -> None:
         self.dropped: list[AdapterId] = []
         self.resident: set[AdapterId] = set()
         self.changed = Changed(set(), set())
-        self.places: dict[HostPlaceId, str | None] = {}  # and the content that they came to have
+        self.places: dict[HostPlaceId, str | None] = {}  # with their contents
         self.forgotten: list[str] = []
         self.pinned: dict[AdapterId, int] = {}  # bytes
         self.most_pinned_bytes = 250
@@ -167,7 +167,7 @@ def add(
 
 
 def remove(manager: AdapterManager, name: str) -> None:
-    """Unregister an adapter that nobody uses, and have it leave the device."""
+    """Unregister an unused adapter, and let it leave the device."""
     adapter_id = manager.resolve(name).adapter_id
     manager.handle(RemoveAdapter(9, name))
     assert wait_done(manager)[0] == OperationDone(9)
@@ -265,7 +265,7 @@ def test_a_name_is_pinned_whatever_its_version(
     pin(manager, "a")
     manager.acquire(manager.resolve("a").adapter_id)
     manager.handle(RemoveAdapter(9, "a"))
-    assert device.pinned == {}, "the requests that it has left do not need it to stay"
+    assert device.pinned == {}, "its remaining requests do not need it pinned"
 
 
 def test_what_does_not_fit_is_not_pinned_and_changes_nothing(
@@ -345,14 +345,14 @@ def test_tells_of_content_that_no_version_has_any_more(
 def test_content_that_is_being_read_again_is_not_gone(
     manager: AdapterManager, files: Files
 ) -> None:
-    """The host knows it from the reading thread on, and must not forget it before it is settled."""
+    """The host has it since the read, and must keep it until the read is complete."""
     add(manager, files, "d1")
     first = manager.resolve("a").adapter_id
     manager.handle(RemoveAdapter(2, "a"))
     assert wait_done(manager)[0] == OperationDone(2)
     files.content["/b"] = "d1"
     manager.handle(AddAdapter(3, "b", "/b"))
-    assert select.select([manager], [], [], 10)[0]  # read, and not settled
+    assert select.select([manager], [], [], 10)[0]  # read, and not complete
     manager.remove_version(first)
     assert files.gone == []
     assert wait_done(manager)[0] == OperationDone(3)
@@ -371,7 +371,7 @@ def test_tells_what_has_become_resident_and_nothing_else(
     wait_done(manager)
     adapter_id = manager.resolve("a").adapter_id
     device.resident.add(adapter_id)
-    assert manager.poll() == [], "nobody has said that anything changed"
+    assert manager.poll() == [], "nothing has been marked as changed"
     device.changed.adapter_ids.add(adapter_id)
     assert manager.poll(is_due=False) == []
     (changed,) = manager.poll()
@@ -471,13 +471,13 @@ def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> 
 
 
 def wait_read(manager: AdapterManager, name: str) -> None:
-    """Poll as the loop does until nobody need wait for ``name``."""
+    """Poll as the loop does until no request must wait for ``name``."""
     deadline = time.monotonic() + 10
     while manager.must_wait(name):
         assert time.monotonic() < deadline
         select.select([manager], [], [], 1.0)
         for message in manager.poll():
-            assert isinstance(message, AdaptersChanged), "nobody has asked for an operation"
+            assert isinstance(message, AdaptersChanged), "no operation was requested"
 
 
 def test_files_are_read_when_they_are_first_asked_for(
@@ -487,7 +487,7 @@ def test_files_are_read_when_they_are_first_asked_for(
     manager.add_unread("a", "/a")
     assert files.num_reads == 0
     assert [(one.state, one.version) for one in manager.infos()] == [("ready", "")]
-    files.content["/a"] = "d2"  # nobody has seen the other
+    files.content["/a"] = "d2"  # the earlier content was never read
     assert manager.must_wait("a") and manager.must_wait("a")
     wait_read(manager, "a")
     assert files.num_reads == 1
@@ -567,7 +567,7 @@ def test_what_is_asked_while_a_name_is_being_read_comes_after(
     files.content |= {"/a": "d1", "/b": "d2", "/c": AdapterError("bad")}
     manager.add_unread("a", "/a")
     files.gate.clear()
-    assert manager.must_wait("a")  # a request has asked for it
+    assert manager.must_wait("a")  # for a request
     manager.handle(AddAdapter(7, "a", "/b"))
     manager.handle(AddAdapter(8, "a", "/c"))
     manager.handle(AddAdapter(9, "a", "/a", replaces=False))
@@ -631,7 +631,7 @@ def test_files_are_read_beside_the_engine(files: Files, device: FakeDevice) -> N
 def test_room_on_the_host_is_made_by_the_engines_thread(
     manager: AdapterManager, files: Files, device: FakeDevice
 ) -> None:
-    """And what had to go for it has gone before anything is read."""
+    """Evictions for it happen before anything is read."""
     files.kept = {"/a", "/b", "/c"}
     files.content = {"/a": "d1", "/b": AdapterError("bad rank"), "/c": "d2"}
     manager.handle(AddAdapter(1, "a", "/a"))

@@ -148,7 +148,7 @@ def test_the_end_is_seen_after_the_last_message(
     assert receiver.receive() == [Shutdown()]
     receiver.receive()
     assert receiver.at_end
-    receiver.send(Shutdown())  # nobody reads it; that is no error
+    receiver.send(Shutdown())  # it is not read, which is no error
     assert not receiver.has_unsent
 
 

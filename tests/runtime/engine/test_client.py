@@ -38,7 +38,7 @@ def _factory_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Session:
-    """A started client with what it said."""
+    """A started client with its messages."""
 
     def __init__(self, client: ChannelClient) -> None:
         self.client = client

@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 64
 
 
 class Engine:
-    """A core and everything around it."""
+    """A core and its surroundings."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def ends_of(updates: list[RequestUpdate]) -> dict[int, str | None]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
-    # Admitted as if they put out little, so that they grow into each other.
+    # Admitted with a low prediction, so that they run out of room.
     engine = Engine(depth=depth, num_blocks=17, predictor=Guess(1))
     adapter_id = engine.register("a")
     messages = [
@@ -213,7 +213,7 @@ def test_an_idle_core_has_nothing_to_do_and_says_so() -> None:
 
 
 def test_a_core_that_returns_nothing_waits_for_the_executor() -> None:
-    """Whoever sleeps on the descriptor after an empty step misses nothing."""
+    """A caller that sleeps on the descriptor after an empty step misses nothing."""
     engine = Engine(is_automatic=False, max_num_batched_tokens=2)
     engine.register("a")
     engine.add(1, "a")
@@ -260,7 +260,7 @@ def test_refused_requests_hold_nothing() -> None:
 
 
 class OpensAt(FcfsPolicy):
-    """Lets nobody in before a time, and never lets go of its deadline."""
+    """Admits no request before a time, and never drops its deadline."""
 
     def __init__(self, opens_at_s: float) -> None:
         super().__init__(policy_facts())
@@ -311,7 +311,7 @@ class TestDeadlineOfThePolicy:
         engine.now_s = 6.0
         engine.add(1, max_tokens=1)
         engine.add(2)
-        for _ in range(2):  # the second waits for a seat, whatever the time
+        for _ in range(2):  # the second waits for a slot at any time
             assert engine.core.step() == []
             assert len(engine.executor.steps) == 1
             assert not engine.core.is_ready
@@ -342,7 +342,7 @@ def test_a_request_that_waits_too_long_wakes_the_core_and_ends(
     (update,) = engine.core.step()
     assert (update.request_id, update.error_kind) == (2, "OverloadedError")
     assert not engine.core.has_work and not engine.core.is_ready
-    assert engine.registry.remove("a") == (adapter_id,)  # nobody uses it
+    assert engine.registry.remove("a") == (adapter_id,)  # no request uses it
     assert caplog.records == []  # under load they are many
 
 
@@ -460,7 +460,7 @@ def test_what_has_changed_while_it_slept_is_known_before_the_next_step() -> None
 
 
 class CountingWorkers(WarmStarts):
-    """Notes what comes first."""
+    """Records calls in order."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -474,7 +474,7 @@ class CountingWorkers(WarmStarts):
 
 
 def test_a_request_waits_for_the_host_while_another_adapter_is_registered() -> None:
-    """Nothing is under way that the executor could tell of, and still it is not stuck."""
+    """Nothing is under way in the executor, but the engine is not stuck."""
     host = HostCache(2 * PAGESIZE)
     engine = Engine(host=host)
     engine.register("a", host_bytes=(PAGESIZE,) * 2)

@@ -1,4 +1,4 @@
-"""The heartbeat of an engine goes on while a step computes, and stops with its process."""
+"""The heartbeat of an engine continues while a step computes, and stops with its process."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""``EngineHost``: every request and operation ends exactly once; nothing turns in vain."""
+"""``EngineHost``: every request and operation ends exactly once; no turn is in vain."""
 
 import pytest
 from corun.runtime.config.engine import EngineConfig

@@ -1,4 +1,4 @@
-"""What routers are told of an engine's work: sums over its requests, worked out by hand."""
+"""The load of an engine for routers: sums over its requests, worked out by hand."""
 
 from typing import Any
 

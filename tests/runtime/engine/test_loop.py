@@ -15,7 +15,7 @@ _PATIENCE_S = 10.0  # before a loop that sleeps for ever is ended
 
 
 class WakingCore(FakeCore):
-    """Wants to be woken at a time, and ends its front end's patience once it was."""
+    """Has a deadline, and shuts the loop down once it was woken."""
 
     def __init__(self, deadline_s: float | None, peer: Channel[FromEngine]) -> None:
         super().__init__(EngineConfig(), {})
@@ -37,7 +37,7 @@ class WakingCore(FakeCore):
 
 
 def run_loop(wait_s: float) -> WakingCore:
-    """Run a loop whose core has its deadline so many seconds from now, until it has been woken."""
+    """Run a loop with a core that has its deadline in ``wait_s``, until it was woken."""
     ours, theirs = socket.socketpair()
     peer: Channel[FromEngine] = Channel(ours, FromEngine)
     channel: Channel[ToEngine] = Channel(theirs, ToEngine)
@@ -60,7 +60,7 @@ def run_loop(wait_s: float) -> WakingCore:
 def test_a_deadline_of_the_core_gets_a_turn_and_nobody_spins(wait_s: float) -> None:
     started_s = time.monotonic()
     core = run_loop(wait_s)
-    assert core.woken_s is not None, "nobody woke the engine"
+    assert core.woken_s is not None, "the engine was not woken"
     assert core.woken_s >= started_s + wait_s
     # One at the start, one when it is time; a clock of another resolution may cost one more.
     assert core.num_turns <= 3

@@ -1,4 +1,4 @@
-"""The thread that looks at the machine's memory tells of it while it is short, and in the log."""
+"""The memory watch reports readings while memory is short, and logs them."""
 
 import logging
 import queue
@@ -15,7 +15,7 @@ _TIMEOUT_S = 20.0
 
 
 class Looks:
-    """What each look sees; a look waits until a test says it."""
+    """The result of each check; a check waits until the test gives it."""
 
     def __init__(self) -> None:
         self.rooms: queue.SimpleQueue[tuple[int, int] | Exception] = queue.SimpleQueue()

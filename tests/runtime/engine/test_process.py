@@ -29,13 +29,13 @@ from corun.runtime.sampling import SamplingParams
 from support.fake_core import FACTORY, MACHINE, SLOW_MODEL, model_info
 
 TESTS_DIR = Path(__file__).parents[2]
-# Before what is there: it may say whose corun is tested.
+# Prepended: the path may select the corun that is tested.
 PYTHON_PATH = os.pathsep.join(filter(None, (str(TESTS_DIR), os.environ.get("PYTHONPATH"))))
 TIMEOUT_S = 20
 
 
 class Child:
-    """A process of the module with our end of its channel."""
+    """A process of the module, with this end of its channel."""
 
     def __init__(self, *arguments: str, parent_pid: int | None = None) -> None:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""An engine over weights of fewer bits: what it tells, and what it does with what is no number."""
+"""An engine over weights in fewer bits: its facts, and values that are not finite."""
 
 from pathlib import Path
 from typing import Any

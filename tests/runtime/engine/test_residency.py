@@ -1,4 +1,4 @@
-"""What is told of adapters is where they are, whatever has happened, and tells of nothing else."""
+"""Published levels of adapters are true after any sequence of events, and only changes are sent."""
 
 import random
 from collections import Counter
@@ -37,7 +37,7 @@ OPERATIONS = (*LOADS, "fail load", "add", "remove", "pin", "abort")
 
 
 class NoHost:
-    """The registration keeps nothing: loads read files."""
+    """Stores nothing at registration: loads read files."""
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         assert not tuple(place_ids)
@@ -47,7 +47,7 @@ class NoHost:
 
 
 class World:
-    """An engine's core with its adapters, and a front end that hears of them."""
+    """An engine's core with its adapters, and a front end that receives their changes."""
 
     def __init__(self, *, num_host_adapters: int = 2, depth: int = 1) -> None:
         host = HostCache(num_host_adapters * 2 * PAGESIZE)
@@ -67,7 +67,7 @@ class World:
         self.manager.attach(self.core)
         self.mirror = LoraDirectory(self.manager.infos())
         self.num_requests = 0
-        self.levels = Counter[str]()  # that have been told
+        self.levels = Counter[str]()  # that were published
 
     def outline(self, path: str) -> AdapterOutline:
         raise NotImplementedError
@@ -94,13 +94,13 @@ class World:
         return self.core.step()
 
     def finish_step(self) -> None:
-        """End the oldest step in flight, and plan on."""
+        """End the oldest step in flight, and continue."""
         if self.executor.steps:
             self.executor.finish_step()
         self.turn()
 
     def load_group(self) -> None:
-        """A layer group of the oldest load arrives."""
+        """Let a layer group of the oldest load arrive."""
         for transfer_id, transfer in self.executor.transfers.items():
             if isinstance(transfer, AdapterTransfer):
                 self.executor.progress_transfer(transfer_id, 1)
@@ -113,10 +113,10 @@ class World:
                 return
 
     def hear(self) -> None:
-        """Take in what is told; it must be all that there is."""
+        """Apply published changes; they must be complete."""
         for told in self.manager.poll():
             if isinstance(told, AdaptersChanged):
-                assert told.adapters or told.removed, "nothing is told"
+                assert told.adapters or told.removed, "nothing is published"
                 for info in told.adapters:
                     assert info != self.mirror.get(info.name), "it is known"
                     self.levels[info.residency.level] += 1
@@ -126,7 +126,7 @@ class World:
             self._check(info)
 
     def _check(self, info: AdapterInfo) -> None:
-        """Against what the account and the device say."""
+        """Compare with the account and the device."""
         memory, residency = self.scheduler.memory, info.residency
         if info.state not in ("ready", "draining"):
             return
@@ -155,7 +155,7 @@ class World:
 
 
 def do(world: World, operation: str, rng: random.Random) -> None:
-    """One thing that may happen; what makes no sense is refused."""
+    """Do one operation; impossible ones are refused."""
     name = rng.choice(NAMES)
     tokens = (rng.randrange(2),) * rng.choice((3, 5, 9))
     happen: dict[str, Callable[[], object]] = {

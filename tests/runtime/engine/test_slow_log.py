@@ -1,4 +1,4 @@
-"""Which requests the log explains, and how."""
+"""The requests that the slow log explains, and its lines."""
 
 import pytest
 from corun.runtime.engine.messages import AddRequest

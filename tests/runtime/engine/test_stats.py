@@ -1,4 +1,4 @@
-"""What an engine shows: bytes add up to what there is, and what moved is counted once."""
+"""Statistics of an engine: bytes add up to the memory, and each copy is counted once."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Which tokenizers an engine can tell of, and what keeps one from being loaded."""
+"""Tokenizers that an engine can describe, and errors of loading one."""
 
 import subprocess
 import sys

@@ -24,7 +24,7 @@ def text_of(conventions: Conventions) -> str:
 
 
 def made(tokenizer: Tokenizer, own: AdapterConventions) -> Conventions:
-    """As the front end makes them of what the engine has told."""
+    """Make conventions as the front end does from the engine's data."""
     found: list[Conventions] = []
 
     async def scene(world: World) -> None:
@@ -68,7 +68,7 @@ def test_without_any_template_the_folder_is_named(template_less: Tokenizer) -> N
 
 
 class Client:
-    """An engine client that only notes what is sent."""
+    """An engine client that records what is sent."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -78,7 +78,7 @@ class Client:
 
 
 class World:
-    """What a front end knows of one adapter that nothing has read yet."""
+    """A front end with one adapter that has not been read yet."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.client = Client()

@@ -1,4 +1,4 @@
-"""Chat templates give what transformers makes of them, and stay in the sandbox."""
+"""Chat templates are rendered as by transformers, and stay in the sandbox."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A tokenizer that is made of what an engine tells gives what transformers' own gives."""
+"""A tokenizer made from an engine's data gives the results of transformers' own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from support.architectures import ARCHITECTURES
 from support.fake_core import save_tokenizer
 from support.tokenizers import SAMPLE_KINDS, WORDS, save_sample_tokenizer, save_word_tokenizer
 
-# What transformers makes of the files depends on the model's type, too.
+# The tokenizer that transformers makes also depends on the model's type.
 MODEL_TYPES = {one.model_type: one for one in ARCHITECTURES.values()}
 SENTENCEPIECE = {"llama", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral"}
 MARKS = [

@@ -1,4 +1,4 @@
-"""``Engine``: batches, adapters, notebooks, threads, and what it must leave alone."""
+"""``Engine``: batches, adapters, notebooks, threads, and global state that it must not change."""
 
 import asyncio
 import gc
@@ -247,7 +247,7 @@ def test_an_interrupt_withdraws_the_batch_and_leaves_the_engine_sound(engine: En
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     killer = threading.Thread(target=interrupt)
-    # What a shell starts in the background ignores interrupts.
+    # A process that a shell starts in the background ignores interrupts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         killer.start()
@@ -295,7 +295,7 @@ def test_a_forgotten_engine_is_freed(tokenizer_dir: str) -> None:
 
 
 def test_an_engine_that_its_own_thread_lets_go_is_freed(tokenizer_dir: str) -> None:
-    """The garbage collector runs in whatever thread it likes, one of the engine's too."""
+    """The garbage collector can run in any thread, including the engine's."""
     engine = Engine(model=tokenizer_dir, factory=FACTORY)
     engine.generate("text", params())
     holders = [engine]
@@ -367,7 +367,7 @@ def test_it_needs_no_main_guard(tokenizer_dir: str, tmp_path: Path) -> None:
 
 
 def test_a_closed_engine_keeps_no_model(tokenizer_dir: str) -> None:
-    """Also while the closed engine itself is kept, as after a with block."""
+    """Even while the closed engine itself is referenced, as after a with block."""
     with Engine(model=tokenizer_dir, factory=FACTORY) as engine:
         engine.generate("one", params())
     gc.collect()

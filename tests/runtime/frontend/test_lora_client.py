@@ -1,4 +1,4 @@
-"""Resolvers are asked once for each name, however many wait, and not again for a while."""
+"""Resolvers are asked once for each name and any number of requests, and not again for a while."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from support.fake_core import FACTORY
 
 
 class Resolver:
-    """Knows one name, when it is let."""
+    """Knows one name, once the test lets it answer."""
 
     def __init__(self, name: str, path: str) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -61,7 +61,7 @@ def test_many_wait_for_one_answer(run: Callable[..., None]) -> None:
     async def test(engine: AsyncEngine, resolver: Resolver) -> None:
         waiting = [asyncio.create_task(_ask(engine, "found")) for _ in range(5)]
         await asyncio.sleep(0.05)
-        waiting[0].cancel()  # whoever asked first leaves
+        waiting[0].cancel()  # the first request is cancelled
         resolver.may_answer.set()
         assert len({await one for one in waiting[1:]}) == 1
         assert resolver.asked == [(engine.get_model_info().name, "found")]
@@ -87,7 +87,7 @@ def test_what_is_unknown_stays_so_for_a_while(tokenizer_dir: str) -> None:
 
 
 class Failing:
-    """Knows why it has nothing."""
+    """Fails with a reason."""
 
     def __init__(self, error: CorunError) -> None:
         self.num_asked = 0
@@ -114,7 +114,7 @@ def test_one_that_cannot_tell_keeps_nobody_from_asking_another(run: Callable[...
 
 
 def test_what_was_refused_is_asked_for_again_later(tokenizer_dir: str) -> None:
-    """Its files may have been mended."""
+    """Its files may have been corrected."""
 
     async def test() -> None:
         now_s = 1000.0
@@ -149,7 +149,7 @@ def test_a_directory_that_is_not_there_is_refused_at_once(tmp_path: Path) -> Non
 
 
 def test_a_hub_says_in_one_line_that_it_is_offline() -> None:
-    """As the tests are (HF_HUB_OFFLINE)."""
+    """The tests run offline (HF_HUB_OFFLINE)."""
     with pytest.raises(UnknownModelError, match="offline mode is enabled") as caught:
         asyncio.run(HubResolver().resolve_lora("base", "acme/no-such-adapter"))
     assert "\n" not in str(caught.value)

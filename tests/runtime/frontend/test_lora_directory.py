@@ -1,4 +1,4 @@
-"""The front end's mirror of the adapters answers as the engine's registry does."""
+"""The front end's copy of the registry answers as the engine's registry does."""
 
 from itertools import count
 

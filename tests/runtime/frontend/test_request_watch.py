@@ -1,4 +1,4 @@
-"""What watches a request is told once how it ended in the engine, however it ended."""
+"""A request's watch is notified once of its end in the engine, for any end."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 class Watch:
-    """Satisfies ``RequestWatch``."""
+    """Implements ``RequestWatch``."""
 
     def __init__(self) -> None:
         self.num_opened = 0
@@ -104,7 +104,7 @@ def test_a_request_that_is_left(run: Callable[..., None]) -> None:
             async for output in outputs:
                 seen = output.outputs[0].num_tokens
                 break
-        assert not watch.ends, "the engine has not said its last word"
+        assert not watch.ends, "it has not ended in the engine"
         await until(lambda: bool(watch.ends))
         (choice,) = watch.choices
         assert choice.finish_reason == "abort"
@@ -134,7 +134,7 @@ def test_a_choice_whose_stop_string_came_before_it_was_stopped(run: Callable[...
         assert reasons(watch) == ["stop", "stop"]
         for choice in watch.choices:
             assert choice.timing is not None
-            assert choice.timing.num_preemptions == 3  # as the engine says in the end
+            assert choice.timing.num_preemptions == 3  # as in the engine's final update
 
     run(test)
 

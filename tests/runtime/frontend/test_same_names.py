@@ -1,4 +1,4 @@
-"""What HTTP can ask and do, Python can, by the same names."""
+"""Python has all features of HTTP, by the same names."""
 
 import inspect
 from dataclasses import fields
@@ -15,7 +15,7 @@ from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
 from corun.runtime.server.route_docs import ROUTE_DOCS
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
-# What only the form of an HTTP request and of its answer has, and what stands for it in Python.
+# Fields that only the form of HTTP needs, and their counterparts in Python.
 OF_HTTP = {
     "model": "lora_request",
     **dict.fromkeys(("messages", *ConversationFields.model_fields), "Engine.apply_chat_template"),

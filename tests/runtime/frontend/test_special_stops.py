@@ -1,4 +1,4 @@
-"""Stop strings with special tokens, which the text shown leaves out: what choices come to."""
+"""Stop strings with special tokens, which the shown text omits."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ NAMES = {END: "<|im_end|>", START: "<|im_start|>", EATER: "<|eat|>", MARK: "<|ma
 
 
 def byte_codec() -> Codec:
-    """Token ids are bytes; ``EATER`` swallows white space beside it, ``MARK`` is not special."""
+    """Token ids are bytes; ``EATER`` includes white space beside it, ``MARK`` is not special."""
     letters = {
         name: index
         for index, name in enumerate(
@@ -57,12 +57,12 @@ def ids(*parts: str | int) -> list[int]:
 
 
 class Shown:
-    """What a choice shows of tokens that come one by one."""
+    """The shown text of a choice, token by token."""
 
     def __init__(
         self, tokenizer: Tokenizer, tokens: Sequence[int], end_id: int | None = None, **params: Any
     ) -> None:
-        """``end_id``: at this token the engine ends the choice."""
+        """``end_id``: the token at which the engine ends the choice."""
         self.choice = Choice(0, tokenizer, ids("prompt"), SamplingParams(max_tokens=99, **params))
         self.pieces: list[str] = []
         self.can_stop_engine = False
@@ -103,7 +103,7 @@ def spelled(tokens: Sequence[int]) -> str:
         (["<|im_end|>c", "b<|im_end|>cd"], ["ab", END, "cd"], "ab", "<|im_end|>c"),
         (["<|im_end|>", "b<|im_end|>"], ["ab", END, "cd"], "a", "b<|im_end|>"),
         (["<|im_end|>", "b"], ["ab", END, "cd"], "a", "b"),
-        # A token that swallows white space where it is read is learned, and written, without.
+        # A model learns and writes a token that includes white space without that white space.
         (["<|eat|>\n"], ["ab", EATER, "cd"], "ab", "<|eat|>\n"),
         (["<|eat|>\n"], ["ab", EATER, "\ncd"], "ab", "<|eat|>\n"),
         ([" <|eat|>"], ["ab", EATER, "cd"], "ab", " <|eat|>"),
@@ -253,7 +253,7 @@ _TOKENIZER = Tokenizer(byte_codec())
 def _expected(
     tokens: list[int], stops: list[list[int]], *, skip: bool, include: bool
 ) -> tuple[str, str, str | None]:
-    """Cut whole sequences of tokens; a stop without special tokens does not see those skipped."""
+    """Cut whole sequences of tokens; stops without special tokens ignore skipped ones."""
 
     def text(of: Sequence[int]) -> str:
         return "".join("" if skip and one in NAMES else spelled([one]) for one in of)

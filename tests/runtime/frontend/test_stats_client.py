@@ -1,4 +1,4 @@
-"""Asking an engine for its statistics: one open question, an answer in time or the latest."""
+"""Statistics of an engine on request: one open question, a new answer in time or the latest."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ NEW = EngineStats(num_steps=7)
 
 
 class Asked:
-    """An engine that is asked, and answers when the test does."""
+    """An engine that answers when the test does."""
 
     num_heartbeats = 0
 

@@ -1,4 +1,4 @@
-"""Templates that take too long or make too much end with an error; those that do not, do not."""
+"""Templates that take too long or make too much text fail; all others work."""
 
 import asyncio
 import threading

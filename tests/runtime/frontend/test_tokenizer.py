@@ -69,7 +69,7 @@ def slow_tokenizer() -> Tokenizer:
 
 
 def told_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
-    """As a front end makes it whose engine is in another process."""
+    """Make a tokenizer as a front end does for an engine in another process."""
     spec = spec_of(load_tokenizer(path))
     assert spec is not None
     return Tokenizer(codec_from_spec(spec, chat_template=chat_template))

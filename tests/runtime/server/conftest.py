@@ -44,7 +44,7 @@ class RunningServer:
         self.port = port
 
     def is_writing_paused(self) -> bool:
-        """Whether a client does not read what it is sent."""
+        """Whether writing is paused, as the client does not read."""
         connections: Any = tuple(self._server.server_state.connections)
         return any(connection.flow.write_paused for connection in connections)
 
@@ -56,7 +56,7 @@ class RunningServer:
 
 
 class SupervisedServer:
-    """The whole life of a server, from listening to its exit code, in a thread."""
+    """A server from listening to its exit code, in a thread."""
 
     def __init__(self, engine: FakeEngine, *, drain_timeout_s: float) -> None:
         self.engine = engine
@@ -80,7 +80,7 @@ class SupervisedServer:
             )
 
     def signal(self) -> None:
-        """Do what SIGTERM does."""
+        """Act as SIGTERM does."""
         self._loop.call_soon_threadsafe(self._stop.receive)
 
     def join(self) -> int | None:
@@ -108,7 +108,7 @@ DEFAULT_SETTINGS = AppSettings(
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., RunningServer]]:
-    """Start servers with settings of one's own; they stop with the test."""
+    """Start servers with the test's settings; they stop with the test."""
     with ExitStack() as stack:
 
         def start(engine: FakeEngine, **changes: Any) -> RunningServer:
@@ -120,20 +120,20 @@ def start_server() -> Iterator[Callable[..., RunningServer]]:
 
 @pytest.fixture
 def supervised() -> Callable[..., SupervisedServer]:
-    """Start a server that is supervised; the test must bring it to its end."""
+    """Start a supervised server; the test must end it."""
     return lambda **options: SupervisedServer(FakeEngine(), **options)
 
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[RunningServer]:
-    """One server for a module: starting and stopping takes most of a short test's time."""
+    """One server for a module, as starting and stopping one takes most of a short test's time."""
     with running_server(FakeEngine(), DEFAULT_SETTINGS) as running:
         yield running
 
 
 @pytest.fixture
 def server(module_server: RunningServer) -> RunningServer:
-    """A server with default settings, as good as new."""
+    """A server with default settings and without earlier requests."""
     module_server.engine.held.clear()
     wait_until(lambda: module_server.engine.num_open == 0)
     module_server.engine.reset()
@@ -149,7 +149,7 @@ def engine(server: RunningServer) -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def module_http(module_server: RunningServer) -> Iterator[httpx.Client]:
-    """One client for a module: making one reads all certificates of the machine."""
+    """One client for a module, as making one reads all certificates of the machine."""
     with httpx.Client(base_url=module_server.url, timeout=20) as client:
         yield client
 
@@ -162,7 +162,7 @@ def http(server: RunningServer, module_http: httpx.Client) -> httpx.Client:
 
 @pytest.fixture(scope="session", name="expected_text")
 def expected_text_function() -> Callable[..., str]:
-    """The function that says what the fake engine generates."""
+    """The function that returns the text that the fake engine generates."""
     return expected_text
 
 

@@ -1,4 +1,4 @@
-"""Keys: which requests need which, where they come from, and what is said without one."""
+"""Keys: which requests need them, where they are read from, and the errors without one."""
 
 import hmac
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Histories with calls of tools become prompts as transformers makes them, or are refused."""
+"""Histories with tool calls are rendered as by transformers, or refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Connections that hold too much: slow heads, large ones, too many, clients that do not read."""
+"""Limits of connections: slow or large heads, too many connections, clients that do not read."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def connected(server: Any) -> Iterator[socket.socket]:
 
 
 def rest(sock: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+    """Read until the server closes the connection."""
     data = b""
     while received := sock.recv(1 << 16):
         data += received
@@ -203,7 +203,7 @@ def test_a_stream_that_nobody_reads_is_aborted(
 
 
 class FakeLoop:
-    """Time that passes when it is told to."""
+    """A loop with a clock that the test sets."""
 
     def __init__(self) -> None:
         self._timers: list[tuple[float, Callable[[], None], asyncio.Event]] = []
@@ -225,7 +225,7 @@ class FakeLoop:
 
 
 class FakeTransport:
-    """A client that reads as much as the test says."""
+    """A client that reads as much as the test lets it."""
 
     def __init__(self) -> None:
         self.num_unsent = 0

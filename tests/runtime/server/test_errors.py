@@ -1,4 +1,4 @@
-"""Every fault of a request gets one OpenAI-shaped error that names the field and the limit."""
+"""Every fault of a request gets one OpenAI-compatible error with the field and the limit."""
 
 import json
 from typing import Any

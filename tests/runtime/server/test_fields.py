@@ -1,4 +1,4 @@
-"""Fields that change no answer are accepted, those that would are refused, others as chosen."""
+"""Fields without effect are accepted, those with one are refused, unknown ones by policy."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ COMPLETIONS = "/v1/completions"
 MODELS = (
     ChatRequest, CompletionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest,
 )  # fmt: skip
-# What clients send of themselves: editors, agents, routers, benchmarks.
+# Fields that clients send by themselves: editors, agents, routers, benchmarks.
 EXTRAS: dict[str, Any] = {
     "id": "msg_1", "refusal": None, "annotations": [], "cache_control": {"type": "ephemeral"},
     "reasoning_content": "Hm.",

@@ -1,4 +1,4 @@
-"""Which requests of gateways a state has in it: each once, in any order, and within bounds."""
+"""Requests of gateways that a state includes: each once, in any order, and within bounds."""
 
 import random
 
@@ -60,7 +60,7 @@ def test_all_prompts_must_have_been_sent() -> None:
 
 def test_what_was_answered_is_not_waited_for() -> None:
     ledger = GatewayLedger()
-    answer(ledger, "g:1")  # refused before the engine heard of it
+    answer(ledger, "g:1")  # refused before it was sent to the engine
     request = opened(ledger, "g:2")
     request.expects(["a", "b"])
     ledger.sent("a", 9)

@@ -15,7 +15,7 @@ BODY = {"prompt": "hello", "max_tokens": 6, "stream": True}
 
 @pytest.fixture
 def silent(start_server: Callable[..., Any]) -> Iterator[Any]:
-    """A server whose engine says nothing until it is let."""
+    """A server with an engine that is silent until the test releases it."""
     engine = FakeEngine()
     engine.held.set()
     yield start_server(engine, sse_keep_alive_s=0.02)

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows, from the engine and from the requests that were answered."""
+"""The content of ``/metrics``, from the engine and from answered requests."""
 
 import re
 from collections.abc import Callable
@@ -262,13 +262,13 @@ def test_what_boards_of_vllm_read(start_server: Callable[..., Any], engine: Any)
     assert samples["vllm:request_time_per_output_token_seconds_count", model] == 2
     assert samples["vllm:time_per_output_token_seconds_count", model] == 2 * 7
     assert samples["vllm:gpu_cache_usage_perc", model] == 0.25
-    assert samples["vllm:max_gpu_lora_adapters", model] == 0  # no room was told
+    assert samples["vllm:max_gpu_lora_adapters", model] == 0  # no room was published
     assert samples["vllm:request_prefill_kv_computed_tokens_sum", model] == 8
     assert not any(name.startswith("corun") for name, _ in samples)
 
 
 def test_what_inference_pickers_read(start_server: Callable[..., Any], engine: Any) -> None:
-    """Each name with its labels that the page of Kubernetes says they find."""
+    """The names and labels that the inference extension of Kubernetes documents."""
     page = (ROOT / "runtime/cluster/KUBERNETES.md").read_text(encoding="utf-8")
     table = re.findall(r"`((?:num_req|kv_cache|cache_conf|lora_)\w*)(\{[^}]*\})?`", page)
     server = start_server(type(engine)(), metrics_prefix="vllm")
@@ -314,6 +314,6 @@ def test_why_requests_wait_and_how_large_steps_are(http: httpx.Client, engine: A
     for bound, number in (("1.0", 3), ("32.0", 3), ("64.0", 5), ("+Inf", 5)):
         assert samples[f"{steps}_bucket", (("le", bound), model)] == number
     assert (samples[f"{steps}_count", (model,)], samples[f"{steps}_sum", (model,)]) == (5, 103)
-    engine.stats = EngineStats(num_waiting=1, num_deferred=2)  # told a little later
+    engine.stats = EngineStats(num_waiting=1, num_deferred=2)  # published a little later
     samples = read_metrics(http)
     assert samples[waiting, (model, ("reason", "capacity"))] == 0

@@ -1,4 +1,4 @@
-"""Each request that generates makes one record, however it ends, and is counted once by it."""
+"""Each request that generates makes one record, for any end, and is counted once."""
 
 import json
 import re
@@ -23,7 +23,7 @@ WAIT = Callable[..., None]
 
 
 class Watched:
-    """A server whose records are read, and the counts that they made."""
+    """A server, with its records and the counts from them."""
 
     def __init__(self, server: Any, path: Path, wait_until: WAIT) -> None:
         self.server = server
@@ -38,7 +38,7 @@ class Watched:
         return httpx.post(self.server.url + path, json=body | fields, timeout=20)
 
     def raw_post(self, **fields: Any) -> socket.socket:
-        """Send a request whose client is the test's to end."""
+        """Send a request over a socket that the test can close."""
         body = json.dumps({"prompt": SECRET, "max_tokens": 40} | fields).encode()
         return self.raw(body, len(body))
 
@@ -49,7 +49,7 @@ class Watched:
         return sock
 
     def record(self, **counts: int) -> dict[str, Any]:
-        """The one record since the last one; what it counted must be ``counts``."""
+        """Return the only new record; its counts must be ``counts``."""
         self._wait_until(lambda: len(self._lines()) > self._num_read)
         (line,) = self._lines()[self._num_read :]
         self._num_read += 1
@@ -189,7 +189,7 @@ def test_full_queues(watched: Watched) -> None:
     watched.engine.max_open = 1
     watched.engine.held.set()
     assert watched.post(prompt=["a", "b"]).status_code == 429
-    record = watched.record(abort=1)  # the prompt that the engine had taken
+    record = watched.record(abort=1)  # the prompt that the engine had received
     assert fields_of(record, "outcome", "status", "error") == ("refused", 429, "overloaded")
 
 

@@ -1,4 +1,4 @@
-"""The document of the routes: each of them is in it, and what it says of answers is so."""
+"""The OpenAPI document: it has every route, and answers match it."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from corun.runtime.server.route_docs import ROUTE_DOCS
 
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 LORA = {"lora_name": "upper", "lora_path": "/x", "load_inplace": True}
-# What each route is asked for, and a status of it that is no success.
+# A request for each route, and one of its error statuses.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2,
@@ -66,7 +66,7 @@ def test_the_document_has_every_route(http: httpx.Client) -> None:
     assert len(set(operations)) == len(operations)
 
 
-# What has no end, ``test_state_routes.py`` listens to.
+# Endless streams are tested in ``test_state_routes.py``.
 ENDING = [route for route, doc in ROUTE_DOCS.items() if doc.event is None or doc.answer is not None]
 
 
@@ -126,7 +126,7 @@ def test_errors_are_what_it_says(http: httpx.Client, engine: Any) -> None:
 
 @pytest.mark.parametrize("of_clusters", [False, True])
 def test_every_code_is_in_the_table(repository: Path, of_clusters: bool) -> None:
-    """Those of clusters are in a table of their own."""
+    """The codes of clusters are in a table of their own."""
     known, clusters = set(error_codes()), repository / "runtime/cluster"
     if of_clusters:
         text = (clusters / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What clients of other projects have sent (``tests/clients``) is answered in their way."""
+"""Recorded requests of other projects' clients (``tests/clients``) are answered as they expect."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ REQUESTS = [
 
 
 def events_of(text: str) -> list[Any]:
-    """The events of a stream that has come to its end."""
+    """Return the events of a complete stream."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data")]
     assert lines[-1] == "[DONE]", text
     return [json.loads(line) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""Limits of what one request may send and ask for, over HTTP; and a template that loops."""
+"""Limits of one request over HTTP, and a template that loops."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 class TemplateTokenizer(FakeTokenizer):
-    """Renders a template of the test's own."""
+    """Renders the test's own template."""
 
     def __init__(self, source: str) -> None:
         self._template = ChatTemplate(source, {})
@@ -42,7 +42,7 @@ class TemplateTokenizer(FakeTokenizer):
         (CHAT, {"messages": MESSAGES, "n": 2}, "max_tokens", f"{2 * MAX_MODEL_LEN} tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 5, "max_tokens": 1000}, "max_tokens", "5 prompts"),
         (COMPLETIONS, GOOD | {"stop": ["a"] * 17}, "stop", "--max-stop-strings"),
-        # Counted before they are looked at one by one.
+        # Counted before each of them is checked.
         (CHAT, {"messages": MESSAGES, "logit_bias": dict.fromkeys("abc")}, "logit_bias",
          "3 entries, at most 2 are served (--max-logit-bias)"),
         (COMPLETIONS, {"prompt": ["a"] * 400 + [5]}, "prompt", "401 prompts"),

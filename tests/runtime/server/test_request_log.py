@@ -1,4 +1,4 @@
-"""``--request-log``: lines, rotation, disks that are full, and what else befalls a file."""
+"""``--request-log``: lines, rotation, full disks, and files moved or deleted."""
 
 import errno
 import json

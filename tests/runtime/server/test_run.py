@@ -1,4 +1,4 @@
-"""``serve``: what is checked before the model is loaded, and signals before it is ready."""
+"""``serve``: checks before the model is loaded, and signals before it is ready."""
 
 import asyncio
 import resource
@@ -107,7 +107,7 @@ def test_failed_start_closes_the_engine() -> None:
 
 @contextmanager
 def running(script: str, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str]]]:
-    """Run ``script`` and give the process with its output; kill what is left of it."""
+    """Run ``script``; yield the process and its output, and kill it at the end."""
     command = [sys.executable, "-c", script, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

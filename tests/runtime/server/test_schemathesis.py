@@ -1,4 +1,4 @@
-"""Whatever fits the document of the routes, and whatever does not, gets an answer that fits it."""
+"""Requests that fit the OpenAPI document, and those that do not, get answers that fit it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ FITTING = [
     for (method, path), doc in ROUTE_DOCS.items()
     if doc.event is None or doc.answer is not None  # else it has no end
 ]
-# A route that takes nothing can be given nothing wrong.
+# A route without input cannot get a wrong one.
 UNFITTING = [
     (method, path, GenerationMode.NEGATIVE)
     for (method, path), doc in ROUTE_DOCS.items()
@@ -29,7 +29,7 @@ UNFITTING = [
 ]
 
 
-# 200 a route, those that fit and those that do not; what takes nothing is one case.
+# 200 cases for each route, with valid and invalid ones; one for a route without input.
 @pytest.mark.parametrize("num_cases", [100, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("method", "path", "mode"), FITTING + UNFITTING)
 def test_every_answer_fits_the_document(

@@ -1,4 +1,4 @@
-"""What routers hear of real processes: an engine that is stopped behind a front that lives."""
+"""The state of real processes for routers: a stopped engine behind a running front end."""
 
 import itertools
 import os

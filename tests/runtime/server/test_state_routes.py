@@ -1,4 +1,4 @@
-"""What routers hear of an engine: whole at first, then what changes, and a heartbeat always."""
+"""An engine's state for routers: complete at first, then changes, always with a heartbeat."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def _states(response: httpx.Response) -> Iterator[EngineState]:
 
 
 def tell(engine: FakeEngine, load: EngineLoadState | None = None, *names: str) -> None:
-    """Let the engine say something, as its front end hears it."""
+    """Publish something of the engine, as its front end receives it."""
     if load is not None:
         engine.stats = EngineStats(load=load)
     engine.num_requests_received = engine.num_requests_sent
@@ -155,7 +155,7 @@ def test_requests_of_gateways_are_in_the_state_that_knows_them(
         while engine.num_requests_sent < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
-        assert next(states).accepted is None  # the engine has not told of them
+        assert next(states).accepted is None  # the engine has not published them
         tell(engine, LOAD)
         news = until(states, lambda state: state.accepted is not None)
         assert news.load == LOAD

@@ -1,6 +1,6 @@
-"""Streams over real connections, step by step: the test plays the engine, on the server's own loop.
+"""Streams over real connections, step by step. The test plays the engine, on the server's loop.
 
-Between the two is all that serves a token: the front end, the endpoint, uvicorn.
+All code that serves a token is real: the front end, the endpoint, uvicorn.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ HIGH_WATER_BYTES = 64 << 10  # of asyncio's and uvloop's transports
 class CharacterTokenizer(FakeTokenizer):
     """A token is a character, also in a stream."""
 
-    codec = None  # adapters bring nothing of their own
+    codec = None  # adapters have no conventions of their own
     special_tokens = SpecialTokens({}, chr)
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> WindowStream:
@@ -47,7 +47,7 @@ class CharacterTokenizer(FakeTokenizer):
 
 
 class PlayedClient:
-    """Satisfies ``EngineClient``: an engine that does what the test says."""
+    """Implements ``EngineClient``: an engine that the test controls."""
 
     num_heartbeats = 0
 
@@ -73,7 +73,7 @@ class PlayedClient:
         pass
 
     def step(self, text: str, *, reason: str | None = None) -> None:
-        """Have every open request get ``text``, a token per character, in one message."""
+        """Send ``text`` to every open request, a token per character, in one message."""
         assert self._tell is not None
         tokens = tuple(map(ord, text))
         updates = [RequestUpdate(key, tokens, finish_reason=reason) for key in self.open_ids]
@@ -117,7 +117,7 @@ class Server:
 
 
 class Client:
-    """A connection that reads only when it is told to."""
+    """A connection that reads only when the test says so."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

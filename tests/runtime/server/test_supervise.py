@@ -1,4 +1,4 @@
-"""How a server ends: drained, cut, at once, or because its engine died."""
+"""The ends of a server: drained, timed out, at once, or because its engine died."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What a request says of its tokens, and what it gets to see of them and of their number."""
+"""Fields of a request about tokens, and the tokens and counts in its answer."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Clients that leave or do not read, an engine that fails or is full, keys that are wrong."""
+"""Clients that disconnect or do not read, an engine that fails or is full, wrong keys."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""An adapter's weights and conventions are read together; weights only if they may be others."""
+"""An adapter's weights and conventions are read together; weights only if they may differ."""
 
 import os
 import time
@@ -23,7 +23,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Host:
-    """Registers any folder; counts how often."""
+    """Registers any folder and counts that."""
 
     def __init__(self) -> None:
         self.num_read = 0

@@ -1,4 +1,4 @@
-"""What an engine takes from its process it gives back, also when it cannot start."""
+"""An engine returns all resources of its process, even if it cannot start."""
 
 import gc
 import logging
@@ -85,7 +85,7 @@ def test_adapters_of_another_base_are_named_once_a_base(
 def test_a_small_model_takes_what_it_can_need_and_says_so(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default. Adapters count that are listed, and as many others."""
+    """By default. Listed adapters count, and as many more."""
     caplog.set_level(logging.INFO, logger="corun")
     name = "corun.runtime.engine.assembly.sizes"
     (tmp_path / "adapter_config.json").touch()
@@ -145,7 +145,7 @@ def test_an_adapter_that_was_named_must_be_servable(
 def test_rows_that_decode_are_kept_apart_on_cuda(
     options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest of the engine is the CPU's: only the scheduler is told that it is on a GPU."""
+    """The engine runs on the CPU: only the scheduler assumes a GPU."""
     make_scheduler = scheduling.make_scheduler
 
     def make(config: EngineConfig, loaded: Any, *others: Any) -> Any:
@@ -189,7 +189,7 @@ def num_tokens(plan: StepPlan) -> list[int]:
 
 
 def profile_of(options: dict[str, Any], directory: Path) -> str:
-    """Or each engine with a link would measure one."""
+    """Without it, each engine with a link would measure a profile."""
     return str(save_made_up_profile(EngineConfig(**options), directory / "profile.json"))
 
 
@@ -241,9 +241,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def adapted_answers(
     options: dict[str, Any], adapters: dict[str, Path], infos: list[ModelInfo] | None = None
 ) -> list[list[int]]:
-    """Answers under adapters, one after the other and again, so that some must come back.
+    """Answers under adapters, one after the other and again, so that some must be reloaded.
 
-    ``infos`` gets what the engine says of itself.
+    ``infos`` receives the engine's facts.
     """
     greedy = SamplingParams(temperature=0, max_tokens=4)
     answers = []
@@ -279,7 +279,7 @@ def test_adapters_answer_the_same_and_leave_nothing(
     options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
     way: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """The other ways than to read them where they lie."""
+    """With copies of adapters, in all ways."""
     if "link_gib_per_s" in way:
         way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
     before = held(), mapped_segments(), named_segments(os.getpid())
@@ -293,7 +293,7 @@ def test_adapters_have_memory_of_their_own_where_it_is_planned(
     options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """As on CUDA, of which here nothing but the plan is."""
+    """As on CUDA; here only the plan is CUDA's."""
 
     def plan_as_on_cuda(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
         return plan_memory(config, replace(facts, type="cuda"), max_model_len)
@@ -328,7 +328,7 @@ def test_without_a_profile_requests_wait_for_their_adapters(
 
 
 def mapped_segments() -> int:
-    """Mappings of shared memory of ours, with or without a name."""
+    """The number of corun's mappings of shared memory, with or without a name."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return sum("corun-" in line and "(deleted)" in line for line in maps.splitlines())
@@ -352,7 +352,7 @@ def test_a_model_that_adapters_cannot_change_is_served(
     config = EngineConfig(**options, link_gib_per_s=link_gib_per_s)
     listener = ProfileListener(lambda _: None, lambda _: None, lambda _: None)
     num_threads = torch.get_num_threads()
-    # It pins the thread that measures, so the thread is not this one.
+    # It pins the thread that measures, so this runs in a thread of its own.
     with ThreadPoolExecutor(1) as alone, pytest.raises(ModelError, match="nothing to measure"):
         alone.submit(run_profile, config, HowMuch(), listener).result()
     torch.set_num_threads(num_threads)

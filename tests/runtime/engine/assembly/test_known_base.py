@@ -1,4 +1,4 @@
-"""What is kept of a base model says what its modules say, and no longer than they say it."""
+"""Stored facts of a base model equal those of its modules, and are dropped when these change."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def source(tmp_path: Path) -> ModelSource:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths of the models whose modules have been built."""
+    """The paths of models with modules that were built."""
     paths: list[str] = []
     build = skeleton.build_skeleton
 

@@ -1,4 +1,4 @@
-"""What place_engine pins and says here. Each in a thread, whose affinity ends with it."""
+"""``place_engine`` on this machine. Each call runs in a thread, with which its affinity ends."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ FIRST = str(ALLOWED[0])
 
 
 def place(config: EngineConfig) -> tuple[Placement, set[int]]:
-    """Return the placement, and where its thread may run afterwards."""
+    """Return the placement, and the CPUs of its thread afterwards."""
 
     def run() -> tuple[Placement, set[int]]:
         return place_engine(config, read_machine_facts()), os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""The profile that an engine predicts with: measured once, found again, refused if it is wrong."""
+"""The profile of an engine: measured once, found again, refused if it is wrong."""
 
 import logging
 from collections.abc import Iterator
@@ -62,8 +62,8 @@ def test_it_is_measured_once_and_found_again(
     assert "measuring takes about" in caplog.text
     assert first.model.num_workers == 0
     assert first.coexecution_off == "a test"
-    # No copy is faster than its pace, whoever else computes; the slope of a line through a few of
-    # them can be.
+    # No copy is faster than its pace, even on a busy machine; the slope of a line through a few
+    # of them can be.
     assert first.link_points and max(p.bytes_per_s for p in first.link_points) < 1.05 * 2**30
     assert len(first.model.groups) == 4
     (path,) = (tmp_path / "state/corun/profiles").iterdir()
@@ -71,11 +71,11 @@ def test_it_is_measured_once_and_found_again(
     assert path == default_path(subject, path.parent)
     assert load_profile(path) == first
 
-    # What is not measured again comes back as it is in the file.
+    # Parts that are not measured again stay as in the file.
     marked = replace(first, measured_s=12345.0)
     save_profile(marked, path)
     assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) == marked
-    # Adapters' places are given back, and the model can be run by whoever comes next.
+    # The adapters' places are free again, and the model can be used by later tests.
     assert loaded.lora_table.num_free_rows == loaded.lora_table.capacity
     start_probe.probe(loaded, CONFIG, max_threads=None)
 
@@ -161,10 +161,10 @@ def test_a_start_does_not_use_what_predicts_nothing(
     assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) is None
     named = replace(CONFIG, profile=str(path))
     for find in (profile_for, saved_profile):
-        with pytest.raises(ConfigError, match="is not used: nothing can be predicted"):
+        with pytest.raises(ConfigError, match="is not used: the profile cannot predict step times"):
             find(named, loaded, PLACEMENT, FACTS)
 
-    # Another one is measured, and that is as useless.
+    # Another profile is measured, which is as useless.
     path.unlink()
     monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", lambda *_: useless)
     caplog.clear()

@@ -51,7 +51,7 @@ def host_facts(
 
 
 class TestTheDefaultOnACpu:
-    """The smallest of what is free, what can be needed, and a share of what there is.
+    """The smallest of free memory, needed memory, and a share of all memory.
 
     A block has 16 tokens and a MiB; 256 requests of 4096 tokens take 64 GiB.
     """
@@ -111,7 +111,7 @@ def test_default_is_a_share_of_the_free_memory() -> None:
 
 
 def test_the_pool_is_not_larger_than_requests_can_use() -> None:
-    """Unless prefixes are kept, which all there is can be used for."""
+    """Unless prefixes are cached, which can use all memory."""
     config = EngineConfig(max_num_seqs=2, block_size=16, prefix_cache="off")
     assert plan_memory(config, facts(), 100).num_blocks == 2 * 7
     plan = plan_memory(EngineConfig(max_num_seqs=2, block_size=16), facts(), 100)
@@ -143,7 +143,7 @@ def test_and_under_policies_that_split_the_memory() -> None:
     asked = EngineConfig(memory_gib=1.0, memory_policy="static-split", adapter_memory_fraction=0.5)
     plan = plan_memory(asked, facts(), 4096)
     assert (plan.slab_bytes, plan.num_blocks) == (GIB // 2, 512)
-    # Where nobody asked for a length, the context becomes what fits.
+    # Without --max-model-len the context becomes what fits.
     assert plan_memory(asked, facts(), 512 * 16 + 1).max_model_len == 512 * 16
     config = replace(asked, max_model_len=512 * 16 + 1)
     with pytest.raises(ResourceError, match=r"0\.5 GiB hold the KV of 8192 tokens, .* take 8193"):
@@ -160,7 +160,7 @@ def test_too_little_for_the_context_asked_for() -> None:
     config = EngineConfig(max_model_len=4096, memory_fraction=1.0)
     with pytest.raises(ResourceError, match=r"KV of 256 tokens.*4096.*--max-model-len"):
         plan_memory(config, small, 4096)
-    # Where nobody asked for a length, the context becomes what fits.
+    # Without --max-model-len the context becomes what fits.
     assert plan_memory(EngineConfig(memory_fraction=1.0), small, 4096).max_model_len == 256
     with pytest.raises(ResourceError, match="--memory-gib"):
         plan_memory(EngineConfig(), facts(free_gib=0.0), 4096)
@@ -182,7 +182,7 @@ def test_an_arena_that_there_is_no_memory_for(asked: str) -> None:
 
 
 def test_the_arena_that_shares_the_budget() -> None:
-    """Its addresses are more than its memory, and no memory is left out of the budget for it."""
+    """Its addresses exceed its memory, and no memory is taken off the budget for it."""
     plan = plan_shared_arena(EngineConfig(), 4 * GIB)
     assert plan == ArenaPlan(8 * GIB, True, 0, 4 * GIB)
     small = plan_shared_arena(EngineConfig(host_adapter_bytes="1024"), 4 * GIB)

@@ -15,7 +15,7 @@ from support.profiles import PROFILE
 
 
 def measured(loaded: LoadedModel, link: PacedLink | None = None) -> TurnTimes:
-    """On a device of its own."""
+    """Measure on a device of its own."""
     device = CpuDevice(link=link)
     try:
         return measure_turns(loaded, device, PROFILE.model, PROFILE.min_group_bytes)
@@ -43,7 +43,7 @@ def test_a_load_costs_the_engine_no_more_on_a_slow_link(tmp_path: Path) -> None:
     try:
         late_s = 0.04
         times = measured(device.loaded, PacedLink(latency_us=late_s * 1e6))
-        assert 0.0 < times.load_s < late_s / 2, "who only waits could compute for others"
+        assert 0.0 < times.load_s < late_s / 2, "a thread that only waits could compute"
     finally:
         device.executor.close()
         device.loaded.close()
