@@ -1,4 +1,4 @@
-"""Pinning: what the kernel grants is what is reported. In threads, so that it ends with them."""
+"""Pinning reports the CPUs that the kernel grants. Tested in threads, as these end afterwards."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def test_a_set_that_the_kernel_cuts_is_read_back() -> None:
     absent = os.cpu_count() or 1
     pinning = in_thread(lambda: pin_thread([cpu, absent + 500]))
     assert pinning.granted == (cpu,)
-    assert pinning.error is None  # the kernel said nothing
+    assert pinning.error is None  # the kernel reports no error
     assert not pinning.is_exact
     assert f"requested CPU {cpu},{absent + 500}, runs on {cpu}" in pinning.describe()
 
@@ -77,8 +77,8 @@ def test_torch_is_limited_in_one_thread_and_our_kernels_are_not() -> None:
     assert (torch.get_num_threads(), num_kernel_threads()) == before
 
 
-# Copies of this size use every thread that torch may use. A process of its own, since the number of
-# torch's threads is a setting of the process, and its helpers last as long as it does.
+# Copies of this size use every thread that torch may use. In its own process, because the number of
+# torch's threads is a setting of the process, and its helpers live as long as the process.
 _COUNT_HELPERS = """
 import os, threading, sys
 import torch

@@ -1,4 +1,4 @@
-"""Whoever dies or is stopped, at whatever moment: no wait is left, no wrong result, no process."""
+"""Processes die or are stopped at any moment: no wait, wrong result or process is left."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int
     config = slow_config(first_sequence=sequence, num_ring_slots=4)
     with Driver([case(4)], config) as driver:
         first = begin(driver, 0)
-        # x of the next is there, that of the last is not: nobody will compute either.
+        # x of the next is available, that of the last is not: neither will be computed.
         jobs = [first, driver.start(0, 0), driver.publish(0, 0)]
         start_s = time.monotonic()
         workers()[0].send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_the_replacement_computes_right(caplog: pytest.LogCaptureFixture) -> Non
         for _ in range(3):
             assert driver.run(0, 0) is DONE
             workers()[0].send_signal(signal.SIGKILL)
-            # Published by somebody who has not heard of it yet, or refused.
+            # Published before the producer has seen the death, or refused.
             try:
                 late = driver.start(0, 1)
             except WorkerUnavailableError:
@@ -107,7 +107,7 @@ def test_a_stopped_worker_without_work_is_replaced() -> None:
     with Driver([case(4)]) as driver:
         (worker,) = workers()
         worker.send_signal(signal.SIGSTOP)
-        # Until the pool has heard of its end too, it still counts as ready.
+        # Until the pool has processed its end, it still counts as ready.
         wait_until(lambda: driver.pool.counts().num_restarts == 1)
         assert are_gone([worker.pid])
         driver.wait_ready()
@@ -116,7 +116,7 @@ def test_a_stopped_worker_without_work_is_replaced() -> None:
 
 def test_a_worker_in_an_endless_job_is_killed() -> None:
     with Driver([case(4)], slow_config()) as driver:
-        job = begin(driver, 0, predicted_us=0)  # it should take nothing: the least deadline
+        job = begin(driver, 0, predicted_us=0)  # predicted to take no time: the shortest deadline
         start_s = time.monotonic()
         assert driver.finish(0, 0, job) is FAILED
         assert elapsed_s(start_s) < 10
@@ -129,7 +129,7 @@ def test_a_slow_worker_is_left_alone() -> None:
     with Driver([case(32, (64, 64))], make_config(slowdown=3e3)) as driver:
         start_s = time.monotonic()
         assert driver.run(0, 0, predicted_us=1000) is DONE
-        assert elapsed_s(start_s) > 0.3  # longer than the least deadline
+        assert elapsed_s(start_s) > 0.3  # longer than the shortest deadline
         assert driver.pool.counts().num_restarts == 0
 
 
@@ -155,13 +155,13 @@ def test_a_killed_supervisor_takes_its_workers_and_is_replaced(
         supervisor().send_signal(signal.SIGKILL)
         for worker in (0, 1):
             assert driver.finish(worker, 0, jobs[worker]) is FAILED
-            assert are_gone(pids)  # before anybody went on
+            assert are_gone(pids)  # before any wait was released
         assert elapsed_s(start_s) < 10
         driver.wait_ready()
         assert driver.pool.counts().num_supervisor_restarts == 1
         assert driver.pool.end(0).generation() > jobs[0].generation
         assert "supervisor of the CPU workers was killed by SIGKILL" in caplog.text
-        workers()[0].send_signal(signal.SIGKILL)  # the new one watches, too
+        workers()[0].send_signal(signal.SIGKILL)  # the new supervisor monitors workers, too
         wait_until(lambda: len(driver.pool.ready_workers()) < 2)
         driver.wait_ready()
 
@@ -181,7 +181,7 @@ def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released() -> No
         job = begin(driver, 0)
         watcher, (worker,) = supervisor(), workers()
         watcher.send_signal(signal.SIGSTOP)
-        worker.send_signal(signal.SIGKILL)  # nobody reaps it
+        worker.send_signal(signal.SIGKILL)  # it is not reaped
         assert driver.finish(0, 0, job) is FAILED
         assert are_gone([watcher.pid, worker.pid])
         driver.wait_ready()
@@ -203,7 +203,7 @@ def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
         assert not driver.pool.is_available
         with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
             driver.publish(0, 0)
-        late = job._replace(sequence=end.next_sequence)  # of an engine that looked too early
+        late = job._replace(sequence=end.next_sequence)  # of an engine with an old state
         end.publish(late)
         assert driver.finish(0, 0, late) is FAILED
         assert not driver.pool.is_available
@@ -213,11 +213,11 @@ def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
 
 def test_a_pause_of_everything_kills_nobody() -> None:
     with Driver([case(4)]) as driver:
-        job = driver.publish(0, 0)  # the worker spins for x, and shows life
+        job = driver.publish(0, 0)  # the worker spins for x, and sends heartbeats
         watcher, (worker,) = supervisor(), workers()
         for process in (watcher, worker):
             process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)  # longer than a worker with work may be silent
+        time.sleep(1.5)  # longer than the heartbeat limit of a worker with work
         for process in (worker, watcher):
             process.send_signal(signal.SIGCONT)
         time.sleep(0.3)

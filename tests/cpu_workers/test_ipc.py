@@ -1,4 +1,4 @@
-"""Links: whole messages, in order, never blocking, and an end that is noticed."""
+"""Links: whole messages, in order, without blocking, and with a detected end."""
 
 import os
 import socket
@@ -100,7 +100,7 @@ def test_descriptors_go_with_messages() -> None:
     assert os.read(reader, 1) == b"x"
     os.close(descriptor)
     left.send(Note(4), reader)
-    assert right.receive() == [Note(4)]  # who does not want it does not keep it
+    assert right.receive() == [Note(4)]  # unexpected descriptors are closed
     left.send(Note(5), reader)
     os.close(reader)
     right.close()

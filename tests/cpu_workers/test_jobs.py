@@ -19,7 +19,7 @@ def driver() -> Iterator[Driver]:
 
 
 def test_jobs_may_be_published_ahead_of_their_x(driver: Driver) -> None:
-    # As many as the rings hold: whoever enqueues more orders its copies behind earlier waits.
+    # As many as the rings hold: with more, copies must be ordered behind earlier waits.
     for _ in range(10):
         jobs = [driver.publish(0, number % 2) for number in range(4)]
         for number, job in enumerate(jobs):

@@ -31,7 +31,7 @@ DONE = JobStatus.DONE
 
 
 def open_descriptors() -> set[str]:
-    """What this process has open; several of one kind count."""
+    """Descriptors open in this process, with duplicates."""
     gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):

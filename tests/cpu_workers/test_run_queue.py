@@ -1,4 +1,4 @@
-"""The kernel's statistics of threads, as far as it keeps them."""
+"""The kernel's statistics of threads, where available."""
 
 import os
 import threading

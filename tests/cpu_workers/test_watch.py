@@ -1,4 +1,4 @@
-"""When a process counts as stuck: under load, when stopped, when its watcher slept."""
+"""When a process counts as stuck: under load, when stopped, after a sleep of its watcher."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ LIMIT = 250 * MS
 
 
 class Process:
-    """A made-up process: how it spends each poll interval decides what the kernel says."""
+    """A simulated process: its use of each poll interval determines the kernel's statistics."""
 
     def __init__(self) -> None:
         self.now_ns = 5 * MS
@@ -112,10 +112,10 @@ def test_deadline_of_a_job(predicted_us: float, slowdown: float, deadline_ms: in
 
 def test_restarts_come_slower_the_more_often_they_fail() -> None:
     restarts = Restarts()
-    assert restarts.delay_ns(lived_ns=1) == 0  # it had worked: at once
+    assert restarts.delay_ns(lived_ns=1) == 0  # it had worked: without delay
     assert [restarts.delay_ns(0) // MS for _ in range(4)] == [200, 400, 800, 1600]
     for _ in range(100):
         assert restarts.delay_ns(0) <= 30_000 * MS
     assert restarts.delay_ns(lived_ns=60_000 * MS) == 0
     assert restarts.num_failures == 0
-    assert restarts.delay_ns(0) // MS == 100  # it never came to work: not at once
+    assert restarts.delay_ns(0) // MS == 100  # it never worked: with delay

@@ -1,4 +1,4 @@
-"""Small files that starts leave for the next ones."""
+"""Small files that starts store for later ones."""
 
 from pathlib import Path
 

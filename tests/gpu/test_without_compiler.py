@@ -1,4 +1,4 @@
-"""Starts and captured passes import no compiler, and what asks for it later gets it."""
+"""Starts and captured passes import no compiler, and later users get the real one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Everything at once: what comes and goes, is found and lost, and dies meanwhile; held to PEFT."""
+"""Everything at once: loads, evictions, prefixes, updates and faults; compared with PEFT."""
 
 import random
 from pathlib import Path

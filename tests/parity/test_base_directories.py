@@ -1,4 +1,4 @@
-"""Directories of base models as people have them: the base and its adapters answer as with PEFT."""
+"""Typical directories of base models: the base and its adapters answer as with PEFT."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def check(case: ParityCase, model: Path, adapters: dict[str, Path], **options: A
 
 
 def test_an_adapter_beside_the_base(tmp_path: Path) -> None:
-    """The base is the base, and adapters are added to it alone; so is the one that lies beside."""
+    """The base is unchanged, and adapters are added only to it, also the one beside it."""
     specs = (AdapterSpec("beside"), AdapterSpec("other", {"r": 3}))
     case = ParityCase("qwen3", tmp_path, specs=specs)
     both = shutil.copytree(case.directory, tmp_path / "both")

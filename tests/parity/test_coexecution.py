@@ -1,7 +1,7 @@
-"""Cold adapters are computed right, wherever the split is and whoever computes what.
+"""Cold adapters are computed right, for every split and every division of work.
 
-Held to transformers + PEFT as everything in bfloat16: the error against float32 truth is at most
-1.5 times PEFT's own. The workers are real processes behind a paced link.
+Compared with transformers + PEFT as everything in bfloat16: the error against float32 truth is at
+most 1.5 times PEFT's own. The workers are real processes behind a paced link.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def engine(running: ColdEngine) -> Iterator[ColdEngine]:
-    """With nothing on the device; afterwards everything is given back."""
+    """With nothing on the device; afterwards everything is released."""
     running.plans.clear()
     running.max_cold_rows = 0
     num_retried = running.core.stats().num_retried_rows
@@ -50,7 +50,7 @@ def engine(running: ColdEngine) -> Iterator[ColdEngine]:
 def test_every_strategy(
     engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
 ) -> None:
-    """As it is planned, beside requests that run; None = as the planner likes."""
+    """As planned, beside running requests; None = the planner's choice."""
     engine.use_strategy(strategy)
     names = [None, *NAMES, *NAMES, None]
     engine.warm("rs")
@@ -72,7 +72,7 @@ def test_every_strategy(
 def test_a_forced_strategy_is_used_again_after_steps_were_held_up(
     engine: ColdEngine, case: ParityCase, strategy: LoadStrategy
 ) -> None:
-    """Beside a request that decodes; until then each request waits for its load and no longer."""
+    """Beside a request that decodes; until then each request waits exactly for its load."""
     planner = engine.use_strategy(strategy)
     for _ in range(2):
         planner.observe_stall(strategy, 0.0, 10.0)

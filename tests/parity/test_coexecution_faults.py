@@ -1,4 +1,4 @@
-"""Whatever happens to the workers under load, no request fails and none is answered otherwise."""
+"""Under faults of workers under load, no request fails and no answer changes."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def engine(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Strike:
-    """Hits processes in the middle of assisted passes, when x of a group is out."""
+    """Signals processes in the middle of assisted passes, when x of a group is sent."""
 
     def __init__(self, hit: Callable[[], None], key: GroupKey, max_hits: int = 1) -> None:
         self.num_hits = 0
@@ -72,7 +72,7 @@ def everybody(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def pids_of(engine: ColdEngine) -> list[int]:
-    """Of those that live."""
+    """Ids of live processes."""
     try:
         return [process.pid for process in engine.processes]
     except (ValueError, psutil.NoSuchProcess):  # the supervisor is being replaced
@@ -125,7 +125,7 @@ def test_a_fault_in_mid_pass(
 
 
 def test_workers_that_die_again_and_again(engine: ColdEngine, case: ParityCase) -> None:
-    """Each request loses them once and then goes without."""
+    """Each request loses them once and then runs without workers."""
     before = engine.core.stats()
 
     def kill_all() -> None:
@@ -149,7 +149,7 @@ def test_workers_that_die_again_and_again(engine: ColdEngine, case: ParityCase) 
 def test_workers_that_are_gone_when_a_pass_begins(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that count on them are retried; one that was retried before loses a step beside them."""
+    """Rows that need them are retried; a row retried before loses a step beside them."""
     before = engine.core.stats().num_retried_rows
     engine.plans.clear()
     late: list[RequestId] = []  # goes on when the other one has come

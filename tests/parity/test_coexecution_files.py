@@ -1,4 +1,4 @@
-"""Cold requests whose adapters are read from files first, layer by layer."""
+"""Cold requests for adapters that are first read from files, layer by layer."""
 
 import shutil
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Files:
         self.gate = gate
 
     def forget(self) -> None:
-        """Neither on the device nor in the arena."""
+        """Remove it from the device and the arena."""
         self.engine.cool(NAME)
         self.engine.empty_host()
         assert self.engine.arena.taken_bytes == 0
@@ -63,7 +63,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def files(running: Files, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
-    """Nothing is in memory; afterwards everything is given back."""
+    """Nothing is in memory; afterwards everything is released."""
     monkeypatch.setattr("corun.gpu.adapters.arrival._READ_TIMEOUT_S", 30.0)
     running.forget()
     running.engine.plans.clear()
@@ -135,7 +135,7 @@ def test_a_late_layer_that_has_changed_fails_the_request_and_nothing_else(
 def test_a_layer_that_is_late_costs_a_retry_and_not_the_request(
     files: Files, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody in the pass waits for a disk that hangs."""
+    """No row of the pass waits for a disk that hangs."""
     engine = files.engine
     monkeypatch.setattr("corun.gpu.adapters.arrival._READ_TIMEOUT_S", 0.001)
     prompt = prompts(1, seed=22)[0]
@@ -194,7 +194,7 @@ def test_the_planner_starts_it_as_it_is_read(
 
 
 def test_bytes_are_those_that_were_registered(files: Files) -> None:
-    """As they come to the device, they are what they were in the arena at registration."""
+    """The bytes on the device equal those in the arena at registration."""
     engine = files.engine
     engine.ask(NAME, prompts(1, seed=40)[0])
     engine.run()
@@ -208,7 +208,7 @@ def test_bytes_are_those_that_were_registered(files: Files) -> None:
 
 
 def _matrices(engine: ColdEngine) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Those of the only adapter on the device."""
+    """The matrices of the only adapter on the device."""
     table = engine.parts.loaded.lora_table
     (row,) = np.flatnonzero(table.host_ranks.any(axis=1)).tolist()
     packed = {index: table.packed(row, index) for index in range(table.num_targets)}

@@ -36,7 +36,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def engine(running: ColdEngine) -> Iterator[ColdEngine]:
-    """With nothing on the device; afterwards everything is given back."""
+    """With nothing on the device; afterwards everything is released."""
     running.plans.clear()
     yield running
     running.check_nothing_is_held()
@@ -58,7 +58,7 @@ def test_preempted_while_loading(engine: ColdEngine, case: ParityCase) -> None:
 
 
 def test_evicted_and_loaded_again(engine: ColdEngine, case: ParityCase) -> None:
-    """Not all fit, so those that come push others out, which come back cold."""
+    """Not all fit, so loads evict others, which become cold again."""
     names = [*NAMES, None, *NAMES, *reversed(NAMES)]
     with engine.chunks(split_at(3, 9)):
         for name, prompt in zip(names, prompts(len(names), seed=11, num_tokens=16), strict=True):
@@ -95,7 +95,7 @@ def test_aborted_while_loading(engine: ColdEngine, case: ParityCase) -> None:
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_unloaded_while_loading(engine: ColdEngine, case: ParityCase, is_aborted: bool) -> None:
-    """Who runs goes on with the version; it leaves the device when it has come there."""
+    """Running requests continue with the version; it is evicted after its load has ended."""
     with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS)):
         answer = engine.ask("attention", prompts(1, seed=13)[0], max_tokens=8)
         engine.run_until(lambda: len(answer.token_ids) > 1)
@@ -118,7 +118,7 @@ def test_unloaded_while_loading(engine: ColdEngine, case: ParityCase, is_aborted
 def test_a_load_that_fails_fails_its_requests_alone(
     engine: ColdEngine, case: ParityCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers compute for it until that is known; what they computed is of no use."""
+    """Workers compute for it until then; their results are discarded."""
     link = engine.parts.loaded.device.link
     begin = link.begin
 

@@ -1,4 +1,4 @@
-"""Cold adapters by streams and copies, as on CUDA: held to PEFT, whatever fails on the streams."""
+"""Cold adapters by streams and copies, as on CUDA: equal to PEFT under failures of streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +60,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def engine(running: ColdEngine) -> Iterator[ColdEngine]:
-    """With one adapter on the device; no step may fail, and nothing may be left."""
+    """With one adapter on the device; no step may fail, and everything must be released."""
     running.warm(WARM)
     running.plans.clear()
     yield running
@@ -109,7 +109,7 @@ class FailOnce:
 def test_a_failed_operation_voids_its_pass_and_no_other(
     engine: ColdEngine, case: ParityCase, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the exchange nobody is told at once: what follows is left out until it is settled."""
+    """Errors of the exchange are not raised at once: later operations are skipped."""
     exchange = engine.assistant.handover.exchange
     stream = {"compute": exchange.compute, "exchange": exchange.transfer}[name]
     fail = FailOnce(engine.parts.loaded.device, stream, (1, 0))

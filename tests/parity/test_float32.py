@@ -1,4 +1,4 @@
-"""The engine answers what transformers + PEFT answer, in float32, whatever path a token takes."""
+"""The engine answers like transformers + PEFT, in float32, on every path of a token."""
 
 import dataclasses
 import random
@@ -49,7 +49,7 @@ def check(
     predicted_output_tokens: int | None = None,
     **options: Any,
 ) -> EngineStats:
-    """Run the requests together and hold every choice to the truth."""
+    """Run the requests together and compare every choice with the truth."""
     options = {"device": "cpu", **options}
     with Engine(model=str(case.directory), dtype="float32", **options) as engine:
         loras = [

@@ -1,4 +1,4 @@
-"""Answers over a checkpoint in nf4 are those of PEFT over the matrices that it stands for."""
+"""Answers over a checkpoint in nf4 equal those of PEFT over its dequantised matrices."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_float32(architecture: str, options: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 def test_half_types(dtype: str, tmp_path: Path) -> None:
-    """A checkpoint that names float16 or float32 is served in bfloat16, unless told otherwise."""
+    """A checkpoint in float16 or float32 is served in bfloat16, unless configured otherwise."""
     case = ParityCase("llama3-rope", tmp_path)
     model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32)
     half = torch.float16 if dtype == "float16" else torch.bfloat16
@@ -60,7 +60,7 @@ def test_half_types(dtype: str, tmp_path: Path) -> None:
 
 
 def test_integers_on_top(tmp_path: Path) -> None:
-    """Made of the matrices that the four bits stand for."""
+    """Made from the dequantised matrices."""
     case = ParityCase("llama3-rope", tmp_path, quantization="int8")
     model = store_in_four_bits(case.directory, tmp_path / "four-bit")
     options = {"quantization": "int8", "lm_head_quantization": "int8"}

@@ -1,4 +1,4 @@
-"""In 16 bits the engine is about as close to float32 truth as PEFT in the same type is."""
+"""In 16 bits the engine is about as close to float32 truth as PEFT in the same type."""
 
 import random
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path:
 
 @pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "gemma2", "mixtral"), "gpt2"])
 def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None:
-    """Held to PEFT over the dequantised weights, with deltas of activations as they are."""
+    """Compared with PEFT over the dequantised weights, with deltas of unrounded activations."""
     check(architecture, torch.bfloat16, 3, tmp_path, quantization="int8")
 
 

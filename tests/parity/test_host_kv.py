@@ -1,4 +1,4 @@
-"""What was copied to the host and back answers as what was computed there and then."""
+"""KV copied to the host and back gives the same answers as computed KV."""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 def make_engine(
     case: ParityCase, directory: Path, dtype: torch.dtype, link_gib_per_s: float = 1.0
 ) -> ColdEngine:
-    """The link is thought to be fast, or nothing would come back."""
+    """The link is configured as fast, otherwise nothing would be copied back."""
     return ColdEngine(
         case.directory, {name: case.adapters[name] for name in ADAPTERS if name}, directory,
         delta_backend="numpy", load_strategy="async_load", memory_policy="lru",
@@ -49,7 +49,7 @@ def engine(
 
 
 def copies(engine: ColdEngine, direction: Direction) -> list[KvTransfer]:
-    """Those that were begun."""
+    """The copies that were started."""
     return [
         one
         for plan in engine.plans
@@ -64,7 +64,7 @@ def prompts_of_sessions() -> list[list[int]]:
 
 
 def check_nearly(case: ParityCase, answers: list[Answer], dtype: torch.dtype) -> None:
-    """Hold answers to transformers + PEFT."""
+    """Compare answers with transformers + PEFT."""
     if dtype is not torch.float32:
         check(case, answers)
         return
@@ -80,7 +80,7 @@ def check_nearly(case: ParityCase, answers: list[Answer], dtype: torch.dtype) ->
 
 
 def test_turns_whose_prefix_was_away(case: ParityCase, engine: ColdEngine) -> None:
-    """By the time that a session goes on, the others have taken its memory."""
+    """Before a session continues, the others have taken its memory."""
     dtype = engine.parts.loaded.dtype
     prompts = prompts_of_sessions()
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""What was computed for others, or turns before, answers the same when it is found, in float32."""
+"""Prefixes found in the cache give the same answers as computed ones, in float32."""
 
 import random
 import shutil
@@ -65,7 +65,7 @@ def ask(
     case: ParityCase, engine: Engine, prompts: Sequence[list[int]], names: Sequence[str | None],
     **options: Any,
 ) -> list[RequestOutput]:  # fmt: skip
-    """Answers, which are held to the truth of the adapters that are named."""
+    """Answers, compared with the truth of the named adapters."""
     loras = [None if name is None else lora(case, name) for name in names]
     outputs = engine.generate(list(prompts), GREEDY, loras, **options)
     for name, output in zip(names, outputs, strict=True):
@@ -158,7 +158,7 @@ def test_the_same_tensors_with_another_scale_find_nothing(tmp_path: Path) -> Non
 
 
 def test_contexts_on_either_side_of_the_longrope_threshold_share_nothing(tmp_path: Path) -> None:
-    """The same tokens have other KV in a long context; who grows into one has both."""
+    """The same tokens have other KV in a long context; a request that grows into one has both."""
     case = ParityCase("phi3-longrope", tmp_path)
     threshold_tokens = 24
     prompt = prompt_of(7, 33)
@@ -235,7 +235,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 
 def test_a_cold_request_begins_behind_a_prefix(deep: ParityCase, tmp_path: Path) -> None:
-    """Its KV is on the device though its adapter has gone, as some memory policies have it.
+    """Its KV is on the device although its adapter is evicted, as in some memory policies.
 
     What is new is computed by workers.
     """

@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt's tokens are those of transformers + PEFT, however computed."""
+"""The log-probabilities of a prompt's tokens equal those of transformers + PEFT on every path."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 
 def check(case: ParityCase, output: RequestOutput, adapter: str | None) -> None:
-    """Hold all scores of one prompt to their truth."""
+    """Compare all scores of one prompt with their truth."""
     scores, tokens = output.prompt_logprobs, output.prompt_token_ids
     assert scores is not None and len(scores) == len(tokens)
     assert scores[0] is None

@@ -1,4 +1,4 @@
-"""Answers over weights in 8 bits are those of PEFT over what is left of them, on every path.
+"""Answers over weights in 8 bits equal those of PEFT over dequantised ones, on every path.
 
 That is: prefixes that are found again, and adapters that are not on the device yet. Mixed batches
 and preemption are held to the same in ``test_half_precision``.
@@ -53,7 +53,7 @@ def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split_layer", [0, 2])
 def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
-    """Deltas by workers and by the device, of activations that nobody has rounded."""
+    """Deltas by workers and by the device, of unrounded activations."""
     case = make_case(tmp_path / "case", quantization="int8")
     with ColdEngine(
         case.directory, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6),
@@ -88,7 +88,7 @@ def test_stored_integers_of_wrappers(model_type: str, method: str, tmp_path: Pat
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Path) -> None:
-    """Nothing else is rounded then, and so the bound is that of full weights."""
+    """Nothing else is rounded, so the bound is that of full weights."""
     case = ParityCase("llama3-rope", tmp_path, quantization=quantization)
     names = [None, *case.adapters]
     loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]

@@ -1,4 +1,4 @@
-"""Beyond windows and other thresholds the engine answers what transformers + PEFT answer."""
+"""Beyond windows and other thresholds the engine answers like transformers + PEFT."""
 
 import functools
 import json
@@ -95,12 +95,13 @@ def test_up_to_where_llama4_counts_tokens_of_a_step(
 
 
 def test_a_longer_context_is_refused(llama4: ParityCase) -> None:
-    with pytest.raises(ConfigError, match="is 36, but corun serves this model rightly up to 35"):
+    reason = "is 36, but corun serves this model correctly only up to 35"
+    with pytest.raises(ConfigError, match=reason):
         Engine(model=str(llama4.directory), **OPTIONS, max_model_len=36)
 
 
 def test_chunks_without_a_temperature(tmp_path: Path) -> None:
-    """Chunked layers are served up to their first chunk's end, whatever a step has."""
+    """Chunked layers are served up to their first chunk's end, for any size of a step."""
     case = attention_case("llama4", tmp_path)
     config = json.loads((case.directory / "config.json").read_text())
     config |= {"attn_temperature_tuning": False, "floor_scale": 8192, "attention_chunk_size": 36}
@@ -108,7 +109,8 @@ def test_chunks_without_a_temperature(tmp_path: Path) -> None:
     rng = random.Random(6)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in (30, 30, 12)]
     answer_twice(case, prompts, [None] * 3, max_num_batched_tokens=512)
-    with pytest.raises(ConfigError, match="is 37, but corun serves this model rightly up to 36"):
+    reason = "is 37, but corun serves this model correctly only up to 36"
+    with pytest.raises(ConfigError, match=reason):
         Engine(model=str(case.directory), **OPTIONS, max_model_len=37)
 
 
@@ -116,7 +118,7 @@ FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in range(2, NUM_SEED
 
 
 class MaskWindow:
-    """Phimoe of one seed, whose window only the mask says, and prompts beyond it."""
+    """Phimoe of one seed, with a window that only the mask states, and prompts beyond it."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.case = ParityCase("phimoe-window", directory, seed=seed, specs=())
@@ -124,7 +126,7 @@ class MaskWindow:
         self._prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (40, 57, 70)]
 
     def answers(self, dtype: str) -> list[Any]:
-        """What the engine says, in chunks and then token by token."""
+        """The engine's answers, in chunks and then token by token."""
         options = {**OPTIONS, "dtype": dtype, "max_num_batched_tokens": 64}
         with Engine(model=str(self.case.directory), **options) as engine:
             return engine.generate(self._prompts, GREEDY)

@@ -1,4 +1,4 @@
-"""The arena: it does what it is told, and holds memory for nothing else."""
+"""The arena: it follows its caller, and holds no other memory."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ def layers(*num_pages: int) -> list[RegionSpec]:
 
 
 def place(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntry:
-    """An adapter whose bytes say which one it is; extents are in pages."""
+    """An adapter with bytes that identify it; extents are in pages."""
     entry = arena.place(
         place_id,
         [(start * PAGE_BYTES, size * PAGE_BYTES) for start, size in extents],
@@ -40,7 +40,7 @@ def place(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEn
 
 
 def add(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntry:
-    """One that nothing refers to."""
+    """An adapter without references."""
     entry = place(arena, place_id, *extents)
     arena.release(entry)
     return entry
@@ -71,7 +71,7 @@ def test_regions_follow_each_other_in_the_extents_of_their_layers(arena: HostAre
 
 
 def test_it_evicts_only_what_it_is_told(arena: HostArena) -> None:
-    """However full it is, and however long nothing has referred to them."""
+    """However full it is, and however long they were unused."""
     entries = {n: add(arena, n, (2 * n - 2, 2)) for n in range(1, 7)}
     assert arena.taken_bytes == arena.capacity_bytes
     for number, entry in entries.items():
@@ -150,7 +150,7 @@ def test_sizes_are_rounded_up_per_layer() -> None:
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Any order of calls: what is referenced stays as it was written, and nothing is lost."""
+    """Any order of calls: referenced memory keeps its contents, and nothing is lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, NUM_PAGES - 1), sizes=st.lists(st.integers(1, 3), min_size=1))
     def place(self, first: int, sizes: list[int]) -> None:
-        """Where nothing is that was not evicted."""
+        """At a place where everything was evicted."""
         extents, start = [], first
         for size in sizes:
             extents.append((start, size))

@@ -1,4 +1,4 @@
-"""Huge pages: what the kernel says about them, and that asking for them changes no account."""
+"""Huge pages: the kernel's setting, and that requests do not change accounting."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Words between threads and processes: order, spins that end, and the code that comes of them."""
+"""Words between threads and processes: order, spins that end, and the generated code."""
 
 import platform
 import threading
@@ -68,7 +68,7 @@ def test_a_spin_ends_when_the_word_comes_or_time_is_up(target: int, segment: Seg
 
 
 def test_a_long_spin_takes_no_stack() -> None:
-    """With the smallest stack there is; every look at the clock took 16 bytes once."""
+    """With the smallest stack; every read of the clock once took 16 bytes."""
     code = """
 import ctypes, threading
 from corun.shm.atomics import spin_until

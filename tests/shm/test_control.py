@@ -1,4 +1,4 @@
-"""The control segment: its shape, its addresses, and what attach refuses."""
+"""The control segment: its shape, its addresses, and refusals of attach."""
 
 import os
 

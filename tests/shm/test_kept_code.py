@@ -1,4 +1,4 @@
-"""Compiled kernels are kept where this user alone can write, and nowhere else."""
+"""Compiled kernels are cached only where no other user can write."""
 
 import os
 import subprocess

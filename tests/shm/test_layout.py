@@ -1,4 +1,4 @@
-"""The layout: fields do not overlap, flags have lines of their own, and the page shows them all."""
+"""The layout: fields do not overlap, flags have their own lines, and the page shows them all."""
 
 import ctypes
 import itertools

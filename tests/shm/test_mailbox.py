@@ -1,4 +1,4 @@
-"""Mailboxes: every job ends exactly once, in order, whoever dies in between."""
+"""Mailboxes: every job ends exactly once, in order, under any death in between."""
 
 import threading
 from collections.abc import Iterator
@@ -219,7 +219,7 @@ def test_a_sleeping_worker_wakes_for_a_job_and_for_its_end(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_a_sleeping_producer_is_woken_by_whoever_answers(ends: Ends, is_dead: bool) -> None:
+def test_a_sleeping_producer_is_woken_by_worker_and_supervisor(ends: Ends, is_dead: bool) -> None:
     job = _job(ends.producer)
     ends.producer.publish(job)
     assert ends.take() == job
@@ -245,7 +245,7 @@ def test_a_sleeping_producer_is_woken_by_whoever_answers(ends: Ends, is_dead: bo
     assert found == [True]
 
 
-def test_whoever_waits_for_x_hears_of_the_end(ends: Ends) -> None:
+def test_a_worker_that_waits_for_x_sees_a_changed_state(ends: Ends) -> None:
     job = _job(ends.producer)
     ends.producer.publish(job)
     assert ends.take() == job

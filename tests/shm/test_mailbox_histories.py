@@ -22,8 +22,8 @@ class MailboxHistory(RuleBasedStateMachine):
         self.published: list[Job] = []  # not done
         self.generation = 1
         self.worker: WorkerEnd | None = None
-        self.taken: Job | None = None  # what the worker is at
-        self.known_generation = 1  # what the producer saw last, which may be old
+        self.taken: Job | None = None  # the worker's current job
+        self.known_generation = 1  # the producer's latest view, which may be old
 
     @initialize(first=st.sampled_from(_FIRSTS))
     def make(self, first: int) -> None:

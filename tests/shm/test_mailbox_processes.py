@@ -68,7 +68,7 @@ def make_job(end: ProducerEnd, rings: Rings, generation: int) -> Job:
 
 
 def run_worker(end: SupervisorEnd, generation: int) -> None:
-    """Announce a worker, after all that was outstanding before it is failed."""
+    """Announce a worker, after failing all outstanding jobs."""
     end.fail_outstanding()
     end.announce(WorkerState(generation, WorkerStatus.RUNNING))
 
@@ -188,7 +188,7 @@ def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(
 
 
 def test_a_producer_that_sleeps_is_woken_for_a_dead_worker(pair: Pair) -> None:
-    """Nobody computes; the supervisor answers while the producer sleeps."""
+    """No worker computes; the supervisor fails the job while the producer sleeps."""
     job = pair.send(1, signal_ready=False)
     code = """
 import sys

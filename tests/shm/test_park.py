@@ -28,7 +28,7 @@ def address() -> Iterator[int]:
         yield segment.address
 
 
-def test_nobody_sleeps_on_a_word_that_has_changed(address: int) -> None:
+def test_a_changed_word_is_not_slept_on(address: int) -> None:
     store_release(address, 4)
     sleep_on(address, 3, _LONG_NS)
     assert wake(address) == 0
@@ -85,7 +85,7 @@ _LETTERS = {"fence seq_cst": "F", "store atomic": "S", "load atomic": "L", "@sys
 def test_a_full_fence_parts_what_is_stored_from_what_is_looked_at(
     function: Any, signature: str, expected: str
 ) -> None:
-    """What happens without it is too rare to be met in a test, and differs by machine."""
+    """Failures without it are too rare for a test, and differ by machine."""
     compiled = numba.njit(signature, nogil=True)(function.py_func)
     code = "".join(compiled.inspect_llvm().values())
     body = code[code.index("define") :].partition("\n}")[0]

@@ -1,4 +1,4 @@
-"""Segments: what create and attach check, and that nothing is left, whoever is killed."""
+"""Segments: the checks of create and attach, and that nothing is left after any kill."""
 
 import contextlib
 import errno

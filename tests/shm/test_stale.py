@@ -1,4 +1,4 @@
-"""Names of dead owners are removed; those of the living and of others are not."""
+"""Names of dead owners are removed; those of live processes and other users are not."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from support.processes import line_of, program
 
 
 def test_an_owner_survives_the_removal_of_its_name() -> None:
-    """By somebody who sees other processes: another container on the same /dev/shm."""
+    """By a process that sees other pids: in another container on the same /dev/shm."""
     with half_made_segment() as half_made:
         os.unlink(f"/dev/shm/{half_made.name}")
         creator = half_made.creator
@@ -37,7 +37,7 @@ def test_only_own_dead_names_are_removed(tmp_path: Path, caplog: pytest.LogCaptu
     for name in dead + kept:
         (tmp_path / name).touch()
     kept.append(f"corun-{uid}-4194999-5-1")
-    (tmp_path / kept[-1]).mkdir()  # not ours to remove, whatever it is called
+    (tmp_path / kept[-1]).mkdir()  # must not be removed in spite of its name
     assert sorted(remove_stale_names(tmp_path)) == sorted(dead)
     assert all(name in caplog.text for name in dead)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
@@ -53,7 +53,7 @@ def test_a_process_is_told_from_a_later_one_with_its_id() -> None:
         assert not Process(child.pid, ticks + 1).is_alive()
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert start_ticks(child.pid) is None  # dead, though nobody has reaped it
+        assert start_ticks(child.pid) is None  # dead, although not reaped
     assert not Process(child.pid, ticks).is_alive()
 
 

@@ -1,4 +1,4 @@
-"""Every way to compute a delta against the exact product; the bound is derived in ``support``."""
+"""Every back end for deltas against the exact product; the bound is derived in ``support``."""
 
 import itertools
 import subprocess
@@ -115,7 +115,7 @@ def test_what_is_not_finite_shows(name: str) -> None:
     job = place.job()
     wide = place.wide_x  # the job's x, not the copy that results are compared with
     wide[3, 5] = 0x7F80  # infinity, in the second token
-    wide[4, 5] = 0x7FFF  # a NaN whose bits would carry if they were rounded like a number
+    wide[4, 5] = 0x7FFF  # a NaN with bits that would carry if rounded like a number
     BACKENDS[name].compute(job)
     y = floats(place.y)
     assert not np.any(np.isfinite(y[1])) and np.all(np.isnan(y[2]))

@@ -15,7 +15,7 @@ from support.deltas import DeltaCase, Workplace
 
 
 class _Timed:
-    """A back end whose jobs take the time it is told, on a clock of its own."""
+    """A back end with jobs that take a given time, on its own clock."""
 
     def __init__(self, name: str, us_per_token_rank: float, now: list[float]) -> None:
         self.name = name
@@ -49,7 +49,7 @@ def test_measuring_stops_in_time() -> None:
     part, part_s = _measured(budget_s=0.012)
     assert part_s <= 0.012 < whole_s
     assert len(part.points) < len(whole.points)
-    # Its extremes are in it, so that everything else lies between measured points.
+    # It contains the extreme shapes, so that all others lie between measured points.
     for extreme in (min, max):
         assert extreme(p.shape.num_tokens for p in part.points) == extreme(
             p.shape.num_tokens for p in whole.points

@@ -1,4 +1,4 @@
-"""What the one-pass kernels make of every bfloat16, next to torch: equal bits, and NaN of NaN."""
+"""One-pass kernels on every bfloat16, compared with torch: equal bits, and NaN for NaN."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rules of the room of CPU kernels: what is in it, and that no kernel outlives its source."""
+"""The rules of the folder of CPU kernels, and that no kernel outlives its source."""
 
 import ast
 import importlib.util
@@ -13,13 +13,13 @@ from corun.cpu_workers.kernels.simd.compiled import sources_digest
 
 _ROOM = Path(kernels.__path__[0])
 _FILES = sorted(_ROOM.rglob("*.py"))
-# What a digest covers of what lies outside the room.
+# Files outside of the folder that a digest covers.
 _OUTSIDE = {"shm.atomics", "shm.region"}
-_NO_CODE = "shm.kept_code"  # says where kernels are kept; no kernel contains any of it
+_NO_CODE = "shm.kept_code"  # decides about caching; no kernel contains its code
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """What a file imports of the product, from the package's root on."""
+    """The modules of corun that a file imports, from the package's root on."""
     package = path.relative_to(_ROOM.parents[1]).parent.parts
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level > 0:
@@ -61,7 +61,7 @@ def test_the_room_knows_no_torch() -> None:
 
 
 def test_kernels_are_kept_in_one_way() -> None:
-    """By ``kernel``, which sees to it that they are compiled anew."""
+    """By ``kernel``, which compiles them again after changes."""
     holding = [path.name for path in _FILES if '"cache"' in path.read_text(encoding="utf-8")]
     loose = [path.name for path in _FILES if "cache=True" in path.read_text(encoding="utf-8")]
     assert (holding, loose) == (["compiled.py"], [])
@@ -79,7 +79,7 @@ def _load(folder: Path) -> Any:
 
 
 def test_a_change_of_a_part_is_a_change_of_the_kernel(tmp_path: Path, monkeypatch: Any) -> None:
-    """What numba has kept of a kernel is found again, unless a file beside it has changed."""
+    """numba's cache entry of a kernel is used, unless a file beside it has changed."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "some_kernel.py").write_text(

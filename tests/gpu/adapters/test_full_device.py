@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 class FakeGpuMemory:
-    """Stands for torch where adapters get memory: there is so much, and no more."""
+    """Replaces torch's allocation for adapters, with a limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -49,7 +49,7 @@ class FakeGpuMemory:
 
 
 def cuda_plan() -> MemoryPlan:
-    """As an engine plans it that has room for so many adapters of the mean size."""
+    """As planned by an engine with room for this many adapters of the mean size."""
     room_bytes = NUM_FITTING * sum(map(device_bytes, SIZES)) // len(SIZES)
     slab_bytes = room_bytes + staging_bytes()
     total_bytes = 4 * slab_bytes
@@ -58,7 +58,7 @@ def cuda_plan() -> MemoryPlan:
 
 
 def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three sizes, so that what is free comes in pieces."""
+    """Of three sizes, so that free memory is fragmented."""
     plan, rng = cuda_plan(), random.Random(0)
     gpu = FakeGpuMemory(plan.capacity_bytes - plan.num_blocks * BLOCK_BYTES)  # beside the blocks
     monkeypatch.setattr("corun.gpu.adapters.copier.torch", gpu)
@@ -85,7 +85,7 @@ def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def finish(engine: LoadingEngine) -> None:
-    """Answer everything that was asked."""
+    """Answer all requests."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while engine.live:
         engine.step(timeout_s=0.01)

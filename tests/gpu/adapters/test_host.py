@@ -43,7 +43,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def take(host: Host, arrival: AdapterLoad, digest: str) -> DeviceAdapter:
-    """Do what the loader does, but wait."""
+    """Do the loader's work, but wait."""
     arrival.read(lambda: None, lambda: True)
     arrival.start(is_gradual=False)
     host.device.synchronize(timeout_s=30)
@@ -58,7 +58,7 @@ def take(host: Host, arrival: AdapterLoad, digest: str) -> DeviceAdapter:
 
 
 def release(host: Host, facts: RegisteredAdapter, adapter: DeviceAdapter) -> None:
-    """Let go of an adapter that was read in place."""
+    """Release an adapter that was read in place."""
     assert adapter.release is not None
     adapter.release()
     host.end_load(facts.digest)
@@ -69,7 +69,7 @@ def load(host: Host, facts: RegisteredAdapter, path: Path) -> DeviceAdapter:
 
 
 def check_deltas(host: Host, adapter: DeviceAdapter, directory: Path) -> None:
-    """What the kernels compute with it is what PEFT computes."""
+    """The kernels compute the same with it as PEFT."""
     model = load_with_peft(directory)
     row = host.table.add(DeviceAdapter(adapter.targets))
     for target in host.target_map.targets:
@@ -244,7 +244,7 @@ def test_an_arena_full_of_what_is_in_use(files: Path, device: CpuDevice) -> None
 
 
 def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
-    """The host's copy stays until the copy to the device has ended, and goes then."""
+    """The host's copy is removed when the copy to the device has ended."""
     host = Host(device, copied(ROOMY_BYTES))
     facts = host.register(files / "a")
     arrival = host.fetch(facts.digest, files / "a")
@@ -288,7 +288,7 @@ def test_a_copy_that_fails_fails_its_adapter(
 def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
     files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those before it are under way, so it ends when they do."""
+    """Earlier copies are running, so it ends when they do."""
     host = Host(device, copied(ROOMY_BYTES), backend="numba")
     facts = host.register(files / "a")
     copy = AdapterCopier.copy
@@ -331,7 +331,7 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     link.num_to_fail, link.is_open = 1, True
     second = host.fetch(facts.digest, files / "a")
     second.start(is_gradual=False)
-    second.cancel()  # with a copy that has failed, which is nobody's concern
+    second.cancel()  # its copy has failed, which is only logged
     assert num_references(host) == 1
     del arrival, second
     device.close()
@@ -340,7 +340,7 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
 def test_with_a_slab_loads_ask_torch_for_no_memory(
     files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While streams wait for the host nobody may, and nobody knows when they do."""
+    """Allocating is forbidden while streams wait for the host, which may be at any time."""
     roomy = Host(device, copied(ROOMY_BYTES))
     num_bytes = roomy.register(files / "a").num_bytes
     slab = SlabSize(1 << 20, max_rank=64)

@@ -1,4 +1,4 @@
-"""Loads beside the step: who starts copies, who looks for their end, and what ends badly."""
+"""Loads outside of the step: which thread starts and polls copies, and failures."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ TIMEOUT_S = 10.0
 
 
 class Arrival:
-    """An adapter whose copy ends when the test says so."""
+    """An adapter with a copy that ends on the test's command."""
 
     def __init__(self, *, fails_to_start: bool = False, error: str | None = None) -> None:
         self.arrived = threading.Event()
@@ -82,7 +82,7 @@ class Arrival:
 
 
 class Loading:
-    """A loader, and the engine's thread that waits to be told."""
+    """A loader, and the engine's thread that waits for notifications."""
 
     def __init__(self) -> None:
         self.fetched: list[AdapterId] = []
@@ -100,8 +100,8 @@ class Loading:
             self.loader.start(transfer)
 
     def wait(self) -> list[LoadedAdapter]:
-        """Wait to be told once, and do what the engine does then."""
-        assert self._told.acquire(timeout=TIMEOUT_S), "nobody was told"
+        """Wait for one notification, and do the engine's work."""
+        assert self._told.acquire(timeout=TIMEOUT_S), "no notification came"
         return self.ended()
 
     def ended(self) -> list[LoadedAdapter]:
@@ -130,7 +130,7 @@ def refuse(error: Exception) -> Callable[[], Arrival]:
     return fetch
 
 
-def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Loading) -> None:
+def test_the_engines_thread_starts_copies_and_is_notified_of_their_end(loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     loading.load(1)
     assert loading.wait() == []
@@ -145,14 +145,14 @@ def test_the_engines_thread_starts_copies_and_is_told_of_their_end(loading: Load
     assert arrival.ends == ["finish"]
 
 
-def test_nobody_looks_while_the_engine_computes_and_all_is_told_then(loading: Loading) -> None:
+def test_copies_are_not_polled_while_the_engine_computes(loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     loading.load(1)
     assert loading.wait() == []
     with loading.loader.polling_suspended():
         num_looks = arrival.num_looks
-        time.sleep(0.05)  # a hundred looks, if anybody looked
-        # The one that had begun before may come to its end.
+        time.sleep(0.05)  # a hundred polls, if they were not suspended
+        # A poll that had begun before may end.
         assert arrival.num_looks <= num_looks + 1
         arrival.arrived.set()
     (done,) = loading.ended() or loading.wait()
@@ -207,7 +207,7 @@ def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:
 
 
 def test_a_load_that_is_cancelled_ends_when_its_files_are_no_longer_read(loading: Loading) -> None:
-    """Until then somebody writes to its place on the host."""
+    """Until then its place on the host is being written."""
     arrival = loading.results[AdapterId(1)] = Arrival(fails_to_start=True)
     arrival.is_read_to_its_end = False
     loading.load(1)
@@ -285,7 +285,7 @@ def test_files_that_are_read_delay_no_copy(loading: Loading) -> None:
 def test_a_prefetch_whose_files_are_being_read_when_a_request_waits(
     loading: Loading, is_promoted: bool
 ) -> None:
-    """It moves as a demand load does from the start, or it would give way to others for ever."""
+    """It moves like a demand load from then on, otherwise it could starve."""
     arrival, gate = Arrival(), threading.Event()
 
     def read() -> Arrival:
@@ -390,8 +390,8 @@ def test_closing_gives_back_what_is_under_way_and_what_was_fetched() -> None:
     assert fetched.starter is None
 
 
-def test_nobody_looks_at_an_arrival_that_was_finished(loading: Loading) -> None:
-    """Its event is given back by then, and the device refuses its handle."""
+def test_a_finished_arrival_is_not_polled(loading: Loading) -> None:
+    """Its event has been released, and the device refuses its handle."""
     for number in range(1, 30):
         arrival = loading.results[AdapterId(number)] = Arrival()
         loading.load(number)

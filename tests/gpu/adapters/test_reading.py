@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reading:
-    """A host whose files are read as the test lets them be, in a thread."""
+    """A host that reads files in a thread, under the test's control."""
 
     def __init__(self, path: Path) -> None:
         self.device = CpuDevice()
@@ -58,7 +58,7 @@ class Reading:
         return self.store.fetch(self.digest, str(self.path), self.host.place(self.digest))
 
     def let_go(self, host: HostAdapter, *, has_failed: bool = False) -> None:
-        """Its load has ended."""
+        """End the load."""
         host.release()
         self.host.end_load(self.digest, has_failed=has_failed)
 

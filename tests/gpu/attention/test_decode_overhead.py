@@ -1,4 +1,4 @@
-"""A decode batch costs the same number of calls, whatever the number of its rows."""
+"""A decode batch costs the same number of calls for any number of rows."""
 
 import sys
 from typing import Any
@@ -30,7 +30,7 @@ def _count_ops(backend: AttentionBackend, call: Call) -> int:
 
 
 def _count_python_calls(backend: AttentionBackend, call: Call) -> int:
-    """Calls of Python and C functions during one forward with metadata not seen before."""
+    """Calls of Python and C functions during one forward with new metadata."""
     num_calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which back end is chosen, what the log says of it, and what is refused."""
+"""The choice of a back end, its log lines, and refusals."""
 
 import logging
 import sys

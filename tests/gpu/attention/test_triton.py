@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter, against a float64 loop over rows and heads.
 
-bfloat16 is left out: the interpreter computes it wrongly. A GPU's tensor cores round otherwise
-than the interpreter, so the same comparison runs on a GPU where there is one.
+bfloat16 is excluded: the interpreter computes it wrongly. A GPU's tensor cores round differently
+from the interpreter, so the same comparison runs on a GPU if there is one.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Loads in every legal order, and what ends them: no memory is used after it was handed on."""
+"""Loads and their ends in every legal order: no memory is used after it was passed on."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ Life = Callable[[SymbolicEngine], None]
 
 
 def gradual(engine: SymbolicEngine) -> None:
-    """A prefetch moves group by group, as somebody looks; nobody asks for it before it is there."""
+    """A prefetch moves group by group, on polls; no request needs it before it has arrived."""
     copied = engine.fetch("a")
     engine.start(copied, is_gradual=True)
     copied.advance()
@@ -51,7 +51,7 @@ def promoted_midway(engine: SymbolicEngine) -> None:
 
 
 def cancelled(engine: SymbolicEngine) -> None:
-    """Given up with copies under way: what it read and wrote may be others' at once."""
+    """Cancelled with copies running: its memory may be reused at once."""
     copied = engine.fetch("a")
     engine.start(copied, is_gradual=True)
     copied.cancel()
@@ -63,8 +63,8 @@ def cancelled(engine: SymbolicEngine) -> None:
 
 
 def aborted(engine: SymbolicEngine) -> None:
-    """The request goes in mid-prefill, when nobody waits for its chunk's end; then its adapter
-    does, and another one comes into its memory.
+    """The request ends in mid-prefill, without waiting for its chunk's end; then its adapter is
+    evicted, and another one is loaded to its memory.
     """
     copied = engine.fetch("a")
     engine.start(copied)
@@ -79,7 +79,7 @@ def aborted(engine: SymbolicEngine) -> None:
 
 
 def replaced_after_a_chunk(engine: SymbolicEngine) -> None:
-    """The same with an adapter that was there."""
+    """The same with a resident adapter."""
     copied = engine.fetch("a")
     engine.start(copied)
     engine.finish(copied)
@@ -92,7 +92,7 @@ def replaced_after_a_chunk(engine: SymbolicEngine) -> None:
 
 
 def unloaded_while_loading(engine: SymbolicEngine) -> None:
-    """Its load goes on; it is evicted when it has ended and the request's step is over."""
+    """Its load continues; it is evicted after the load and the request's step have ended."""
     copied = engine.fetch("a")
     engine.start(copied)
     assisted = engine.begin(1, copied)
@@ -107,7 +107,7 @@ def unloaded_while_loading(engine: SymbolicEngine) -> None:
 
 
 def read_in_a_pass(engine: SymbolicEngine) -> None:
-    """Workers have the layer that is there, whatever was planned; the device waits for the rest."""
+    """Workers get the available layer, regardless of the plan; the device waits for the rest."""
     copied = engine.fetch("a", num_whole=engine.shape.num_groups)
     engine.start(copied)
     engine.run(engine.shape.num_layers, copied)
@@ -117,7 +117,7 @@ def read_in_a_pass(engine: SymbolicEngine) -> None:
 
 
 def read_before_a_pass(engine: SymbolicEngine) -> None:
-    """Nobody is there when it starts; what comes is copied as somebody looks."""
+    """No layer is available at its start; later ones are copied on polls."""
     copied = engine.fetch("a", num_whole=0)
     engine.start(copied)
     host = engine.host
@@ -188,7 +188,7 @@ def _give_only_the_reference_back(self: Copied) -> None:
 
 
 def finished_early(engine: SymbolicEngine) -> None:
-    """As a loader that does not ask whether it is there."""
+    """Like a loader that does not check whether it has arrived."""
     copied = engine.fetch("a")
     engine.start(copied)
     copied.finish()
@@ -197,7 +197,7 @@ def finished_early(engine: SymbolicEngine) -> None:
 
 
 def evicted_early(engine: SymbolicEngine) -> None:
-    """While its copies are under way; what comes next takes another stream."""
+    """While its copies are running; the next load uses another stream."""
     copied = engine.fetch("a")
     engine.start(copied)
     memory = engine.memory[0]
@@ -207,7 +207,7 @@ def evicted_early(engine: SymbolicEngine) -> None:
     engine.finish(copied)
 
 
-# A method of a class that does something else, in whose life, and what it leads to.
+# By mistake: class, method, its replacement, the life to run, and the expected findings.
 MISTAKES: dict[str, tuple[type | None, str, object, Life, set[type[Finding]]]] = {
     "the arena's reference goes before the copies are done": (
         None, "", None, finished_early, {UseAfterHandOn},

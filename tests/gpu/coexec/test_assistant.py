@@ -1,4 +1,4 @@
-"""What becomes of a pass: whose deltas are void when workers or streams fail, and the next pass."""
+"""The result of a pass: void deltas after failures of workers or streams, and the next pass."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ ASSISTED, PIPELINED, WARM = (0, 8), (8, 12), (12, 16)  # spans of the rows of ev
 
 @dataclass
 class Failing:
-    """Streams with one failure each at most, and workers whose results may be missing."""
+    """Streams with at most one failure each, and workers that may give no results."""
 
     failures: dict[Stream, DeviceError] = field(default_factory=dict)
     void: frozenset[tuple[int, int]] = frozenset()

@@ -28,7 +28,7 @@ SHAPE = job_shape(plan_region(WIDTH, 2, [TargetSize(RANK, width, 1.0, 64, 64) fo
 
 
 class ThreadWorker:
-    """Waits for x, computes a stand-in for the deltas, and says that y is there."""
+    """Waits for x, computes a stand-in for the deltas, and signals y."""
 
     def __init__(self) -> None:
         self.words = np.zeros(32, np.int32)  # ready and done, a cache line apart
@@ -175,7 +175,7 @@ def test_slices_of_one_request_meet_again(bench: Bench) -> None:
 
 
 def test_sums_are_rounded_as_torch_rounds_them() -> None:
-    """Of any two bfloat16, in rows of any width and stride, and no others are touched."""
+    """Of any two bfloat16, in rows of any width and stride, without touching other rows."""
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 64, 1003), dtype=np.uint16)
     sums, terms = (torch.from_numpy(half).view(torch.bfloat16) for half in bits)
     expected = sums.clone()

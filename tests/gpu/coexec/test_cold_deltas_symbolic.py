@@ -114,7 +114,7 @@ def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Choose
 
 
 def failing_worker(engine: SymbolicEngine) -> None:
-    """Its jobs are void, the row runs again without workers; the next one has a replacement."""
+    """Its jobs are void, the row runs again without workers; the next row has a new worker."""
     copied = engine.fetch("a")
     engine.start(copied)
     assert not engine.run(2, copied, samples=False), "a result counts that nobody computed"
@@ -134,8 +134,8 @@ def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(
 
 
 def broken_off_publishing(engine: SymbolicEngine) -> None:
-    """A worker has died in a pass, whose signals the accelerator still has to make when the next
-    one is published and comes to nothing: nobody waits for what those signals would take back.
+    """A worker has died in a pass that the accelerator has yet to signal, when publishing the next
+    pass fails: no wait depends on values that those signals overwrite.
     """
     copied = engine.fetch("a")
     engine.start(copied)
@@ -201,7 +201,7 @@ def test_more_slices_than_slots_are_refused_before_anything_is_published() -> No
     explore(recording(replace(SMALL, num_slices=3), live)).check()
 
 
-# What each mistake leads to, in one order or another.
+# The findings that each mistake leads to, in some order.
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def test_an_event_that_is_released_early_is_refused() -> None:
 
 
 def test_a_pass_that_is_not_settled_keeps_workers_in_the_arena() -> None:
-    """The load's end gives the reference back that protects what workers read."""
+    """The load's end releases the reference that protects the memory that workers read."""
 
     def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")

@@ -1,6 +1,6 @@
-"""Passes with a real worker that are given up, refused, broken off and killed: nothing is left.
+"""Passes with a real worker that are abandoned, refused, interrupted and killed leave nothing.
 
-No pass takes a result, an x or a y of another one for its own.
+No pass uses a result, an x or a y of another one.
 """
 
 import random
@@ -35,7 +35,7 @@ FIRST_SEQUENCE = 2**31 - 40  # numbers wrap around on the way
 
 @dataclass(frozen=True)
 class Cold:
-    """An adapter that is only in the arena: by layer, of the driver's places."""
+    """An adapter that is only in the arena: by layer, with the driver's places."""
 
     driver: Driver
     places: tuple[int, ...]
@@ -69,7 +69,7 @@ class Cold:
 
 
 class Passes:
-    """What an executor does with an assistant, and two adapters."""
+    """An executor's work with an assistant, and two adapters."""
 
     def __init__(self, driver: Driver, device: CpuDevice) -> None:
         self.driver, self.device = driver, device
@@ -99,7 +99,7 @@ class Passes:
     def run(
         self, num_tokens: int, adapter: int, at_layer: Callable[[int], None] | None = None
     ) -> bool:
-        """One pass; whether its deltas count, which are right then."""
+        """One pass; returns whether its deltas count, and checks them if so."""
         assisted = self.begin(num_tokens, adapter)
         results = []
         try:
@@ -128,7 +128,7 @@ class Passes:
         self.control.close()
 
     def _poison(self) -> None:
-        """What is left of earlier passes must not be taken for a result."""
+        """Data of earlier passes must not pass for a result."""
         segment = self.driver.pool.rings.segment
         count = (segment.num_bytes - LINE_BYTES) // 2
         segment.view(np.uint16, LINE_BYTES, count)[:] = POISON
@@ -158,7 +158,7 @@ def fail(layer: int) -> Callable[[int], None]:
 
 
 def break_off_publishing(passes: Passes, rng: random.Random) -> None:
-    """The pool raises in the midst: jobs before are published, and nobody will send their x."""
+    """The pool raises midway: earlier jobs are published, and their x is never sent."""
     pool, number = passes.driver.pool, rng.randrange(4)
     submit = pool.submit
 
@@ -175,7 +175,7 @@ def break_off_publishing(passes: Passes, rng: random.Random) -> None:
 
 
 def lose_results(passes: Passes, rng: random.Random) -> None:
-    """Nobody takes them in time: the pass is void, and the next one is not confused."""
+    """They are not taken in time: the pass is void, and the next one is not affected."""
 
     def late(*_: object, **__: object) -> None:
         raise WaitTimeoutError("it took too long")
@@ -223,7 +223,7 @@ def test_faults_in_any_order_leave_nothing_to_the_next_pass(passes: Passes, seed
 
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_a_worker_that_is_killed_in_a_pass(passes: Passes, gives_up: bool) -> None:
-    """Its pass is void and the others are not; nothing is expected of it any more."""
+    """Its pass is void and others are not; nothing waits for it any more."""
     rng = random.Random(0)
 
     def kill(layer: int) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device on a GPU of threads: in both of its ways, or where waits hold streams only."""
+"""The CUDA device on a GPU of threads: with both mechanisms, or only where waits hold streams."""
 
 from collections.abc import Iterator
 
@@ -14,6 +14,6 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
 
 @pytest.fixture
 def ahead() -> Iterator[Setting]:
-    """Where waits do not hold the caller."""
+    """The mechanism with waits that do not hold the caller."""
     with open_setting(sync="stream") as made:
         yield made

@@ -1,4 +1,4 @@
-"""The CPU as a device: the contract, and what only threads can do or get wrong."""
+"""The CPU as a device: the contract, and particularities of threads."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ class TestContract(DeviceLifeContract):
     """The contract of all devices."""
 
     def make_device(self) -> CpuDevice:
-        """A device whose link only counts."""
+        """A device with a link that only counts."""
         return CpuDevice()
 
 
@@ -131,7 +131,7 @@ def test_a_copy_holds_its_buffers_until_it_is_done(device: CpuDevice) -> None:
 
 
 def test_a_computation_may_enqueue_on_other_streams(device: CpuDevice) -> None:
-    """How a layer exchanges rows with workers: its own stream goes on behind the other's event."""
+    """A layer's exchange with workers: its own stream continues behind the other's event."""
     compute, transfer = device.stream("compute"), device.stream("transfer")
     x, host, y = torch.ones(4), torch.zeros(4), torch.zeros(4)
 
@@ -295,7 +295,7 @@ def test_late_wake_ups_of_a_stream_do_not_add_up() -> None:
 def test_a_thread_can_be_a_stream_itself(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it enqueues there takes effect at once, in its own order with other streams."""
+    """Its operations take effect at once, ordered with other streams."""
     own, other = device.stream("own"), device.stream("other")
     device.adopt(own)
     source, landed = torch.arange(8.0), torch.zeros(8)
@@ -318,7 +318,7 @@ def test_a_thread_can_be_a_stream_itself(
         patch.setattr("ctypes.memmove", lambda *_: fail())
         with pytest.raises(ZeroDivisionError):  # so are operations that are no computation
             device.copy(own, landed, source)
-    device.synchronize(timeout_s=5.0)  # the caller was told already
+    device.synchronize(timeout_s=5.0)  # the caller got the error already
     device.copy(own, landed, source + 1)
     assert torch.equal(landed, source + 1)  # and nothing after it is left out
 

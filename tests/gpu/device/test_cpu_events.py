@@ -1,4 +1,4 @@
-"""Events of the CPU device, where threads meet in an order that only chance would bring about."""
+"""Events of the CPU device, with threads in a rare order."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def recorded(table: EventTable) -> Event:
 
 
 def test_a_late_wake_up_for_an_earlier_generation_lets_nobody_go() -> None:
-    """The thread that stored the first generation looks for sleepers when the second has one."""
+    """The thread that stored the first generation checks for sleepers when the second has one."""
     table = EventTable()
     first = recorded(table)
     slot = table.recorded(first)

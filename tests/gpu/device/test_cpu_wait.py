@@ -1,4 +1,4 @@
-"""Waits on words by threads: they notice in every stage, give up in time and cost little."""
+"""Waits on words by threads: they end in every stage, time out, and cost little."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ LONG_NS = 30_000_000_000
 def address() -> Iterator[int]:
     word = np.zeros(1, np.int32)
     yield int(word.ctypes.data)
-    del word  # nobody looks at it any more
+    del word  # it is not read any more
 
 
 @pytest.mark.parametrize("waited_ns", [0, 1_000_000, 50_000_000])
@@ -51,7 +51,7 @@ def test_a_long_wait_sleeps(address: int) -> None:
 
 
 def test_a_wait_takes_no_stack_per_look(address: int) -> None:
-    """Stack taken inside the loop would end the process after some thousand looks."""
+    """Stack used inside the loop would end the process after some thousand polls."""
     stack_bytes = threading.stack_size(128 * 1024)
     try:
         waiter = threading.Thread(target=lambda: [wait_awake(address, 1) for _ in range(10)])

@@ -1,4 +1,4 @@
-"""The CUDA device on a GPU of threads: order, signals, waits and events, in both ways."""
+"""The CUDA device on a GPU of threads: order, signals, waits and events, with both mechanisms."""
 
 import threading
 import time

@@ -1,7 +1,7 @@
 """The contract of all devices: on a GPU of threads, and on a GPU where there is one.
 
-For both of its ways. Where the host waits for words the calling thread is held, so tests that hold
-a stream and go on are left out there.
+With both mechanisms. Where the host waits for words the calling thread is held, so tests that hold
+a stream and continue are skipped there.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ HOLDS_A_STREAM = {
 
 
 class _CudaContract(DeviceLifeContract):
-    """What CUDA does another way: a computation that fails is also raised where it is launched."""
+    """A difference of CUDA: the error of a failed computation is also raised at its launch."""
 
     sync: str
 

@@ -1,4 +1,4 @@
-"""The calls that the driver's bindings offer, and what is said where there are none to use."""
+"""The calls of the driver's bindings, and errors without usable bindings."""
 
 import builtins
 import inspect
@@ -30,7 +30,7 @@ def _bindings() -> Any:
     ],
 )
 def test_bindings_take_what_we_pass(call: str, parameters: list[str]) -> None:
-    """The names are in the first line of the documentation, which the generator writes."""
+    """The names are in the first line of the generated documentation."""
     signature = (inspect.getdoc(getattr(_bindings(), call)) or "").splitlines()[0]
     inside = signature[signature.index("(") + 1 : signature.rindex(")")]
     names = [part.split(":")[0].split()[-1] for part in inside.split(",") if part.strip()]
@@ -99,7 +99,7 @@ def test_the_package_asks_for_the_bindings_that_are_needed(repository: Path) -> 
 
 
 class FakeBindings:
-    """Returns one code from every call, and remembers the arguments."""
+    """Returns one code from every call, and records the arguments."""
 
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTREGISTER_DEVICEMAP = 2

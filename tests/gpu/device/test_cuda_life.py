@@ -38,7 +38,7 @@ def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
 
 
 def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
-    """Nobody was told when it was enqueued: whoever comes to the end is, once."""
+    """The enqueuing call raised nothing: the next synchronize raises the failure, once."""
     with open_setting() as setting:
         on_device = setting.gpu.empty(16)
         setting.device.adopt(setting.stream)

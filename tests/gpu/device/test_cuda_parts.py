@@ -154,7 +154,7 @@ def test_a_paced_copy_takes_as_long_as_the_link() -> None:
 
 
 class NotedLink(PacedLink):
-    """Remembers when transfers were said to start, and their ends."""
+    """Records the given starts of transfers, and their ends."""
 
     def __init__(self) -> None:
         super().__init__(latency_us=1000)
@@ -223,7 +223,7 @@ def test_a_dead_device_ends_a_paced_copy() -> None:
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)
         gate.set()
-        _await(lambda: device.streams.has_failed(stream.index))  # the agent asks when it comes to
+        _await(lambda: device.streams.has_failed(stream.index))  # the agent polls it
         gpu.is_dead = False
         with pytest.raises(DeviceError, match="illegal access"):
             device.synchronize(timeout_s=5.0)

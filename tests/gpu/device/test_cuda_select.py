@@ -1,4 +1,4 @@
-"""Which of the two ways is taken, why the other is not, and what a forced one that fails says."""
+"""The choice between the two mechanisms, its reasons, and errors of a configured one."""
 
 import logging
 import time
@@ -64,7 +64,7 @@ def test_a_fault_leads_to_the_host_as_a_whole_and_is_warned_of(
 def test_what_a_failed_probe_has_enqueued_ends_before_the_other_way_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or it would write to the memory of the other way's probe, here before that is copied."""
+    """Otherwise it would write to the memory of the next probe, here before that is copied."""
     enqueue, copy = FakeStream.enqueue, BounceCopies.copy
 
     def late(stream: FakeStream, operation: Callable[[], object]) -> None:
@@ -90,7 +90,7 @@ def test_missing_bindings_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.parametrize("fault", ["wait never ends", "wait compares for equality"])
 def test_a_wait_that_holds_for_ever_ends_the_search(fault: str) -> None:
-    """Nothing can take the stream back; trying on would hang later, and without a word."""
+    """The stream cannot be cancelled; further probes would hang later, without a message."""
     gpu = FakeGpu(frozenset({fault}))
     with (
         pytest.raises(StuckStreamError, match="--device-sync host"),

@@ -1,4 +1,4 @@
-"""Registered host memory: what tensors and words it gives, and how long it holds what is below."""
+"""Registered host memory: its tensors and words, and the lifetime of the memory below."""
 
 import mmap
 

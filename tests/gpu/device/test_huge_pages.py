@@ -58,7 +58,7 @@ def test_a_kernel_that_refuses(
 
 
 def huge_bytes_at(address: int) -> int:
-    """Of the mapping that holds an address, as the kernel tells."""
+    """Bytes in huge pages of the mapping at an address, according to the kernel."""
     is_inside = False
     for line in Path(f"/proc/{os.getpid()}/smaps").read_text(encoding="ascii").splitlines():
         first, _, rest = line.partition(" ")

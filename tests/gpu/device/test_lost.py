@@ -1,4 +1,4 @@
-"""Which errors end an engine: those behind which CUDA answers every call with the same one."""
+"""Errors that end an engine: those that CUDA repeats for every later call."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def test_a_sticky_error_is_the_engines_end_by_its_code(code: int) -> None:
         accelerator_error(2),  # out of memory
         accelerator_error(1),  # an invalid value
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("an illegal memory access was encountered"),  # somebody says so; who knows
+        RuntimeError("an illegal memory access was encountered"),  # only a text: not certain
         DeviceError("a word did not come"),
         MemoryError(),
         KeyError(700),

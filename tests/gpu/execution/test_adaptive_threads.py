@@ -1,4 +1,4 @@
-"""The threads of an engine give way to other processes, and say so."""
+"""An engine reduces its threads for other processes, and logs this."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ from corun.gpu.forward.kernel_threads import (
 
 
 class Machine:
-    """A clock, and what two threads of an engine have got of the cores."""
+    """A clock, and the CPU time of two threads of an engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 10.0
@@ -89,7 +89,7 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
         (1, False, "already computes with one thread"),
     ],
 )
-def test_a_number_that_cannot_change_is_told_of(
+def test_a_fixed_number_is_logged(
     machine: Machine, caplog: pytest.LogCaptureFixture,
     max_threads: int, is_fixed: bool, consequence: str,
 ) -> None:  # fmt: skip

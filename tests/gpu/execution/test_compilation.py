@@ -1,4 +1,4 @@
-"""What is told of kernels that are being compiled."""
+"""Reports of kernels that are being compiled."""
 
 import sys
 from types import SimpleNamespace

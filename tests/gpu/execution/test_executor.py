@@ -1,4 +1,4 @@
-"""The device executor: results per row, failures that stay where they belong, memory given back."""
+"""The device executor: results per row, isolated failures, returned memory."""
 
 import gc
 import os

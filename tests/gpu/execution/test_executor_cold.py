@@ -1,4 +1,4 @@
-"""Cold rows and warm ones in one pass: the executor runs it once, and says whose fault it was."""
+"""Cold and warm rows in one pass: the executor runs it once, and reports the failing rows."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,7 +50,7 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
 
 
 class Assisting:
-    """Stands for the workers: they have a bad day, or void what they did."""
+    """Replaces the workers: they fail, or return void results."""
 
     def __init__(
         self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
@@ -106,7 +106,7 @@ def beside_the_cold_one(
 
 
 def causes_of(found: dict[RequestId, Any]) -> list[RetryCause | None]:
-    """Why the three rows are to be computed again."""
+    """Why the three rows must be computed again."""
     rows = [found[RequestId(number)] for number in (1, 2, 3)]
     assert {row.outcome for row in rows} == {Outcome.RETRY}
     return [row.cause for row in rows]

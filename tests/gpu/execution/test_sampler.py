@@ -1,4 +1,4 @@
-"""The sampler, against what its parameters promise."""
+"""The sampler, compared with the definition of its parameters."""
 
 import math
 from typing import Any
@@ -191,7 +191,7 @@ def test_penalties() -> None:
 
 
 def test_penalties_count_what_is_new_and_forget_what_is_cut() -> None:
-    """Step by step, with cuts, as a fresh count of the whole list says."""
+    """Step by step, with cuts, compared with a count of the whole list."""
     rng = np.random.default_rng(0)
     state = make_state(prompt=[1, 1, 2])
     for _ in range(60):

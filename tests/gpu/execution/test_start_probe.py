@@ -1,4 +1,4 @@
-"""Rounding refuses no model at start."""
+"""Rounding alone never refuses a model at start."""
 
 from pathlib import Path
 

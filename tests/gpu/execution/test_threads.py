@@ -1,4 +1,4 @@
-"""One thread where more do not help."""
+"""One thread is chosen where more do not help."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from corun.gpu.quiet_time import Sample
 
 
 class FakeRunner:
-    """A model whose steps take a given time by number of threads, on a clock of its own."""
+    """A model with given step times by number of threads, on its own clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: dict[int, tuple[float, float]]) -> None:
         self._ms = ms
@@ -32,7 +32,7 @@ class FakeRunner:
 @pytest.mark.parametrize(
     ("one", "many", "chosen"),
     [
-        ((1.0, 1.0), (5.0, 5.0), 1),  # barriers cost more than they bring
+        ((1.0, 1.0), (5.0, 5.0), 1),  # barriers cost more than the threads gain
         ((1.05, 1.05), (1.0, 1.0), 1),  # as good as all
         ((10.0, 20.0), (6.0, 10.0), 4),
         ((1.0, 20.0), (1.0, 10.0), 4),  # prefill gains

@@ -1,4 +1,4 @@
-"""A small copy says up to which length a model's thresholds leave packed rows right."""
+"""A small copy shows up to which length packed rows are exact despite thresholds."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_windows_and_rotary_embeddings_that_are_served(name: str) -> None:
 def test_a_model_without_thresholds_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "probe_step", None)
     assert judge_thresholds(make_model("gpt-neox"), MAX_TOKENS, None) == ThresholdVerdict()
-    # Thresholds that no request and no step comes to do not count.
+    # Thresholds beyond all requests and steps do not count.
     assert judge_thresholds(make_model("llama4"), 31, None) == ThresholdVerdict()
 
 
@@ -47,7 +47,7 @@ def test_a_model_without_thresholds_is_not_copied(monkeypatch: pytest.MonkeyPatc
 def test_a_temperature_by_the_place_in_the_step(
     floor_scale: int, chunk: int, expected: int
 ) -> None:
-    """Of real sizes, whichever of chunk and temperature begins first."""
+    """Of real sizes, with the chunk or the temperature beginning first."""
     model = skeleton(
         "llama4_text", num_hidden_layers=4, hidden_size=640, num_attention_heads=10,
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=100_000,
@@ -59,7 +59,7 @@ def test_a_temperature_by_the_place_in_the_step(
 
 
 def test_a_window_that_is_lost_is_seen_at_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number is called and wherever the model has it from."""
+    """For any name of the number and any source of it."""
     monkeypatch.setattr(attention_hook, "read_mask", lambda *_, **__: Sight())
     model = skeleton(
         "phimoe", sliding_window=2047, num_hidden_layers=4, max_position_embeddings=4096
@@ -92,13 +92,13 @@ def test_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mark(directory: Path) -> None:
-    """Change the one verdict that is kept."""
+    """Change the only stored verdict."""
     (path,) = directory.iterdir()
     path.write_text(json.dumps({"outcome": "limited", "num_tokens": 7, "reason": "marked"}))
 
 
 class TestKept:
-    """Verdicts are read again by what they depend on."""
+    """Stored verdicts are found by what they depend on."""
 
     @pytest.fixture
     def model(self) -> PreTrainedModel:

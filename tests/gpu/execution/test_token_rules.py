@@ -30,7 +30,7 @@ def _logits() -> torch.Tensor:
 
 
 def _reference(processor: Any, output: list[int]) -> torch.Tensor:
-    # A first token that nobody asks about: transformers looks at prompts, too.
+    # An additional first token: transformers' processors read prompts, too.
     ids = torch.tensor([[0, *output]])
     scores: torch.Tensor = processor(ids, _logits()[None])[0]
     return scores

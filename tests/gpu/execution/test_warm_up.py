@@ -1,4 +1,4 @@
-"""The passes of a start that ask for every variant of the kernels: none is asked for later."""
+"""The passes of a start use every variant of the kernels: serving needs no other."""
 
 import json
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from support.executor_device import ExecutorDevice
 from support.triton.program import run_triton_program
 from transformers import PreTrainedModel
 
-# Layers of two kinds, one with a window so small that its contexts are never divided; heads whose
-# rows lie one after the other in memory; queries, keys and values in one tensor.
+# Layers of two kinds, one with a window so small that its contexts are never divided; heads with
+# rows that are consecutive in memory; queries, keys and values in one tensor.
 MODELS = ("gemma2", "odd-heads", "phi3")
 
 
 def count(device: str) -> dict[str, dict[str, int]]:
-    """Variants that were warmed, by model and kernel; serving asks for no other."""
+    """Warmed variants, by model and kernel; serving uses no other."""
     pytest.importorskip("triton")
     counted = json.loads(run_triton_program("count_variants", device, *MODELS))
     for name, model in counted.items():

@@ -1,4 +1,4 @@
-"""One-pass kernels give the modules' own bits, and are put nowhere where they would not."""
+"""One-pass kernels give the modules' own bits, and are not installed where they would not."""
 
 import functools
 import inspect
@@ -125,7 +125,7 @@ def test_what_computes_something_else_is_left_alone(
 
 
 def _doubled(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that does something: it drops an argument."""
+    """A decorator with an effect: it drops an argument."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -139,7 +139,7 @@ def _doubled(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def _hidden(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that does not name what it decorates."""
+    """A decorator that does not name the decorated function."""
 
     def decorated(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
@@ -173,7 +173,7 @@ def _with_hidden_rotation(model: PreTrainedModel) -> None:
 
 
 def _with_named_arguments(model: PreTrainedModel) -> None:
-    """As if the modules' own file called its function otherwise."""
+    """As if the modules' own file called its function with other arguments."""
     module = types.ModuleType("other")
     file = inspect.getsource(modeling_llama.LlamaAttention.forward)
     call = "apply_rotary_pos_emb(query_states, key_states, cos, sin)"

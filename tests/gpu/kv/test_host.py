@@ -1,4 +1,4 @@
-"""Slots for KV blocks in the host's memory: where they lie, and what is refused."""
+"""Slots for KV blocks in host memory: their places, and refusals."""
 
 import logging
 import re

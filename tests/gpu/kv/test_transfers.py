@@ -1,4 +1,4 @@
-"""Copies of KV blocks beside the steps: what they carry, who goes first, and what ends badly."""
+"""Copies of KV blocks concurrent with steps: contents, order, and failures."""
 
 import logging
 import threading
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 class Noting:
-    """A tier whose copies begin when the test says so."""
+    """A tier with copies that begin on the test's command."""
 
     def __init__(self) -> None:
         self.link = HeldLink()
@@ -62,7 +62,7 @@ def ended(*numbers: int) -> list[TransferResult]:
 
 
 def apart(num_blocks: int, first: int = 0) -> dict[int, int]:
-    """No two blocks in slots that lie behind each other."""
+    """No two blocks in adjacent slots."""
     return {first + number: 2 * number for number in range(num_blocks)}
 
 
@@ -237,13 +237,13 @@ def test_a_lost_device_ends_the_engine(noting: Noting) -> None:
     noting.device.loss = None
 
 
-def test_nobody_looks_while_the_engine_computes(noting: Noting) -> None:
+def test_copies_are_not_polled_while_the_engine_computes(noting: Noting) -> None:
     noting.link.is_open = False
     with noting.tier.transfers.polling_suspended():
         noting.tier.start(1, TO_DEVICE, apart(2))
         noting.tier.take()
         noting.device.loss = accelerator_error(700)
-        time.sleep(0.05)  # a hundred looks, if anybody looked
+        time.sleep(0.05)  # a hundred polls, if they were not suspended
         noting.device.loss = None
     noting.link.is_open = True
     assert noting.tier.wait() == ended(1)

@@ -1,4 +1,4 @@
-"""Copies of KV blocks by the CUDA device on a GPU of threads, in both of its ways."""
+"""Copies of KV blocks by the CUDA device on a GPU of threads, with both mechanisms."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""KV blocks that go to the host, are used again, and come back: in every legal order."""
+"""KV blocks are copied to the host, reused, and copied back, in every legal order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ BLOCK_BYTES = 64
 
 
 class _Places:
-    """Blocks or slots, each with one owner after the other."""
+    """Blocks or slots, each with successive owners."""
 
     block_bytes = BLOCK_BYTES
 
@@ -47,7 +47,7 @@ class _Places:
 
 
 class _Slots(_Places):
-    """As ``HostKv``, whose slots are never side by side."""
+    """Like ``HostKv``, with slots that are never adjacent."""
 
     watch_cpus = ()
 
@@ -67,7 +67,7 @@ class _Slots(_Places):
 
 
 class _NoWatch:
-    """Nobody looks beside the engine's thread, which asks often enough."""
+    """Does not poll: the engine's thread polls often enough."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -97,7 +97,7 @@ class Engine:
         self.num_transfers = 0
 
     def step(self, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> None:
-        """One that nobody waits for, as of a chunk that does not sample."""
+        """A step without a wait for its end, like a chunk that does not sample."""
         self.device.launch(
             self.compute, lambda: None,
             reads=[self.blocks.bytes_of(block, 1) for block in reads],
@@ -119,7 +119,7 @@ class Engine:
         return transfer_id
 
     def wait(self, num_results: int = 1) -> None:
-        """Until they have ended: they may have when somebody looks, or only later."""
+        """Wait until they have ended: they may have at the first poll, or only later."""
         results = self.transfers.take_results()
         while len(results) < num_results:
             self.device.synchronize(timeout_s=1)
@@ -144,7 +144,7 @@ def recording(life: Callable[[Engine], None]) -> Recording:
 
 
 def used_again_and_back(engine: Engine) -> None:
-    """Copied out behind the step that fills it; its block is another's, then it comes back."""
+    """Copied out behind the step that fills it; its block is reused, then it is copied back."""
     engine.blocks.take(0)
     engine.slots.take(0)
     engine.step(writes=(0,))
@@ -164,7 +164,7 @@ def used_again_and_back(engine: Engine) -> None:
 
 
 def into_a_block_that_was_just_read(engine: Engine) -> None:
-    """Nobody waits for a chunk's step: its request has gone, and its block is another's."""
+    """The end of a chunk's step is not awaited: its request has ended, and its block is reused."""
     engine.blocks.take(0)
     engine.slots.take(0)
     engine.step(writes=(0,))
@@ -237,13 +237,13 @@ def test_it_is_right_in_every_order(life: Callable[[Engine], None]) -> None:
     explore(recording(life)).check()
 
 
-def not_told_of_kernels(engine: Engine) -> None:
+def not_ordered_with_kernels(engine: Engine) -> None:
     engine.slots.compute = None
     into_a_block_that_was_just_read(engine)
 
 
 def used_again_early(engine: Engine) -> None:
-    """The block goes to somebody else before the transfer has ended."""
+    """The block is reused before the transfer has ended."""
     engine.blocks.take(0)
     engine.slots.take(0)
     engine.step(writes=(0,))
@@ -256,7 +256,7 @@ def used_again_early(engine: Engine) -> None:
 
 
 def read_early(engine: Engine) -> None:
-    """Kernels read what has not come yet."""
+    """Kernels read a block that has not arrived yet."""
     engine.blocks.take(0)
     engine.slots.take(0)
     engine.device.host.compute(writes=[engine.slots.held[0]])
@@ -267,7 +267,7 @@ def read_early(engine: Engine) -> None:
 
 
 MISTAKES: dict[Callable[[Engine], None], set[type[Finding]]] = {
-    not_told_of_kernels: {Overlap, OverwriteBeforeRead, ReadBeforeWrite},
+    not_ordered_with_kernels: {Overlap, OverwriteBeforeRead, ReadBeforeWrite},
     used_again_early: {UseAfterHandOn},
     read_early: {Overlap, ReadBeforeWrite},
 }

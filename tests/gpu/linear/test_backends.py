@@ -1,4 +1,4 @@
-"""Linear backends against float64, and which one is taken."""
+"""Linear back ends against float64, and the choice between them."""
 
 import logging
 from functools import partial
@@ -17,7 +17,7 @@ from corun.gpu.linear.select import select_linear_backend
 from corun.gpu.quiet_time import Sample
 from corun.runtime.errors import ConfigError
 
-# The arithmetics that this process can compute with, whatever it would choose.
+# All arithmetics that this process supports, not only the chosen one.
 TAGS = [BFLOAT16, BFLOAT16_DOT] if process_isa().has_bfloat16_dot else [BFLOAT16]
 
 
@@ -132,7 +132,7 @@ def test_auto_leaves_the_preferred_only_for_a_gain(
 
 
 def record(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> list[int]:
-    """Let every product seem to take a scheduler tick; returns the number of measurements."""
+    """Make every product seem to take a scheduler tick; returns the number of measurements."""
     count: list[int] = []
     recorded_ms = [19.967, 20.016, 19.984, 20.003]
 

@@ -1,4 +1,4 @@
-"""Linears of one input: computed once, in any order of calls, and nothing is held afterwards."""
+"""Linears of one input: computed once, in any order of calls, and nothing is stored afterwards."""
 
 import weakref
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Packed matrices come back from disk as they were, or not at all."""
+"""Packed matrices are read from disk unchanged, or not at all."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: how near they are to the full ones, and that packing keeps them."""
+"""Weights of 8 and 4 bits: their error, and that packing preserves them."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def _weight(out_features: int, in_features: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(out_features)
     weight = 0.02 * torch.randn(out_features, in_features, generator=generator)
     weight[1, 64:128] = 0
-    weight[2, :64] = 1e-42  # whose scale would be zero
+    weight[2, :64] = 1e-42  # the scale would be zero
     return weight
 
 

@@ -35,7 +35,7 @@ def make_linear(shape: tuple[int, int], bits: int, has_zeros: bool) -> Quantized
 
 
 def coded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """What the kernel makes of x: float64."""
+    """The kernel's rounded x: float64."""
     groups = x.double().unflatten(-1, (-1, GROUP))
     steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if bits == 8 else 127)
     codes = (groups / torch.where(steps == 0, 1, steps)).round()
@@ -70,7 +70,7 @@ def test_products_of_any_shape(
 
 @each_kind
 def test_the_error_is_that_of_the_weights(bits: int, has_zeros: bool) -> None:
-    """Of values as models have them: features of very different sizes, and outliers."""
+    """For realistic values: features of very different sizes, and outliers."""
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(256, 512, generator=generator)
     quantized = quantize(weight, bits)
@@ -136,7 +136,7 @@ def test_zeros_and_what_is_nearly_zero(bits: int, has_zeros: bool) -> None:
     x = torch.zeros(3, 192).bfloat16()
     x[1] = 1e-40  # its inverse is not finite
     assert torch.equal(backend(x), bias.bfloat16().expand(3, 64))
-    # The largest values that there are, whose sum still is one.
+    # The largest values with a finite sum.
     x[2, :64] = torch.finfo(torch.bfloat16).max / 1024
     truth = x[2].double() @ torch.from_numpy(weight.dequantized()).double().t()
     torch.testing.assert_close(backend(x)[2].double(), truth, rtol=2**-6, atol=1e30)

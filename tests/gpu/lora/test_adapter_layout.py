@@ -26,7 +26,7 @@ LAYOUTS: dict[str, MatrixLayout] = {"packed": PACKED, "rows": ROWS}
 def fill(
     directory: Path, layout: AdapterLayout, target_map: TargetMap
 ) -> tuple[tuple[GroupPlan, ...], list[torch.Tensor]]:
-    """The regions of an adapter, in memory that was not clean before."""
+    """The regions of an adapter, in memory with previous contents."""
     with open_adapter(directory, target_map, max_rank=64) as source:
         plans = layout.plan(source.adapter)
         parts = [torch.full((plan.region.num_bytes,), 0xA5, dtype=torch.uint8) for plan in plans]
@@ -37,7 +37,7 @@ def fill(
 
 
 class NoMemory(TorchDispatchMode):
-    """Within it torch may look at memory and copy, and take none."""
+    """Inside, torch may view memory and copy, but not allocate."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -66,7 +66,7 @@ def unpacked(packed: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def matrices(
     layout: AdapterLayout, plans: tuple[GroupPlan, ...], parts: list[torch.Tensor]
 ) -> dict[int, tuple[Target, PackedLora]]:
-    """What is found in filled regions: A, and B as the adapter has it."""
+    """The contents of filled regions: A, and B as in the adapter."""
     found = {}
     for plan, part in zip(plans, parts, strict=True):
         for one in layout.matrices_in(RegionPlace(*plan.key, 0, part.numel()), part):
@@ -130,7 +130,7 @@ def test_deltas_are_those_of_peft(
 def make_layout(
     dtype: torch.dtype = torch.float32, matrices: MatrixLayout = PACKED
 ) -> tuple[AdapterLayout, TargetMap]:
-    """A model whose q, k, v read the same x."""
+    """A model with q, k and v that read the same x."""
     plain = build_target_map(make_model("llama3-rope"))
     groups = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
     targets = [

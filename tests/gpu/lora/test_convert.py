@@ -1,4 +1,4 @@
-"""Values of files in the type that they are served in."""
+"""Values of files in the type of the served model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which LoRA backend is taken, and what is said where one cannot be."""
+"""The choice of a LoRA back end, and errors of an unusable one."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The pointer table: rows, reuse, and what a full one says."""
+"""The pointer table: rows, reuse, and the error of a full one."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The library's Conv1D becomes the linear that it is."""
+"""The library's Conv1D becomes an equivalent linear."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Loading a model: what a directory lacks is said, and never made up."""
+"""Loading a model: missing files and weights are reported, never made up."""
 
 import json
 import shutil
@@ -106,7 +106,7 @@ def leave_other_files(directory: Path) -> None:
 
 
 def write_old_fields(directory: Path) -> None:
-    """As releases before 5 wrote configurations."""
+    """As transformers before release 5 wrote configurations."""
     file = directory / "config.json"
     drop_fields(file, "dtype", "rope_parameters")
     edit(file, torch_dtype="float32", transformers_version="4.30.0", rope_theta=10000.0,
@@ -114,7 +114,7 @@ def write_old_fields(directory: Path) -> None:
 
 
 def become_links(directory: Path) -> None:
-    """As the hub's cache has it: names in a snapshot, files by their digests elsewhere."""
+    """As in the hub's cache: names in a snapshot, files by their digests elsewhere."""
     blobs = directory.parent / "blobs"
     blobs.mkdir()
     for number, file in enumerate(sorted(directory.iterdir())):

@@ -1,4 +1,4 @@
-"""What a mask shows is read from its function, however far its edges lie."""
+"""Masks are read from their function, at any distance of their edges."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every position has a limit: a floor, or what rounding alone has been seen to do there."""
+"""Every position has a limit: a minimum, or the measured effect of rounding."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The parity probe admits what can be served and refuses the rest by name and reason."""
+"""The parity probe admits supported models and refuses others by name and reason."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_a_mask_says_what_a_layer_sees(name: str, windows: list[int | None]) -> 
 
 
 def test_a_mask_goes_before_what_the_call_says() -> None:
-    """transformers' own attention looks at the mask alone."""
+    """transformers' own attention uses only the mask."""
     hook = PagedAttentionHook(StepContext())
     attend = AttentionInterface._global_mapping[hook.name]
     module = torch.nn.Module()

@@ -1,4 +1,4 @@
-"""Which linears are made of fewer bits, from what, at what cost, and when that is refused."""
+"""Quantised linears: which ones, from which tensors, at what cost, and refusals."""
 
 import json
 import logging
@@ -364,7 +364,7 @@ def test_a_bias_that_would_be_lost_is_refused(model: Path) -> None:
 def test_a_start_needs_little_more_than_what_it_leaves(
     mode: str, max_weight_mib: int, tmp_path: Path
 ) -> None:
-    """A float32 checkpoint of 200 MiB, in another process, whose peak is its own."""
+    """A float32 checkpoint of 200 MiB, in another process, to measure its peak."""
     script = Path(__file__).parents[2] / "support" / "quantized_start.py"
     done = subprocess.run(
         [sys.executable, "-P", str(script), mode, str(tmp_path)], capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""What is served is decided without weights: ``corun check`` and ``corun serve`` decide alike."""
+"""Support is decided without weights: ``corun check`` and ``corun serve`` agree."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from corun.runtime.errors import ModelError
 from packaging.version import Version
 from support.bases import TEXT_MODELS, WRAPPERS, auto_class, base_config
 
-# Their refusals: what the message says.
+# Their refusals: parts of the message.
 REFUSED = {
     "bloom": "never calls transformers' attention interface",
     "falcon": "does not use transformers' attention interface",

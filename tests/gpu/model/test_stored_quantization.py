@@ -1,4 +1,4 @@
-"""Checkpoints of other projects are taken code by code; what is not understood is refused.
+"""Checkpoints of other projects are read code by code; unknown settings are refused.
 
 The packers here follow the formats' own descriptions, element by element.
 """
@@ -46,7 +46,7 @@ def pack(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) ->
 
 
 class Matrix:
-    """Unsigned codes and zero points, scales, and what they stand for."""
+    """Unsigned codes and zero points, scales, and the values that they represent."""
 
     def __init__(self, bits: int, group_size: int = 128, *, symmetric: bool = False) -> None:
         rng = np.random.default_rng(bits + group_size)
@@ -181,7 +181,7 @@ def with_activations() -> dict[str, Any]:
 
 
 def test_bitsandbytes_is_read_in_full() -> None:
-    """What each matrix is of stands in the files."""
+    """The format of each matrix is in the files."""
     full = StoredQuantization("bitsandbytes", frozenset())
     assert read(four_bit_config()) == full
     assert read({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}) == full

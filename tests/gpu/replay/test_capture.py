@@ -1,4 +1,4 @@
-"""What is captured computes the same on other inputs; what could not is refused by name."""
+"""Captured passes compute the same on other inputs; those that could not are refused by name."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def ids(*values: int) -> torch.Tensor:
 
 
 def capture(run: Run) -> CapturedPass | str:
-    """Capture a pass, whose own result is what the function gives."""
+    """Capture a pass and check that its result is the function's."""
     first, second = ids(1, 2, 3), ids(4, 5, 6)
     with torch.inference_mode():
         logits, graph = capture_pass(run, first, second)
@@ -87,7 +87,7 @@ def test_kernels_and_operations_in_their_order() -> None:
 
 @pytest.mark.parametrize("tag", [BFLOAT16, BFLOAT16_DOT], ids=lambda tag: tag.dtype.name)
 def test_linears_of_each_arithmetic_are_captured(tag: np.generic) -> None:
-    """Whichever back end this machine would choose."""
+    """For each back end, not only the machine's choice."""
     if tag is BFLOAT16_DOT and not process_isa().has_bfloat16_dot:
         pytest.skip("this process has no AVX512_BF16")
     generator = torch.Generator().manual_seed(0)

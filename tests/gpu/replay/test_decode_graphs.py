@@ -1,4 +1,4 @@
-"""Replayed decode passes give the modules' own bits, and are left alone where they would not."""
+"""Replayed decode passes give the modules' own bits, and others are not replayed."""
 
 import logging
 import random
@@ -88,7 +88,7 @@ class DecodePasses:
         return self.runner.forward(inputs, inputs.last_indices)
 
     def decode_asking(self, requests: list[Request]) -> tuple["AskedPass", torch.Tensor]:
-        """The same with deltas that are somebody else's to add."""
+        """The same with deltas added by another pass object."""
         inputs = self.decode_inputs(requests)
         assert inputs.lora is not None
         deltas = AskedPass(ResidentDeltas(self.loaded.lora_backend, inputs.lora))
@@ -120,7 +120,7 @@ class DecodePasses:
 
 
 class AskedPass:
-    """A pass whose deltas have to be asked for each time; see ``DeltaPass``."""
+    """A pass with deltas that the graph must call for each time; see ``DeltaPass``."""
 
     is_repeatable = False
 
@@ -160,7 +160,7 @@ class Pair:
     def __init__(self, directory: Path, dtype: str) -> None:
         replaying = DecodePasses(directory, dtype=dtype)
         # What was chosen by a measurement for one copy: on a busy machine the other's choice
-        # could be another, whose sums round otherwise.
+        # could differ, and round sums differently.
         linear_backend = replaying.loaded.linear_backend_name
         plain = DecodePasses(
             directory, dtype=dtype, decode_graphs="off", linear_backend=linear_backend
@@ -241,7 +241,7 @@ def test_every_number_of_rows_and_adapters_that_come_and_go(llama: Pair) -> None
 
 
 def test_contexts_grow_over_many_blocks(llama: Pair) -> None:
-    """Work is cut otherwise as contexts grow; a replay is told of it."""
+    """Work is cut differently as contexts grow; replays follow."""
     llama.start((0, -1, 0), (1, -1, 0))
     for _ in range(36):
         llama.decode(0, 1)
@@ -259,7 +259,7 @@ def test_prefill_and_chunks_between_leave_graphs_right(llama: Pair) -> None:
 
 
 def test_deltas_of_others_are_asked_for_in_every_replay(llama: Pair) -> None:
-    """Their pass is captured only once a pass of so many rows has been verified."""
+    """Their pass is captured only after a pass with this number of rows was verified."""
     for passes in llama.both:
         row = passes.add_adapter(8)
     llama.start((0, row, 8), (1, row, 8))
@@ -301,7 +301,7 @@ def test_another_number_of_threads_is_another_graph(llama: Pair) -> None:
 def test_a_replay_that_differs_turns_graphs_off(
     llama: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module that computes with a value of Python's which changes from pass to pass."""
+    """A module that computes with a Python value that changes from pass to pass."""
     llama.start((0, -1, 0))
     for passes in llama.both:
         norm = passes.runner.model.model.norm

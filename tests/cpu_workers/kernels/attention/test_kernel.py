@@ -1,4 +1,4 @@
-"""What is particular to the numba back end: other arithmetic, long contexts, equal cuts of work."""
+"""Particularities of the numba back end: other arithmetic, long contexts, equal cuts of work."""
 
 from dataclasses import replace
 from typing import Any

@@ -8,7 +8,7 @@ from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear.numba_backend import NumbaLinear
 
-# The arithmetics that this process can compute with, whatever it would choose.
+# All arithmetics that this process supports, not only the chosen one.
 TAGS = [BFLOAT16, BFLOAT16_DOT] if process_isa().has_bfloat16_dot else [BFLOAT16]
 each_tag = pytest.mark.parametrize("tag", TAGS, ids=lambda tag: tag.dtype.name)
 

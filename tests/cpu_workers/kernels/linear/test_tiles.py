@@ -1,4 +1,4 @@
-"""Register tiles of dense products: what LLVM makes of them."""
+"""Register tiles of dense products: the code that LLVM generates."""
 
 import json
 import os
@@ -60,7 +60,7 @@ print(spills)
 def test_tiles_of_integers_are_made_of_products_and_keep_their_sums(
     level: str, feature: str | None, instructions: dict[str, str]
 ) -> None:
-    """Compiled here, whatever this machine has; run where it has it, by the tests of products."""
+    """Compiled here on every machine; the tests of products run them where supported."""
     inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
     environment = inherited | isa.forcing_environment(level)
     if feature is not None:

@@ -16,7 +16,7 @@ def test_scratch_is_enough_for_any_region() -> None:
 
 
 def test_a_region_says_itself_what_is_in_it() -> None:
-    """The place of a region is all that a job names of an adapter."""
+    """The only reference of a job to an adapter is the place of a region."""
     place = Workplace(DeltaCase(1, 48, (32, 16), (5, 0)))
     job = place.job()
     bytes_read = place.region_bytes()

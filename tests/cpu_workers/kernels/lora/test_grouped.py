@@ -1,4 +1,4 @@
-"""The grouped LoRA kernel, called by its back end: whose bits depend on whom."""
+"""The grouped LoRA kernel, called by its back end: a token's bits do not depend on others."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which arithmetic kernels use for bfloat16, and the loop in registers that says how fast it is."""
+"""The choice of arithmetic for bfloat16, and the loop in registers that measures it."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def test_the_loop_multiplies_as_often_as_it_says(tag: np.generic) -> None:
 def test_a_loop_of_integers_multiplies_as_often_as_it_says(
     tag: np.generic, neighbours: int
 ) -> None:
-    """Its time grows with it as that of float32 does, within what no processor differs by."""
+    """Its time grows as that of float32 does, within what no processor exceeds."""
     assert arithmetic.products_per_loop(tag) == neighbours * arithmetic.products_per_loop(FLOAT32)
     ratio = arithmetic.products_per_s(tag) / arithmetic.products_per_s(FLOAT32)
     # Generic code has no such instructions; the fastest adds eight products where float32 has one.

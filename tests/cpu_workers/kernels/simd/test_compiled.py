@@ -1,4 +1,4 @@
-"""Functions of numba that are called through their address."""
+"""Functions of numba that are called by address."""
 
 import numpy as np
 from corun.cpu_workers.kernels.simd.compiled import (

@@ -1,4 +1,4 @@
-"""Levels of instructions: which one a processor has, how one is forced, what is refused."""
+"""Instruction set levels: detection, forcing, and refusals."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from corun.cpu_workers.kernels.simd import isa
 
 _AVX2 = frozenset(["avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-# What this machine could be forced to, other than what this process is.
+# The levels that this machine supports, other than this process's.
 _MACHINE = isa.level_of(isa.machine_features())
 _OTHERS = [
     level.name
