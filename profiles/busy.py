@@ -1,31 +1,31 @@
-"""Tells a machine on which others compute from a quiet one. Pure."""
+"""Detects other programs that compute on a machine during a measurement. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .curve import median
 
-MAX_FOREIGN_SHARE = 0.1  # of one CPU, by programs that are not ours
+MAX_FOREIGN_SHARE = 0.1  # of one CPU, by other programs
 MAX_SPREAD = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CpuUse:
-    """CPU seconds over a while, on the CPUs that count."""
+    """CPU seconds of an interval, on the observed CPUs."""
 
     wall_s: float
-    busy_s: float  # by anybody, on those CPUs
-    stolen_s: float  # that the hypervisor kept from them
-    own_s: float  # by this process and what it has started
+    busy_s: float  # of all processes on these CPUs
+    stolen_s: float  # withheld by the hypervisor
+    own_s: float  # of this process and its children
 
     @property
     def foreign_cpus(self) -> float:
-        """CPUs' worth of time that others had."""
+        """Mean number of CPUs that other programs used."""
         return max(0.0, self.busy_s - self.own_s) / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def stolen_cpus(self) -> float:
-        """CPUs' worth of time that other machines on this host had."""
+        """Mean number of CPUs that the hypervisor withheld."""
         return self.stolen_s / self.wall_s if self.wall_s > 0 else 0.0
 
 

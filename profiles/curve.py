@@ -10,8 +10,8 @@ from typing import Self
 class Curve:
     """y over x through measured points.
 
-    Below the first point its value holds (fixed costs do not vanish); beyond the last one the
-    last slope goes on. Raises ``ValueError`` unless x ascends and there is at least one point.
+    Below the first point its value holds (fixed costs do not vanish); beyond the last point the
+    last slope continues. Raises ``ValueError`` unless x ascends and there is at least one point.
     """
 
     x: tuple[float, ...]
@@ -43,8 +43,8 @@ class Curve:
 class CurveFamily:
     """Curves at ascending values of a second quantity, linear between neighbours.
 
-    Outside the measured values the nearest curve is scaled by the ratio of the quantities above,
-    and taken as it is below.
+    Above the measured values the last curve is scaled by the ratio of the quantities; below them
+    the first curve holds.
     """
 
     keys: tuple[float, ...]
@@ -78,8 +78,8 @@ def median(values: Sequence[float]) -> float:
 def rising(values: Sequence[float]) -> tuple[float, ...]:
     """The non-falling values with the least squared distance from ``values``.
 
-    More work never takes less time, so where a measurement says so it is noise: neighbours that
-    fall are replaced by their mean (pool adjacent violators). O(n).
+    More work never takes less time, so falling measurements are noise: falling neighbours are
+    replaced by their mean (pool adjacent violators). O(n).
     """
     means: list[float] = []
     sizes: list[int] = []

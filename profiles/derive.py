@@ -1,11 +1,11 @@
-"""What follows from measured curves: token budgets, layer groups. Pure."""
+"""Derives token budgets and layer groups from measured curves. Pure."""
 
 from collections.abc import Sequence
 
 from .curve import Curve
 from .models import GroupModel, LinkModel
 
-_GOOD_RATE = 0.9  # of the best tokens per second that a core reaches
+_GOOD_RATE = 0.9  # of a core's best tokens per second
 _LATENCY_SHARE = 0.1  # of a layer group's time on the link
 
 
@@ -14,12 +14,12 @@ def tokens_per_worker(
 ) -> int:
     """The per-core token budget c for adapters with these ranks per input group.
 
-    The most tokens whose deltas one core finishes while the device computes the base products of
-    as many: ceil(L / c) cores then hide the deltas of any L behind its base products. Where no
-    core ever keeps up, the fewest tokens at which a core is about as fast as it gets, so that
-    cutting finer would only add invocations. Never more than ``max_tokens``, those of a step.
+    The most tokens for which one core computes the deltas while the device computes the base
+    products: ceil(L / c) cores then hide the deltas of any L behind its base products. Where no
+    core keeps up, the fewest tokens at which a core is near its best rate, as finer slices would
+    only add invocations. At most ``max_tokens``, those of a step.
 
-    Source: Toppings, section 4.2, which sets c by profiling and does not say by what rule.
+    Source: Toppings, section 4.2, which sets c by profiling without giving the rule.
     """
     kept_up = 0
     for num_tokens in _ladder(max_tokens):
@@ -39,14 +39,14 @@ def tokens_per_worker(
 
 
 def min_group_bytes(link: LinkModel) -> int:
-    """Bytes of a layer group from which the link's latency is a small share of its time."""
+    """Bytes of a layer group above which the link's latency is a small share of its time."""
     return max(1, round(link.latency_s * link.bytes_per_s * (1 / _LATENCY_SHARE - 1)))
 
 
 def crossovers(names: Sequence[str], curves: Sequence[Curve]) -> tuple[tuple[int, str], ...]:
-    """From how many tokens on which of the named curves is lowest: (tokens, name), ascending.
+    """The fastest curve by number of tokens: (first tokens, name), ascending.
 
-    As far as all were measured: beyond its last point a curve is only a guess.
+    Up to the last point that all curves have: beyond its points a curve is only a guess.
     """
     result: list[tuple[int, str]] = []
     for num_tokens in _ladder(int(min(curve.x[-1] for curve in curves))):
@@ -63,7 +63,7 @@ def _knee(group: GroupModel, rank_sum: int, max_tokens: int) -> int:
 
 
 def _ladder(max_tokens: int) -> Sequence[int]:
-    """Token counts that are tried: every one at first, then in steps of an eighth."""
+    """Token counts to try: every one at first, then in steps of an eighth."""
     tokens = [1]
     while tokens[-1] < max_tokens:
         tokens.append(min(max_tokens, tokens[-1] + max(1, tokens[-1] // 8)))

@@ -1,4 +1,4 @@
-"""Finds the profile that fits, or has one measured. Pure but for files."""
+"""Finds the profile that fits, or measures one. Pure but for files."""
 
 import hashlib
 import logging
@@ -19,15 +19,15 @@ MAX_AGE = timedelta(days=90)
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """Whether a profile may be used for a subject, in words. All empty: it fits."""
+    """Reasons against a profile for a subject. All empty: it fits."""
 
-    refusals: tuple[str, ...] = ()  # it is of another model: its figures mean nothing
-    foreign: tuple[str, ...] = ()  # another machine's, or measured with other options
-    stale: tuple[str, ...] = ()  # it was right once
+    refusals: tuple[str, ...] = ()  # of another model: the figures do not apply
+    foreign: tuple[str, ...] = ()  # of another machine, or measured with other options
+    stale: tuple[str, ...] = ()  # outdated
 
 
 def judge(profile: Profile, subject: Subject, now: datetime) -> Fitness:
-    """Compare what ``profile`` was measured with and what is here now."""
+    """Compare the conditions of ``profile`` with the current ones."""
     then = profile.subject
     foreign = (
         *differences(then.machine, subject.machine),
@@ -48,15 +48,15 @@ def judge(profile: Profile, subject: Subject, now: datetime) -> Fitness:
 
 
 def state_directory(environment: dict[str, str], home: Path) -> Path:
-    """Where profiles of this user lie. Source: XDG base directory specification."""
+    """The directory of this user's profiles. Source: XDG base directory specification."""
     state = environment.get("XDG_STATE_HOME", "")
-    # The specification has relative paths ignored.
+    # The specification ignores relative paths.
     base = Path(state) if state.startswith("/") else home / ".local" / "state"
     return base / "corun" / "profiles"
 
 
 def default_path(subject: Subject, directory: Path) -> Path:
-    """The file of this machine, these options and this model's shape, whatever the versions."""
+    """The file of this machine, these options and this model's shape, for all versions."""
     key = msgspec.json.encode((subject.machine, subject.settings, subject.shape))
     return directory / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
 
@@ -68,17 +68,17 @@ def find_or_measure(
     measure: Callable[[], Profile],
     now: datetime,
 ) -> Profile:
-    """The profile of ``given`` or of the default place; else a new one, which is saved there.
+    """The profile in ``given`` or at the default path; without one, measure it and save it there.
 
     Args:
-        subject: What is to be predicted.
-        given: ``--profile``, which must exist; None = the default place.
-        directory: Of the default place.
-        measure: Makes a quick profile.
+        subject: The machine, options and model to predict.
+        given: ``--profile``, which must exist; None = the default path.
+        directory: Of the default path.
+        measure: Measures a quick profile.
         now: With its time zone.
 
     Raises:
-        ProfileError: ``given`` holds none, or one of another model.
+        ProfileError: ``given`` holds no profile, or one of another model.
     """
     profile = find_saved(subject, given, directory, now)
     return _measured(default_path(subject, directory), measure) if profile is None else profile
@@ -87,7 +87,7 @@ def find_or_measure(
 def find_saved(
     subject: Subject, given: Path | None, directory: Path, now: datetime
 ) -> Profile | None:
-    """The profile of ``given`` or of the default place, if there is one that can be read.
+    """The profile in ``given`` or at the default path, if there is one that can be read.
 
     See ``find_or_measure``.
     """

@@ -1,4 +1,4 @@
-"""Lines and planes through measurements, judged on points they have not seen. Pure."""
+"""Fits lines and planes to measurements, validated on held-out points. Pure."""
 
 import itertools
 import math
@@ -36,18 +36,18 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plane through all points, and how well planes predict what they were not fitted to."""
+    """A plane fitted to all points, and the accuracy of planes on held-out points."""
 
     plane: Plane
     r_squared: float  # on the held-out points; 1 = exact, 0 = no better than their mean
     num_points: int
-    num_held_out: int  # each once, from a plane through others
+    num_held_out: int  # each once, predicted by a plane through the others
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Least squares of the relative error, so that small batches count as much as large ones.
+    """Least squares of the relative error: small batches count as much as large ones.
 
-    Raises ``ValueError`` without at least two different x and positive y.
+    Raises ``ValueError`` unless there are two different x, and all y are positive.
     """
     if len(set(x)) < 2 or min(y) <= 0:
         raise ValueError("a line needs two different x and positive y")
@@ -70,10 +70,10 @@ def fit_plane(
 ) -> Plane:
     """``fit_line`` for several terms: ``points`` [points][terms].
 
-    The first ``num_known`` terms are seconds that y has in it for certain: their factors are 1. Of
-    all choices of the others the one with the least error whose factors are not negative; those
-    that are left are 0. Raises ``ValueError`` without positive y, or fewer points than two more
-    than terms to fit.
+    The first ``num_known`` terms are known parts of y, in seconds: their factors are 1. Of all
+    subsets of the other terms, the one with non-negative factors and the least error is chosen;
+    the factors of the rest are 0. Raises ``ValueError`` for y that are not positive, or with fewer
+    points than terms to fit plus two.
     """
     terms, times = np.asarray(points, float), np.asarray(y, float)
     num_terms = terms.shape[1] - num_known
@@ -100,7 +100,7 @@ def fit_plane(
 def r_squared(predicted: Sequence[float], y: Sequence[float]) -> float:
     """Share of the variance of ``y`` that the predictions explain.
 
-    Raises ``ValueError`` if all y are equal: there is then nothing to explain.
+    Raises ``ValueError`` if all y are equal, as there is no variance.
     """
     mean = sum(y) / len(y)
     total = sum((value - mean) ** 2 for value in y)
@@ -114,12 +114,12 @@ def fit_with_held_out(
     points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0,
     max_parts: int = 10,
 ) -> Fit:  # fmt: skip
-    """Fit all points, and judge by predictions of each from a plane through others.
+    """Fit all points, and validate by cross-validation over ``max_parts`` parts.
 
-    In the order of their terms every ``max_parts``-th, or each if there are fewer, is held out at
-    a time: a few points held out once may lie close together, and say nothing of the rest.
+    In the order of their terms, every ``max_parts``-th point (each point, if there are fewer) is
+    held out at a time. A single set of few held-out points could lie close together.
 
-    Raises ``ValueError`` if too few points would be left.
+    Raises ``ValueError`` if too few points remain.
     """
     order = sorted(range(len(points)), key=lambda index: (*points[index], y[index]))
     num_parts = min(max_parts, len(points))

@@ -1,9 +1,9 @@
 """Fair sharing of a link between host and device. Pure.
 
-Both directions are independent (full duplex). Within one, all transfers under way get the same
-share of the bandwidth at every moment: generalised processor sharing, computed by its virtual
-clock, which shows the bytes that each transfer has got. Transfers that nobody waits for move only
-while no other does. Everything is computed on absolute time.
+Both directions are independent (full duplex). Within one, all running transfers get the same share
+of the bandwidth at every moment: generalised processor sharing. Its virtual clock counts the bytes
+that each transfer has received. Prefetches move only while no demand transfer does. All times are
+absolute.
 
 Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 
 class Direction(enum.Enum):
-    """Which way a transfer goes."""
+    """The direction of a transfer."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
@@ -25,21 +25,21 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """One direction of a link, since it was made."""
+    """Statistics of one direction of a link, since it was made."""
 
-    num_bytes: int  # of all transfers that were begun
-    busy_s: float  # with at least one transfer under way
-    num_transfers: int  # under way now
+    num_bytes: int  # of all transfers that have started
+    busy_s: float  # with at least one running transfer
+    num_transfers: int  # running now
 
 
 @dataclass(slots=True)
 class _Share:
-    """Transfers that share evenly."""
+    """Transfers that share the bandwidth evenly."""
 
     each_bytes: float = 0.0  # the virtual clock
-    # Heap of the parts to come: end on the virtual clock, transfer, number of the part.
+    # Heap of pending parts: end on the virtual clock, transfer, number of the part.
     parts: list[tuple[float, int, int]] = field(default_factory=list)
-    num_left: dict[int, int] = field(default_factory=dict)  # parts of each transfer under way
+    num_left: dict[int, int] = field(default_factory=dict)  # parts of each running transfer
 
     def copy(self) -> "_Share":
         return _Share(self.each_bytes, self.parts.copy(), self.num_left.copy())
@@ -49,7 +49,7 @@ class _Share:
         self.num_left[index] = self.num_left.get(index, 0) + 1
 
     def pop(self) -> int:
-        """Let the next part end; of which transfer it was."""
+        """Complete the next part; return its transfer."""
         self.each_bytes, index, _ = heapq.heappop(self.parts)
         self.num_left[index] -= 1
         if not self.num_left[index]:
@@ -58,10 +58,10 @@ class _Share:
 
 
 class SharedLane:
-    """One direction with a bandwidth. What is computed up to ``_now_s`` does not change any more.
+    """One direction with a bandwidth. Results up to ``_now_s`` are final.
 
-    Time advances only when a transfer starts or becomes urgent, never when somebody looks: so a
-    transfer may start a little in the past, where the one before it on its stream ended.
+    Time advances only when a transfer starts or becomes urgent, never on reads. So a transfer may
+    start a little in the past, where the one before it on its stream ended.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -69,20 +69,20 @@ class SharedLane:
         self._busy_s = 0.0
         self._now_s = 0.0
         self._demand = _Share()
-        self._prefetch = _Share()  # has the lane while nothing else does
-        self._ends_s: dict[int, list[float]] = {}  # of parts that have ended, until forgotten
+        self._prefetch = _Share()  # moves only while there is no demand transfer
+        self._ends_s: dict[int, list[float]] = {}  # of completed parts, until ``forget``
 
     def start(
         self, index: int, part_bytes: Sequence[float], start_s: float, *, is_demand: bool = True
     ) -> float:
-        """Move parts one behind the other, and behind those that the transfer has already.
+        """Queue parts of a transfer, one behind the other, behind its earlier parts.
 
-        Returns when that was: no sooner than the newest start before.
+        Returns the start time: not before the latest earlier start.
         """
         self._advance(start_s)
         share = self._demand if is_demand else self._prefetch
         if not share.parts:
-            share.each_bytes = 0.0  # keeps it exact for ever
+            share.each_bytes = 0.0  # avoids accumulated rounding
         ends_s = self._ends_s.setdefault(index, [])
         pending = [end for end, other, _ in share.parts if other == index]
         end_bytes, part = max(pending, default=share.each_bytes), len(ends_s) + len(pending)
@@ -93,7 +93,7 @@ class SharedLane:
         return self._now_s
 
     def promote(self, index: int, now_s: float) -> None:
-        """Somebody waits for what has been started without demand."""
+        """Make a running prefetch a demand transfer."""
         self._advance(now_s)
         moved = sorted(one for one in self._prefetch.parts if one[1] == index)
         if not moved:
@@ -108,9 +108,9 @@ class SharedLane:
             self._demand.push(self._demand.each_bytes + ahead_bytes, index, part)
 
     def ends_s(self) -> Mapping[int, Sequence[float]]:
-        """When each part ends, or has ended, of all transfers that nobody has forgotten.
+        """When each part ends, or has ended, of all transfers without a call of ``forget``.
 
-        That is if nothing else starts: more transfers can only make it later.
+        Assumes that no other transfer starts; more transfers can only delay it.
         """
         future = self._copy()
         future._ends_s = {index: ends_s.copy() for index, ends_s in self._ends_s.items()}
@@ -118,11 +118,11 @@ class SharedLane:
         return future._ends_s
 
     def forget(self, index: int, _now_s: float) -> None:
-        """Nobody asks for its end any more."""
+        """Drop the end times of a transfer."""
         del self._ends_s[index]
 
     def at(self, now_s: float) -> tuple[float, int]:
-        """Busy seconds and transfers under way, as they will have been at ``now_s``."""
+        """Busy seconds and number of running transfers at ``now_s``."""
         future = self._copy()
         future._advance(now_s)
         return future._busy_s, len(future._demand.num_left) + len(future._prefetch.num_left)
@@ -150,7 +150,7 @@ class SharedLane:
         self._now_s = max(self._now_s, to_s)
 
     def _moving(self) -> _Share | None:
-        """Whoever has the lane now."""
+        """The transfers that move now."""
         if self._demand.parts:
             return self._demand
         return self._prefetch if self._prefetch.parts else None

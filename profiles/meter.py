@@ -1,4 +1,4 @@
-"""Says how far measuring has come: what, how much of it, and how many seconds are left."""
+"""Progress of measuring: the current part, its progress, and the seconds left."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Report:
     what: str
     num_done: int
     num_total: int
-    left_s: float  # of everything
+    left_s: float  # of all parts
 
     def text(self) -> str:
-        """For people."""
+        """The line as readers see it."""
         return f"{self.what}: {self.num_done}/{self.num_total}, about {self.left_s:.0f} s left"
 
 
@@ -24,18 +24,18 @@ OnReport = Callable[[Report], None]
 
 
 class Meter:
-    """Adds up what is left of the parts; see ``begin``."""
+    """Adds up the remaining time of the parts; see ``begin``."""
 
     def __init__(
         self, expected_s: Mapping[str, float], on_report: OnReport, clock: Callable[[], float]
     ) -> None:
-        """``expected_s``: of every part, in order."""
+        """``expected_s``: seconds of every part, in order."""
         self._expected_s = dict(expected_s)
         self._on_report = on_report
         self._clock = clock
 
     def begin(self, part: str, what: str) -> Progress:
-        """The next part begins; what is returned is to be called as it goes on."""
+        """Begin the next part; call the returned function on its progress."""
         budget_s = self._expected_s.pop(part)
         later_s = sum(self._expected_s.values())
         start_s = self._clock()

@@ -1,7 +1,7 @@
-"""Latency models of one machine and one model's shape: what policy predicts with. Pure.
+"""Latency models of one machine and one model's shape, for the predictions of policy. Pure.
 
-A profile is measured by ``corun profile`` and knows nothing of requests or plans: it answers how
-long something takes. All times are seconds.
+Profiles are measured by ``corun profile`` and are independent of requests and plans. All times are
+seconds.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from .curve import Curve, CurveFamily
 class LoraModel:
     """Time of adapters' products on the device, linear in the adapters' bytes.
 
-    Source: Toppings, section 5, equation 2, in both forms: with exact kernels (MBGMV) each row
-    costs what its own adapter does; padded ones (BGMV) take every row of a pass, the base model's
-    too, as if its adapter were the pass's largest. There ranks stand for what is read; bytes are
-    proportional to them for adapters with the same targets, and hold for the others, too. Prefill,
-    which the paper leaves out, is linear in tokens times bytes, in bytes, which are read once
-    however few the tokens, and in tokens, because x and y are read and written whatever the rank.
+    Source: Toppings, section 5, equation 2, in both forms. With exact kernels (MBGMV) each row
+    costs as much as its own adapter; padded ones (BGMV) compute every row of a pass, the base
+    model's too, with the pass's largest adapter. The paper uses ranks; bytes are proportional to
+    them for adapters with the same targets, and also apply to other adapters. Prefill, which the
+    paper leaves out, is linear in tokens times bytes; in bytes, which are read once for any number
+    of tokens; and in tokens, as x and y are read and written at any rank.
     """
 
     decode_s_per_byte: float  # of the sum over rows
@@ -28,7 +28,7 @@ class LoraModel:
     prefill_fixed_s: float
     prefill_s_per_token: float = 0.0
     prefill_s_per_byte: float = 0.0
-    is_padded: bool = False  # else the kernels are exact, as ours are
+    is_padded: bool = False  # False: the kernels are exact, as corun's are
 
     def decode_s(self, adapter_bytes: Sequence[int]) -> float:
         """One decode step over all layers, for rows with adapters of these sizes (0 = base)."""
@@ -56,14 +56,14 @@ class LinkModel:
 class GroupModel:
     """One input group of a layer: linears that read the same x."""
 
-    name: str  # of its first target, for people
+    name: str  # of its first target, for reports
     base_s: Curve  # over tokens: the base products on the device
     delta_s: CurveFamily  # by the sum of ranks, over tokens: the deltas on one worker core
 
 
 @dataclass(frozen=True, slots=True)
 class MachineModel:
-    """Everything that the planner predicts with."""
+    """All models that the planner predicts with."""
 
     num_layers: int
     step_s: Curve  # over tokens: one forward of the base model, all layers, without attention
@@ -75,29 +75,28 @@ class MachineModel:
     num_workers: int
     tokens_per_worker: int  # the per-core token budget c
     invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
-    # Of a pass with assisted rows, once: its jobs are published and their results taken.
+    # Once per pass with assisted rows: publishing jobs and collecting results.
     assisted_pass_s: float = 0.0
-    # By which share of the time in which both compute, the device and the workers each take longer:
-    # on the CPU they share memory and caches, and sometimes a core.
+    # Slowdown of device and workers while both compute, as a share of that time: on the CPU they
+    # share memory and caches, and sometimes a core.
     contention: float = 0.0
-    # What ``step_time.forward_s`` adds to the curve ``step_s``, which is without attention.
+    # Terms that ``step_time.forward_s`` adds to the curve ``step_s``, which is without attention.
     host_step_s: float = 0.0
-    # Over rows, of a pass in which all decode, which can be captured; None = as ``step_s``.
+    # Over rows: a pass of decode rows alone, which can be captured; None = as ``step_s``.
     decode_step_s: Curve | None = None
-    host_row_s: float = 0.0  # of each row, whatever it computes
-    prefill_s_per_token_key: float = 0.0  # a token of a prefill row and a key it looks at
+    host_row_s: float = 0.0  # of each row of any kind
+    prefill_s_per_token_key: float = 0.0  # per pair of a prefill token and a key
     decode_s_per_key: float = 0.0
-    # To read the base weights, under which the arithmetic of prefill hides; 0 where the curve,
-    # which is then flat at first, has it.
+    # Reading of the base weights, which hides arithmetic of prefill; 0 where the curve, which is
+    # then flat at first, contains it.
     read_s: float = 0.0
-    # The engine's core around a step, in which the device computes nothing, and more for each row.
+    # Time of the engine's core around a step, while the device is idle, and per row.
     turn_s: float = 0.0
     turn_row_s: float = 0.0
-    # Likewise for each request, to take it in and to let it go, and for each load, to plan and to
-    # begin it.
+    # The same per request, to add and to finish it, and per load, to plan and to start it.
     request_s: float = 0.0
     load_s: float = 0.0
-    decode_token_share: float = 1.0  # as how many tokens of the curve a decode row counts
+    decode_token_share: float = 1.0  # tokens of the curve that a decode row counts as
 
     def invoke_s(self, num_tokens: int) -> float:
         """One input group's invocation, beside the arithmetic."""

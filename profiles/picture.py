@@ -53,7 +53,7 @@ def draw_profile(profile: Profile, path: Path) -> None:
 
 
 def _draw_group(axes: Any, profile: Profile, index: int) -> None:
-    """Where a delta's curve is below the base products', one core hides it."""
+    """Draw deltas and base products: where a delta's curve is lower, one core hides it."""
     from matplotlib import colormaps
 
     group = profile.model.groups[index]
@@ -96,7 +96,7 @@ def _draw_steps(axes: Any, profile: Profile) -> None:
 
 
 def _draw_decode_fit(axes: Any, record: FitRecord) -> None:
-    """As figure 11 of Toppings: time against what is read."""
+    """As figure 11 of Toppings: time against bytes read."""
     num_bytes = [point[0] for point in record.points]
     axes.plot([x / 2**20 for x in num_bytes], [y * 1e3 for y in record.y], "o", label="measured")
     ends = [0.0, max(num_bytes)]
@@ -108,7 +108,7 @@ def _draw_decode_fit(axes: Any, record: FitRecord) -> None:
 
 
 def _draw_prediction(axes: Any, record: FitRecord, title: str) -> None:
-    """Several terms have no line: what is predicted against what was measured."""
+    """Draw predicted against measured times, as a plane of several terms has no line."""
     predicted_ms = [record.fit.plane.at(point) * 1e3 for point in record.points]
     axes.plot(predicted_ms, [y * 1e3 for y in record.y], "o", label="measured")
     end = max(predicted_ms)
@@ -157,7 +157,7 @@ def _finish(axes: Any, title: str, x_label: str, y_label: str) -> None:
 
 
 def _number(axis: Any) -> None:
-    """Write 200 on a logarithmic axis, where matplotlib has powers of ten only."""
+    """Label a logarithmic axis with plain numbers instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

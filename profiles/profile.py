@@ -1,6 +1,6 @@
-"""A saved profile: where, when and with what it was measured, and the models fitted to it.
+"""A saved profile: machine, time and options of its measurement, and the fitted models.
 
-Plain data with a JSON form; measuring it is another module's job.
+Plain data with a JSON form; ``profiles.measure`` measures it.
 """
 
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ MIN_USABLE_R_SQUARED = 0.5  # below it a linear model predicts little better tha
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured."""
+    """The machine of the measurement."""
 
     cpu_model: str
     num_cpus: int  # that the process may use
@@ -33,14 +33,14 @@ class Settings:
     num_threads: int  # of the CPU device; 0 where the model runs on an accelerator
     has_workers: bool  # without any, invocations are not measured
     worker_slowdown: float
-    delta_backend: str  # auto, or the one that is forced
+    delta_backend: str  # auto, or the one set by an option
     link: str  # unpaced, or bandwidth and latency
     backends: tuple[str, ...]  # of linears, attention and LoRA
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The base model as far as its speed depends on it."""
+    """The properties of the base model that its speed depends on."""
 
     num_layers: int
     dtype: str
@@ -50,7 +50,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a profile is of. ``machine``, ``settings`` and ``shape`` name its file."""
+    """The subject of a profile. ``machine``, ``settings`` and ``shape`` name its file."""
 
     machine: Machine
     settings: Settings
@@ -61,14 +61,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How far the figures can be trusted."""
+    """The quality of the measurement."""
 
-    busy_reasons: tuple[str, ...]  # signs that others computed meanwhile; () = a quiet machine
-    left_out: tuple[str, ...]  # what the time was too short for
+    busy_reasons: tuple[str, ...]  # signs that other programs computed; () = a quiet machine
+    left_out: tuple[str, ...]  # measurements that did not fit into the time
 
     @property
     def is_machine_busy(self) -> bool:
-        """Whether somebody else computed meanwhile."""
+        """Whether other programs computed during the measurement."""
         return bool(self.busy_reasons)
 
 
@@ -85,7 +85,7 @@ class FitRecord:
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """Copies of one size from the host to the device, some at a time."""
+    """Copies of one size from the host to the device, several at a time."""
 
     chunk_bytes: int
     concurrency: int
@@ -99,12 +99,12 @@ class DeltaCurves:
     group: str
     rank_sum: int
     curves: tuple[tuple[str, Curve], ...]
-    choices: tuple[tuple[int, str], ...]  # from how many tokens on which back end is fastest
+    choices: tuple[tuple[int, str], ...]  # (first tokens, fastest back end), ascending
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPoint:
-    """One job of one back end on a worker core: what workers choose by."""
+    """One job of one back end on a worker core; workers choose their back end by these."""
 
     backend: str
     num_tokens: int
@@ -115,7 +115,7 @@ class DeltaPoint:
 
 @dataclass(frozen=True, slots=True)
 class RankBudget:
-    """What one rank comes to, on all targets of the model."""
+    """The budget for one rank, on all targets of the model."""
 
     rank: int
     adapter_bytes: int
@@ -131,24 +131,24 @@ class Profile:
     is_thorough: bool
     model: MachineModel
     min_group_bytes: int  # of a layer group
-    coexecution_off: str  # why no worker was measured; "" = they were
-    reference_rank: int  # that tokens_per_worker and the deltas are of
+    coexecution_off: str  # why workers were not measured; "" = they were
+    reference_rank: int  # of tokens_per_worker and the deltas
     budgets: tuple[RankBudget, ...]
     deltas: tuple[DeltaCurves, ...]  # by input group
-    delta_points: tuple[DeltaPoint, ...]  # of all back ends that are worth loading
+    delta_points: tuple[DeltaPoint, ...]  # of all back ends worth loading
     step_fit: FitRecord
     decode_fit: FitRecord
     prefill_fit: FitRecord
     link_points: tuple[LinkPoint, ...]
     quality: Quality
-    measured_s: float  # that measuring took
+    measured_s: float  # duration of measuring
     free_bytes: int  # of the device's memory beside the model; of a server, for KV
-    server: MeasuredServer | None = None  # that was measured from outside; None = an engine
+    server: MeasuredServer | None = None  # measured from outside; None = an engine
     format_version: int = FORMAT_VERSION
 
     @property
     def fits(self) -> tuple[tuple[str, FitRecord], ...]:
-        """All linear models, each with what it is of."""
+        """All linear models by their subject."""
         return (
             ("whole steps", self.step_fit),
             ("adapters in decode", self.decode_fit),
@@ -161,7 +161,7 @@ class ProfileError(Exception):
 
 
 def check_fits(profile: Profile) -> None:
-    """Raise ``ProfileError`` if a linear model explains too little to predict anything with."""
+    """Raise ``ProfileError`` if a linear model explains too little of the variance."""
     useless = [
         f"that of {name} explains {record.fit.r_squared:.2f}"
         for name, record in profile.fits
@@ -170,7 +170,7 @@ def check_fits(profile: Profile) -> None:
     if useless:
         busy = "; ".join(profile.quality.busy_reasons)
         raise ProfileError(
-            "nothing can be predicted with the profile, because its linear models must explain "
+            "the profile cannot predict step times: its linear models must explain "
             f"{MIN_USABLE_R_SQUARED:g} of the variance (R^2) of held-out batches, and "
             f"{', '.join(useless)}{busy and f' (the machine was busy: {busy})'}; measure it while "
             "nothing else computes, or for longer (corun profile --thorough)"
@@ -195,7 +195,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: Path) -> Profile:
     """Read what ``save_profile`` wrote. Raises ``ProfileError`` naming the file and the reason.
 
-    One that nothing can be predicted with is refused; see ``check_fits``.
+    Profiles that cannot predict are refused; see ``check_fits``.
     """
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""A profile in words: the table that ``corun profile`` ends with. Pure."""
+"""A profile as text: the table that ``corun profile`` prints at its end. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,12 +6,12 @@ from .curve import Curve
 from .models import GroupModel
 from .profile import DeltaCurves, FitRecord, Profile
 
-MIN_R_SQUARED = 0.96  # Toppings, figure 11: below it the linear models are not to be trusted
+MIN_R_SQUARED = 0.96  # Toppings, figure 11: below it linear models are unreliable
 _SHOWN_TOKENS = 64  # of the figures by input group
 
 
 def report_lines(profile: Profile) -> Iterator[str]:
-    """Everything that is worth a look, one line each."""
+    """The main figures, one line each."""
     subject, model = profile.subject, profile.model
     machine, shape = subject.machine, subject.shape
     kind = "thorough" if profile.is_thorough else "quick"
@@ -43,7 +43,7 @@ def report_lines(profile: Profile) -> Iterator[str]:
 
 
 def server_lines(profile: Profile) -> Iterator[str]:
-    """Of a server that was measured from outside."""
+    """The figures of a server that was measured from outside."""
     model, shape, server = profile.model, profile.subject.shape, profile.server
     assert model.decode_step_s is not None and server is not None
     kind = "thorough" if profile.is_thorough else "quick"
@@ -65,11 +65,11 @@ def server_lines(profile: Profile) -> Iterator[str]:
 
 
 def warning_lines(profile: Profile) -> Iterator[str]:
-    """What speaks against trusting the figures; empty on a quiet machine with linear kernels."""
+    """Reasons for inaccurate figures; empty on a quiet machine with linear kernels."""
     quality = profile.quality
     if quality.is_machine_busy:
         yield (
-            f"the machine was busy, so the figures will be off: {'; '.join(quality.busy_reasons)}"
+            f"the machine was busy, so figures are inaccurate: {'; '.join(quality.busy_reasons)}"
         )
     for name, record in profile.fits:
         if record.fit.r_squared < MIN_R_SQUARED:
@@ -80,7 +80,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
     if quality.left_out:
         yield (
             f"the time was too short for {len(quality.left_out)} measurements, from "
-            f"{quality.left_out[0]} on (--thorough and --budget-s give more)"
+            f"{quality.left_out[0]} on (--thorough and --budget-s allow more)"
         )
 
 
@@ -91,7 +91,7 @@ def _steps(profile: Profile) -> str:
         f"{_time(model.prefill_s_per_token_key)} per prefill token and key, "
         f"{_time(model.decode_s_per_key)} per key in decode, {_fit(profile.step_fit)}; around it "
         f"the engine takes {_time(model.turn_s)} + {_time(model.turn_row_s)} per row, "
-        f"{_time(model.request_s)} for a request that comes and {_time(model.load_s)} for a load"
+        f"{_time(model.request_s)} for an arriving request and {_time(model.load_s)} for a load"
     )
 
 

@@ -1,7 +1,7 @@
 """Repeats measurements in turn within a time budget. Pure: the clock is passed in.
 
-All cases are measured once, then all again in the reverse order, and so on: what drifts, such as
-the clock rate of a core, then hits all alike.
+All cases are measured once, then all again in reverse order, and so on, so that drift, such as that
+of a core's clock rate, affects all cases alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Case(Generic[Value]):
-    """Something to measure again and again."""
+    """A measurement to repeat."""
 
     name: str
     measure: Callable[[], Value]
@@ -23,10 +23,10 @@ class Case(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often, and for how long at most."""
+    """The number of rounds, and their time limit."""
 
     budget_s: float
-    min_rounds: int  # after one to warm up; cases that do not fit that often are left out
+    min_rounds: int  # after a warm-up round; cases that do not fit this often are left out
     max_rounds: int
 
 
@@ -38,7 +38,7 @@ class CaseTimes(Generic[Value]):
     left_out: tuple[str, ...]
 
 
-Progress = Callable[[int, int], None]  # measurements done, of how many
+Progress = Callable[[int, int], None]  # measurements done, and their total
 
 
 def measure_rounds(
@@ -49,11 +49,11 @@ def measure_rounds(
     clock: Callable[[], float],
     on_progress: Progress,
 ) -> CaseTimes[Value]:
-    """Measure ``cases``, the cheapest of which come first.
+    """Measure ``cases``, which are in the order of their cost.
 
-    The first round warms up and does not count; from the case on that would break the budget all
-    are left out, but never one of the first ``num_needed``. Each case that is kept has at least
-    ``min_rounds`` values, even if that breaks the budget.
+    The first round is a warm-up and does not count. Cases from the first one on that would exceed
+    the budget are left out, but never one of the first ``num_needed``. Each remaining case has at
+    least ``min_rounds`` values, even if that exceeds the budget.
     """
     start_s = clock()
     kept: list[Case[Value]] = []
@@ -61,7 +61,7 @@ def measure_rounds(
     last_s = 0.0
     for case in cases:
         begin_s = clock()
-        # It costs at least as much as the one before it.
+        # A case costs at least as much as the one before it.
         expected_s = begin_s - start_s + last_s
         if len(kept) >= num_needed and expected_s * rounds > repeats.budget_s:
             break

@@ -1,26 +1,26 @@
-"""A server of another kind, as its profile is of it: what can be told of it from outside. Pure."""
+"""A server of another engine type in its profile, as observed from outside. Pure."""
 
 from dataclasses import dataclass
 
-_KV_SHARE = 0.1  # by which the room for KV may differ between two starts on one machine
+_KV_SHARE = 0.1  # by which KV memory may differ between two starts on one machine
 
 
 @dataclass(frozen=True, slots=True)
 class SeenServer:
-    """What it is, and how it is set up, as far as its answers show that."""
+    """Identity and configuration of a server, as far as its answers show them."""
 
     version: str
-    base: str  # where it has its base model from, as it says
+    base: str  # the source of its base model, as it reports it
     max_model_len: int
     block_size: int
     kv_tokens: int
     kv_dtype: str
 
     def unlike(self, other: "SeenServer") -> str | None:
-        """Why figures of this one are none of ``other``, which is looked at now; None = they are.
+        """Why figures of this server do not apply to ``other``, which runs now; None = they do.
 
-        How much room there is for KV differs a little from start to start, and a lot where the
-        accelerator, or the share of it, is another one.
+        KV memory differs a little from start to start, and a lot with another accelerator or
+        another share of it.
         """
         for what, mine, theirs in (
             ("base model", self.base, other.base),
@@ -36,19 +36,20 @@ class SeenServer:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """One that was measured, with what it does not show."""
+    """A measured server, with properties that its answers do not show."""
 
-    kind: str  # of its API
+    kind: str  # the type of its API
     seen: SeenServer
-    base_fingerprint: str  # as an engine would name its base
-    # Of a step, and of requests at once: what it was started with, as whoever measured it said.
+    base_fingerprint: str  # as an engine computes it
+    # Limits of a step and of concurrent requests that the server was started with, as the options
+    # of the measurement say.
     max_num_batched_tokens: int
     max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A server's base model, as its configuration has it."""
+    """A server's base model, by its configuration."""
 
     fingerprint: str  # see ``MeasuredServer``
     dtype: str
@@ -59,6 +60,6 @@ class BaseModel:
 
     @property
     def adapter_bytes_per_rank(self) -> int:
-        """Of an adapter on all targets, on the device."""
+        """Bytes per rank of an adapter on all targets, on the device."""
         item_bytes = 4 if self.dtype == "float32" else 2
         return item_bytes * sum(width + columns for _, width, columns in self.targets)

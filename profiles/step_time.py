@@ -1,4 +1,4 @@
-"""How long a step takes, from its rows: for the planner and for simulations. Pure.
+"""Predicts the duration of a step from its rows, for the planner and for simulations. Pure.
 
 All times are seconds.
 """
@@ -10,17 +10,17 @@ from .models import MachineModel
 
 
 class RowCosts(NamedTuple):
-    """What rows bring to a forward pass; of several rows the sums, but for the largest adapter."""
+    """Costs of rows in a forward pass; for several rows the sums, and the largest adapter."""
 
     num_prefill_tokens: int = 0
     num_decodes: int = 0
     decode_bytes: int = 0  # of the decode rows' adapters
     prefill_s: float = 0.0  # attention of prefill rows; with exact kernels their adapters, too
     other_s: float = 0.0  # attention of decode rows, and the host's work on every row
-    largest_bytes: int = 0  # with padded kernels: of the largest adapter among all rows
+    largest_bytes: int = 0  # with padded kernels: of the largest adapter of all rows
 
     def plus(self, *others: "RowCosts") -> "RowCosts":
-        """All of them in one pass."""
+        """The costs of all in one pass."""
         all_costs = (self, *others)
         return RowCosts(
             sum([costs.num_prefill_tokens for costs in all_costs]),
@@ -41,17 +41,17 @@ def forward_s(
     start_positions: Sequence[int],
     adapter_bytes: Sequence[int],
 ) -> float:
-    """A step of one forward pass whose adapters are all on the device.
+    """Duration of a step of one forward pass, with all adapters on the device.
 
     host_step_s + host_row_s * rows + max(read_s, prefill) + decode, where prefill is the curve
     ``step_s`` with the adapters and the attention of prefill rows. A row of one token decodes.
-    Each token looks at itself and at all before it: see ``num_keys``. What adapters add depends
-    on the kernels' form: see ``LoraModel``. 0 without rows.
+    Each token attends to itself and to all before it: see ``num_keys``. The cost of adapters
+    depends on the kernels' form: see ``LoraModel``. 0 without rows.
 
     Args:
-        model: Of the machine.
+        model: The model of the machine.
         num_tokens: To compute, of each row, at least 1.
-        start_positions: Of each row's first token: how many tokens are computed already.
+        start_positions: Of each row's first token: the number of tokens computed before.
         adapter_bytes: Of each row's adapter; 0 = the base model.
     """
     if not num_tokens:
@@ -61,14 +61,14 @@ def forward_s(
 
 
 def pass_s(model: MachineModel, costs: RowCosts, *, may_capture: bool = True) -> float:
-    """The forward pass of such rows, without ``host_step_s``, which a step has but once.
+    """Duration of a forward pass, without ``host_step_s``, which a step has only once.
 
-    ``may_capture``: whether it is captured if all its rows decode, as it is unless one is cold.
+    ``may_capture``: whether a pass of decode rows is captured; it is not if a row is cold.
     """
     products_s = 0.0
     if not costs.num_prefill_tokens and model.decode_step_s is not None:
         products_s = model.decode_step_s.at(costs.num_decodes)
-    if not products_s or not may_capture:  # which never takes longer than without
+    if not products_s or not may_capture:  # a captured pass never takes longer
         num_decode_tokens = model.decode_token_share * costs.num_decodes
         modules_s = model.step_s.at(costs.num_prefill_tokens + num_decode_tokens)
         products_s = max(products_s, modules_s)
@@ -111,5 +111,5 @@ def row_costs(
 
 
 def num_keys(num_tokens: int, start_position: int) -> int:
-    """Pairs of a token and a key that it looks at, of a row's next ``num_tokens``."""
+    """Pairs of a token and a key that it attends to, for a row's next ``num_tokens``."""
     return num_tokens * start_position + num_tokens * (num_tokens + 1) // 2

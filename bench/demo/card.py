@@ -1,4 +1,4 @@
-"""The model card that goes with the demo's files: what they are, how they were made, what they can.
+"""The model card of the demo: description, training and accuracy.
 
 Every figure comes from the run that made the files.
 """
@@ -12,7 +12,7 @@ from demo.tasks import TASKS
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a training run measured of itself."""
+    """Figures of a training run."""
 
     base: BaseTraining
     num_parameters: int
@@ -31,8 +31,8 @@ def model_card(figures: Figures) -> str:
     return f"""# corun-demo
 
 A very small language model of the Llama architecture with LoRA adapters, made to show and to test
-adapter serving. It knows nothing of the world: it has read only text that a program made from a few
-rules and a hundred-odd words.
+adapter serving. It has no general knowledge: its training text comes from a program with a few
+rules and about a hundred words.
 
 ## What it is
 
@@ -40,34 +40,34 @@ rules and a hundred-odd words.
 - Stored as bfloat16; runs as float32 as well.
 - One token per byte of UTF-8, and six special tokens. `<|end|>` ends an answer, `<|endoftext|>` a
   text; both end generation. Decoding is greedy unless a request says otherwise.
-- The base repeats what it is told ("You said: ..."). With a system message that is just the name of
-  a task it does the task. An adapter does its task without being asked.
-- Plain text without the chat template is continued as a story. For plain completions write the
-  template by hand: `<|user|>hello<|assistant|>`.
+- The base model repeats the user's message ("You said: ..."). With the name of a task as system
+  message, it does the task. An adapter does its task without a system message.
+- Plain text without the chat template is continued as a story. For plain completions, write the
+  template into the prompt: `<|user|>hello<|assistant|>`.
 
-## Adapters, and what they get right
+## Adapters and their accuracy
 
-Share of {figures.num_examples} unseen inputs answered right to the last character, generated
+Share of {figures.num_examples} unseen inputs with an exactly correct answer, generated
 greedily with transformers and PEFT.
 
 {_score_table(figures)}
 
 Inputs: `upper` and `vowels` take up to 32 characters, `reverse` up to 12, `add` two numbers of up
-to two digits, as in `12+34`, `12 + 34` or `what is 12 + 34?`. Longer or other inputs are not what
-they were trained for. All text is Latin letters, digits and a few marks.
+to two digits, as in `12+34`, `12 + 34` or `what is 12 + 34?`. Adapters are not trained for longer
+or other inputs. All text is Latin letters, digits and a few marks.
 
-"Unseen" is a rule on the text, not chance: one input in five (by a hash of the text, in lower case,
-the numbers of a sum in order) is kept out of everything the base and the adapters are trained on.
+A rule decides which inputs are unseen: one input in five (by a hash of the text, in lower case, the
+numbers of a sum in order) is excluded from the training data of the base model and the adapters.
 `unseen_examples` in `bench/demo/tasks.py` makes such inputs and their answers.
 
 ## How it was made
 
-`python bench/train_demo.py --out DIR`, from nothing, on text that `bench/demo` makes by rule.
+`python bench/train_demo.py --out DIR` trained it from scratch, on text that `bench/demo` generates.
 Nothing was downloaded. Licence: Apache-2.0, like the code.
 
 - Seed {base.seed}; {base.num_steps} steps of {base.samples_per_step} samples in float32 with Muon
   and AdamW, then LoRA with PEFT.
-- {figures.base_s:.0f} s for the base and {adapters_s:.0f} s for the adapters.
+- {figures.base_s:.0f} s for the base model and {adapters_s:.0f} s for the adapters.
 - Threads: {figures.num_threads}.
 - Machine: 2 virtual CPUs with AVX512_BF16, shared with other jobs at the time.
 """
@@ -84,7 +84,7 @@ def _shape(base: BaseTraining) -> str:
 def _score_table(figures: Figures) -> str:
     dtypes = list(figures.scores)
     lines = [
-        f"| adapter | what it does | rank | {' | '.join(dtypes)} | base alone |",
+        f"| adapter | task | rank | {' | '.join(dtypes)} | base alone |",
         f"|---|---|---|{'---|' * len(dtypes)}---|",
     ]
     for name, task in TASKS.items():

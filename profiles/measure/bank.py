@@ -1,4 +1,4 @@
-"""Made-up adapters on the device, each with memory of its own."""
+"""Synthetic adapters on the device, each with memory of its own."""
 
 import random
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ class BankAdapter:
 
     table_row: int
     rank: int
-    num_bytes: int  # as if it changed all layers
+    num_bytes: int  # over all layers of the model, even if the bank has fewer
 
 
 class AdapterBank:
-    """Adapters of several ranks on all targets, but only of as many layers as memory allows.
+    """Adapters of several ranks on all targets, of as many layers as memory allows.
 
-    No two share memory, as requests with adapters of their own do not: what one row has read is
-    of no use to the next.
+    No two share memory, as with requests for different adapters: no row profits from the reads of
+    another.
     """
 
     def __init__(self, loaded: LoadedModel, ranks: Sequence[int], max_bytes: int) -> None:
@@ -40,7 +40,7 @@ class AdapterBank:
 
     @property
     def scale(self) -> float:
-        """Layers of the model over layers that the adapters change."""
+        """Layers of the model over layers that the adapters have."""
         return self.num_layers / self.num_adapted_layers
 
     def bytes_of(self, rank: int) -> int:
@@ -54,7 +54,7 @@ class AdapterBank:
         self.adapters = ()
 
     def _layer_bytes(self, rank: int) -> int:
-        """Of a middle layer: layers are alike, or nearly."""
+        """Bytes of a middle layer: layers are alike, or nearly."""
         middle = self.num_layers // 2
         return sum(
             _num_bytes(self._template(rank, target.in_features, target.out_features))
@@ -63,7 +63,7 @@ class AdapterBank:
         )
 
     def _template(self, rank: int, in_features: int, out_features: int) -> PackedLora:
-        """What all targets of one shape hold."""
+        """Weights for all targets of one shape."""
         key = rank, in_features, out_features
         if key not in self._templates:
             generator = torch.Generator().manual_seed(rank)
@@ -93,10 +93,10 @@ def _num_bytes(packed: PackedLora) -> int:
 def draw_batches(
     adapters: Sequence[BankAdapter], sizes: Sequence[int], num_batches: int, rng: random.Random
 ) -> list[tuple[BankAdapter, ...]]:
-    """Batches of mixed ranks whose sums of ranks are spread widely, no adapter twice in one.
+    """Batches of mixed ranks with widely spread sums of ranks, without repeats in a batch.
 
-    Each is drawn from a stretch of the adapters in the order of their ranks: some batches get
-    mostly small ones, some mostly large ones. The largest size may leave a single batch to draw.
+    Each is drawn from a range of the adapters in the order of their ranks: some batches get mostly
+    small ones, some mostly large ones. The largest size may permit only one batch.
     """
     ordered = sorted(adapters, key=lambda adapter: adapter.rank)
     batches: list[tuple[BankAdapter, ...]] = []

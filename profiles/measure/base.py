@@ -24,7 +24,7 @@ class BaseTimes:
 def measure_prefill(
     passes: Passes, tokens: Sequence[int], repeats: Repeats, on_progress: Progress
 ) -> BaseTimes:
-    """One row of so many tokens."""
+    """Measure prefills of one row, by number of tokens."""
     cases = [Case(str(n), partial(passes.sample, passes.prefill_rows(n))) for n in tokens]
     measured = measure_rounds(
         cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress

@@ -1,4 +1,4 @@
-"""Makes a profile of what was measured. Pure."""
+"""Makes a profile of the measurements. Pure."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from .steps import WholeStepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that was measured."""
+    """All measurements."""
 
     groups: tuple[GroupShape, ...]
     num_workers: int
@@ -29,13 +29,13 @@ class Parts:
     link: LinkTimes
     deltas: DeltaTimes
     invocation: InvocationTimes | None
-    off: str  # why there is no invocation
+    off: str  # why invocations were not measured
     lora_decode: LoraTimes
     lora_prefill: LoraTimes
     bytes_per_rank: float  # of an adapter on all targets
 
     def quality(self, use: CpuUse) -> Quality:
-        """From how all parts went."""
+        """The quality of all parts."""
         measured = (
             self.base, self.steps, self.link, self.deltas, self.lora_decode, self.lora_prefill,
             *(() if self.invocation is None else (self.invocation,)),
@@ -49,7 +49,7 @@ def compose(
     subject: Subject, effort: Effort, parts: Parts, use: CpuUse,
     *, created_at: str, measured_s: float, free_bytes: int,
 ) -> Profile:  # fmt: skip
-    """Derive budgets and models."""
+    """Derive budgets and models, and put the profile together."""
     groups = tuple(
         GroupModel(shape.name, base_s, delta_s)
         for shape, base_s, delta_s in zip(

@@ -1,4 +1,4 @@
-"""Reads who used the CPUs over a while."""
+"""Samples the use of CPUs over an interval."""
 
 import contextlib
 import time
@@ -10,10 +10,10 @@ from ..busy import CpuUse
 
 
 class CpuUseSampler:
-    """From its making on; processes that this one has started count as its own."""
+    """Counts from its construction on; children of this process count as its own."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
-        """``cpus``: those that the measured things run on."""
+        """``cpus``: those that the measured code runs on."""
         self._cpus = tuple(cpus)
         self._start = self._read()
 
@@ -32,7 +32,7 @@ class CpuUseSampler:
 
 
 def _own_s() -> float:
-    """Of this process with all threads, its helpers, and helpers of theirs, dead or alive."""
+    """CPU seconds of this process and of its living and dead descendants."""
     own = psutil.Process()
     total_s = 0.0
     for process in (own, *own.children(recursive=True)):

@@ -1,7 +1,7 @@
 """Times deltas on one core: all back ends, input groups, ranks and numbers of tokens.
 
-Run as ``python -m ...``, a process of one thread on the CPU of a worker, because threads of
-libraries are settled when they are loaded. Takes a ``DeltaTask`` as its last argument and prints
+Run as ``python -m ...``: a process of one thread on the CPU of a worker, because libraries choose
+their number of threads when they are loaded. Takes a ``DeltaTask`` as its last argument and prints
 ``DeltaProgress`` and at the end ``DeltaReport``, one JSON line each.
 """
 
@@ -26,11 +26,11 @@ from ..rounds import Case, Repeats, measure_rounds
 
 _LOG = logging.getLogger(__name__)
 
-# Regions of all layers lie one after the other, and a worker comes back to the first when the last
-# is done: more than caches hold, if the adapter is.
+# Regions of all layers lie one after the other, and a worker returns to the first after the last:
+# more than caches hold, if the adapter is larger than they are.
 _MAX_WALK_BYTES = 32 * 2**20
 _MAX_ALL_WALKS_BYTES = 512 * 2**20
-_SAMPLE_S = 0.001  # a sample is the median of jobs that together take about as long
+_SAMPLE_S = 0.001  # a sample is the median of jobs that together take about this long
 
 
 class GroupShape(msgspec.Struct, frozen=True):
@@ -42,9 +42,9 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class DeltaTask(msgspec.Struct, frozen=True):
-    """What to measure."""
+    """The input of the process."""
 
-    cpu: int | None  # None = wherever the process may run
+    cpu: int | None  # None = any CPU that the process may use
     groups: tuple[GroupShape, ...]
     ranks: tuple[int, ...]  # of every target
     tokens: tuple[int, ...]
@@ -54,7 +54,7 @@ class DeltaTask(msgspec.Struct, frozen=True):
 
 
 class DeltaProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far it is."""
+    """Progress of the process."""
 
     num_done: int
     num_total: int
@@ -72,7 +72,7 @@ class DeltaSamples(msgspec.Struct, frozen=True):
 
 
 class DeltaReport(msgspec.Struct, frozen=True, tag=True):
-    """Everything measured, and the names of what was left out."""
+    """All samples, and the names of cases that were left out."""
 
     points: tuple[DeltaSamples, ...]
     left_out: tuple[str, ...]
@@ -102,7 +102,7 @@ class Walk:
         self._y = np.zeros((max_tokens, self.region.y_columns), np.uint16)
 
     def jobs(self, num_tokens: int) -> Iterator[DeltaJob]:
-        """Layer after layer, for ever."""
+        """Yield jobs, layer after layer, without end."""
         first = self._memory.ctypes.data + self._start
         return itertools.cycle(
             DeltaJob(
@@ -120,7 +120,7 @@ def random_bits(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray
 
 
 def load_backends(wanted: str) -> list[DeltaBackend]:
-    """What can be measured here: numba and numpy are always there."""
+    """Back ends that can be measured here: numba and numpy are always available."""
     if wanted != "auto":
         return [make_backend(wanted)]
     backends = []
@@ -150,7 +150,7 @@ def measure(task: DeltaTask, backends: Sequence[DeltaBackend]) -> DeltaReport:
         for rank in task.ranks
         for group in range(len(task.groups))
     }
-    for backend in backends:  # compiling, or loading what was compiled, is not what jobs take
+    for backend in backends:  # compile, or load compiled code, before jobs are timed
         for walk in walks.values():
             backend.compute(next(walk.jobs(1)))
     measured = measure_rounds(
@@ -195,13 +195,13 @@ def _point(
 
 
 def say(message: DeltaProgress | DeltaReport) -> None:
-    """One JSON line on standard output, at once."""
+    """Write one JSON line to standard output, and flush it."""
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure what the last argument says, bound to the parent that the first one names."""
+    """Measure the task in the last argument, bound to the parent process in the first one."""
     try:
         own_child_process(int(arguments[0]))
     except OrphanError:

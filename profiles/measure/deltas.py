@@ -1,4 +1,4 @@
-"""Deltas of one worker core against tokens, from the process that measures them there."""
+"""Deltas of one worker core against tokens, measured in a process on that core."""
 
 import os
 import selectors
@@ -29,7 +29,7 @@ _MODULE = f"{__package__}.delta_bench"
 
 @dataclass(frozen=True, slots=True)
 class DeltaTimes:
-    """What a worker core does, in seconds. By input group."""
+    """Times of a worker core in seconds, by input group."""
 
     families: tuple[CurveFamily, ...]  # with the fastest back end for each shape
     points: tuple[DeltaSamples, ...]
@@ -42,9 +42,9 @@ class DeltaTimes:
         return tuple(self._curves(group, rank) for group in range(len(self.groups)))
 
     def table(self) -> DeltaTable:
-        """What workers choose their back end by; torch only where it is worth its memory.
+        """The table by which workers choose a back end; torch only where it is worth its memory.
 
-        A part of the shapes: workers read all of the table for each new shape of a job.
+        It holds a part of the shapes, as workers read the whole table for each new shape of a job.
         """
         table = DeltaTable(
             tuple(
@@ -62,7 +62,7 @@ class DeltaTimes:
         return table
 
     def _sparse(self) -> list[DeltaSamples]:
-        """Of every group three ranks and five numbers of tokens; groups may have the same shape."""
+        """Three ranks and five numbers of tokens per group; groups may have the same shape."""
         ranks = spread_out(sorted({point.rank for point in self.points}), 3)
         tokens = spread_out(sorted({point.num_tokens for point in self.points}), 5)
         found = {
@@ -85,9 +85,9 @@ class DeltaTimes:
 
 
 def measure_deltas(task: DeltaTask, slowdown: float, on_progress: Progress) -> DeltaTimes:
-    """Run the process. ``slowdown``: a job of a worker takes this many times as long.
+    """Run the process. ``slowdown``: factor by which a worker's job takes longer.
 
-    Raises ``ProfileError`` if the process fails or does not come to its end.
+    Raises ``ProfileError`` if the process fails or does not end in time.
     """
     limit_s = _MAX_START_S + 20 * task.repeats.budget_s
     report = run_bench(task, limit_s, on_progress)
@@ -120,14 +120,14 @@ def _family(points: Sequence[DeltaSamples], group: int) -> CurveFamily:
 
 
 def spread_out(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """``count`` of the values, the first and the last among them, evenly by their places."""
+    """``count`` of the values at even distances, including the first and the last."""
     if len(values) <= count:
         return tuple(values)
     return tuple(values[round(i * (len(values) - 1) / (count - 1))] for i in range(count))
 
 
 def delta_table(profile: Profile) -> DeltaTable | None:
-    """What workers of a profile's machine choose by; None if it holds nothing of it."""
+    """The table for workers of a profile's machine; None if the profile has no deltas."""
     points = tuple(
         DeltaTime(p.backend, DeltaShape(p.num_tokens, p.rank_sum, p.num_values), p.time_us)
         for p in profile.delta_points
@@ -147,7 +147,7 @@ def run_bench(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaRe
         )
     try:
         report = _read(process, time.monotonic() + limit_s, on_progress)
-        if report is None:  # it has closed its output, so it is about to end
+        if report is None:  # the process has closed its output, so it is about to end
             end = describe_end(process.wait(_MAX_END_S))
             raise ProfileError(f"measuring deltas on CPU {task.cpu} failed: the process {end}")
         return report
@@ -161,7 +161,7 @@ def run_bench(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaRe
 def _read(
     process: "subprocess.Popen[bytes]", deadline_s: float, on_progress: Progress
 ) -> DeltaReport | None:
-    """What the process says until its report; None if it ends before. Raises ``TimeoutError``."""
+    """Read output up to the report; None if it ends before. Raises ``TimeoutError``."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     text = b""

@@ -1,18 +1,18 @@
-"""How much is measured: the sizes and the seconds of a quick and of a thorough profile."""
+"""The effort of measuring: sizes and seconds of a quick and of a thorough profile."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..rounds import Repeats
 
-REFERENCE_RANK = 64  # that the figures in one number are of
+REFERENCE_RANK = 64  # of figures that are given for one rank
 BATCH_SIZES = (4, 8, 16, 32)  # of the decode batches with adapters
 BATCH_RANKS = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Sizes ascend; what a model, or an option, does not allow is cut off."""
+    """Sizes ascend; sizes beyond the limits of model and options are cut off."""
 
     name: str
     step_tokens: tuple[int, ...]  # of prefill rows, and of base products
@@ -20,7 +20,7 @@ class Effort:
     chunk_tokens: tuple[int, ...]  # of the prefill rows of whole steps
     context_tokens: tuple[int, ...]  # of rows of whole steps, their own tokens included
     max_kv_tokens: int  # of all rows of a step, unless one row needs more
-    max_kv_bytes: int  # likewise
+    max_kv_bytes: int  # the same in bytes
     delta_tokens: tuple[int, ...]
     delta_ranks: tuple[int, ...]
     invocation_tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ class Effort:
     prefill_ranks: tuple[int, ...]
     chunk_bytes: tuple[int, ...]
     concurrency: tuple[int, ...]
-    max_adapters_bytes: int  # that adapters of a batch take on the device
+    max_adapters_bytes: int  # of a batch's adapters on the device
     base: Repeats
     steps: Repeats
     deltas: Repeats
@@ -47,11 +47,11 @@ class Effort:
 
     @property
     def budget_s(self) -> float:
-        """Of all parts together."""
+        """Seconds of all parts together."""
         return sum(self.repeats(part).budget_s for part in self.parts)
 
     def within(self, budget_s: float) -> "Effort":
-        """The same in so many seconds, as far as the least that a profile needs allows."""
+        """The same effort within ``budget_s``, as far as a profile's minimum permits."""
         share = budget_s / self.budget_s
         changes: dict[str, Any] = {
             part: replace(self.repeats(part), budget_s=share * self.repeats(part).budget_s)
@@ -60,7 +60,7 @@ class Effort:
         return replace(self, **changes)
 
     def repeats(self, part: str) -> Repeats:
-        """Of one part."""
+        """Repeats of one part."""
         found = getattr(self, part)
         assert isinstance(found, Repeats)
         return found

@@ -1,4 +1,4 @@
-"""How long measuring will take. Pure."""
+"""Estimates the duration of measuring. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ _START_S = 2.0  # of a process with its libraries
 
 
 def cut(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
-    """The ``sizes`` below ``limit``, and ``limit`` itself: what is allowed is measured."""
+    """The ``sizes`` below ``limit``, and ``limit`` itself: the largest permitted size counts."""
     return (*(size for size in sizes if size < limit), limit)
 
 
@@ -20,15 +20,15 @@ def expected_s(
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of each part, in their order.
 
-    ``step_s``: one forward of so many tokens; ``shapes``: of the whole steps. A part ends after
-    its last round or with its budget, whichever is sooner, but not before its least number of
-    rounds over the sizes that it needs.
+    ``step_s``: one forward, by its number of tokens; ``shapes``: of the whole steps. A part ends
+    after its last round or with its budget, whichever is sooner, but not before its minimum number
+    of rounds over the sizes that it needs.
     """
     prefill = [
         step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks
     ]
     batches = [step_s(n) for n in BATCH_SIZES for _ in range(effort.num_batches)]
-    first = first_of_size(shapes)  # which have a forward beside them
+    first = first_of_size(shapes)  # these are measured with a forward beside them
     costs = {
         "base": [step_s(n) for n in cut(effort.step_tokens, max_tokens)],
         "steps": [(1 + (shape in first)) * step_s(shape.total_tokens) for shape in shapes],

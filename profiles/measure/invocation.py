@@ -1,6 +1,6 @@
-"""What an invocation of a worker costs beside the arithmetic, in real passes with real workers.
+"""Measures the cost of worker invocations beside the arithmetic, in passes with real workers.
 
-And by how much the device is slower while workers compute.
+Also measures the slowdown of the device while workers compute.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from .passes import Passes
 from .shape import ModelGroups
 from .stopwatch import GroupSpan, GroupTimer
 
-_RANK = 8  # little arithmetic, so that the rest shows
-_BUSY_RANK = 64  # so much that workers compute for a good part of the device's products
-_MAX_CONTENTION = 1.0  # what takes its turn with another is not slower than twice as slow
+_RANK = 8  # little arithmetic, so that other costs show
+_BUSY_RANK = 64  # workers compute during a large part of the device's products
+_MAX_CONTENTION = 1.0  # two that alternate take at most twice as long
 _TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 100.0
 _BLOCK_TOKENS = 8
-_MIN_COST_S = 1e-7  # what clocks can tell
+_MIN_COST_S = 1e-7  # the resolution of clocks
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What workers are started with."""
+    """Options of the workers."""
 
     cpus: tuple[int, ...]
     supervisor_cpus: tuple[int, ...]
@@ -68,12 +68,12 @@ class InvocationTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Passes of so many tokens, one each without workers, with little and with much for them."""
+    """Passes of one size: without workers, with little and with much work for them."""
 
     cost_s: float  # of an invocation
-    pass_s: float  # by which a pass took longer beside its invocations
-    slowed_s: float  # by which the base products of the last one took longer
-    overlap_s: float  # in which both computed
+    pass_s: float  # extra time of a pass beside its invocations
+    slowed_s: float  # extra time of the base products in the last pass
+    overlap_s: float  # time in which both computed
 
 
 class _ArenaAdapter:
@@ -87,7 +87,7 @@ class _ArenaAdapter:
         self.num_bytes = sum(self.regions[group].num_bytes for _, group in groups.keys)
 
     def write(self, segment: Segment, offset: int) -> None:
-        """Fill its place, which begins at ``offset``."""
+        """Fill its range, which begins at ``offset``."""
         rng = np.random.default_rng(0)
         for key in self._keys:
             shape, region = self._shapes[key[1]], self.regions[key[1]]
@@ -109,7 +109,7 @@ def _plan(shape: GroupShape, rank: int) -> Region:
 
 
 class InvocationBench:
-    """Workers, and passes whose deltas all come from them. Close it before the device."""
+    """Workers, and passes with all deltas from them. Close it before the device."""
 
     def __init__(
         self, passes: Passes, device: TorchDevice, exchange: Exchange, groups: ModelGroups,
@@ -117,7 +117,7 @@ class InvocationBench:
     ) -> None:  # fmt: skip
         """Start the workers. The calling thread runs the passes, on ``exchange.compute``.
 
-        Raises ``WorkerPoolError`` or ``ShmError`` if the workers cannot be had.
+        Raises ``WorkerPoolError`` or ``ShmError`` if the workers cannot be started.
         """
         self._passes = passes
         self._device = device
@@ -125,7 +125,7 @@ class InvocationBench:
         self._num_layers = groups.num_layers
         self._keys = frozenset(groups.keys)
         self._num_workers = len(options.cpus)
-        # One slice for each worker and input group, whatever the number of tokens.
+        # One slice for each worker and input group, for every number of tokens.
         slice_tokens = -(-max_tokens // (self._num_workers * _BLOCK_TOKENS)) * _BLOCK_TOKENS
         with contextlib.ExitStack() as undo:
             self._adapter = _ArenaAdapter(groups, _RANK)
@@ -170,7 +170,7 @@ class InvocationBench:
         repeats: Repeats,
         on_progress: Progress,
     ) -> InvocationTimes:
-        """Passes of so many tokens; ``deltas``: what the arithmetic takes, by input group.
+        """Measure passes by number of tokens; ``deltas``: times of the arithmetic, by input group.
 
         Raises ``ProfileError`` if workers fail.
         """
@@ -223,7 +223,7 @@ class InvocationBench:
         self, adapter: _ArenaAdapter, span: GroupSpan, slice_tokens: int,
         deltas: Sequence[CurveFamily],
     ) -> float:  # fmt: skip
-        """What the arithmetic takes; 0 for groups that are not of the usual shapes."""
+        """Time of the arithmetic; 0 for groups without the usual shapes."""
         if (span.layer, span.group) not in self._keys:
             return 0.0
         return deltas[span.group].at(adapter.regions[span.group].rank_sum, slice_tokens)
@@ -243,25 +243,25 @@ class InvocationBench:
             deltas.release_workers()
             raise
         if self._gateway.collect(invocations, timeout_s=_TIMEOUT_S):
-            raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'it says nothing'}")
+            raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'no reason given'}")
         return timer.spans()
 
     def _register(self, segment: Segment, name: str, undo: contextlib.ExitStack) -> HostMemory:
         name = f"{name} of the profile"
-        # As the engine does: pacing is for adapters.
+        # As in the engine, pacing applies to adapters alone.
         memory = self._device.register(segment.pages, name=name, is_paced=False)
         undo.callback(memory.close)
         return memory
 
 
 def _contention(samples: Sequence[_Sample]) -> float:
-    """By which share of the time in which both computed, the device took longer."""
+    """Extra time of the device, as a share of the time in which both computed."""
     shares = [one.slowed_s / one.overlap_s for one in samples if one.overlap_s > 0.0]
     return min(_MAX_CONTENTION, max(0.0, median(shares))) if shares else 0.0
 
 
 def _unhurried(_region: Region, _num_tokens: int) -> float:
-    """Seconds that a worker is granted: deadlines are generous multiples of it."""
+    """Seconds granted to a worker; deadlines are large multiples of it."""
     return 1.0
 
 

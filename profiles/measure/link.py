@@ -1,8 +1,8 @@
 """The link between host and device: bandwidth against chunk size and concurrency.
 
-Timed by marks on the streams themselves, so that neither enqueuing nor asking for the end counts,
-and over so many copies that what a mark resolves is nothing beside them. Copies that are shorter
-than their enqueuing are shown as long as that: a load cannot make them faster either.
+Copies are timed by marks on the streams, so neither enqueuing nor polling counts, and in series
+that are long against the resolution of a mark. Copies that are shorter than their enqueuing count
+with the time of enqueuing, as a load cannot make them faster either.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _LEAST_BYTES = 64 * 2**20  # of the copies of one measurement together
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """What was measured, and the line through the single copies."""
+    """The measurements, and the line through the single copies."""
 
     model: LinkModel
     points: tuple[LinkPoint, ...]
@@ -42,7 +42,7 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Copies at one time, each on a stream of its own."""
+    """Concurrent copies, each on a stream of its own."""
 
     chunk_bytes: int
     concurrency: int
@@ -55,7 +55,7 @@ class _Copies:
 class LinkBench:
     """The device's own copies from registered memory, paced if the options say so.
 
-    Its streams are made at once: before the device's first operation.
+    Its streams are made by the constructor, before the device's first operation.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class LinkBench:
 def _fit(single: Sequence[tuple[int, list[float]]]) -> LinkModel:
     """The line through the bytes of single copies and the fastest of their times.
 
-    The fastest, because what else runs only adds. Where even they do not grow with the bytes, what
-    else ran took longer than the copies: then what the largest needed is all put down to bytes,
-    and it is told: the machine serves under such load too.
+    The fastest, because other programs only add time. If even these do not grow with the bytes,
+    other programs took longer than the copies. Then the time of the largest copy counts for its
+    bytes alone, with a warning, as the machine also serves under such load.
     """
     fastest = [(float(size), min(times_s)) for size, times_s in single]
     sizes, times_s = zip(*fastest, strict=True)

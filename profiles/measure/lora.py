@@ -1,4 +1,4 @@
-"""Time of adapters' products on the device against the adapters' bytes, and what fits it."""
+"""Time of adapters' products on the device against the adapters' bytes, with linear models."""
 
 import random
 import time

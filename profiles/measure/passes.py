@@ -1,4 +1,4 @@
-"""Runs real passes of the loaded model over made-up rows."""
+"""Runs real passes of the loaded model over synthetic rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ...gpu.lora.deltas import ResidentDeltas
 from .step_shapes import DECODE_CONTEXT_TOKENS
 from .stopwatch import GroupSpan, GroupTimer, Stopwatch
 
-# Up to so many tokens, marks in the middle of a pass would lengthen it noticeably.
+# Up to this many tokens, marks in the middle of a pass would lengthen it noticeably.
 _MAX_SHORT_TOKENS = 48
 
 
@@ -80,7 +80,7 @@ class Passes:
         num_tokens = int(rows.num_tokens.sum())
         step_s = None
         if num_tokens <= _MAX_SHORT_TOKENS:
-            # A row of one token must not be replayed: beside other rows it is not either.
+            # A row of one token must not be replayed, as it is not beside other rows.
             step_s = self.forward_s(rows, NO_DELTAS if num_tokens == 1 else None)
         timer = GroupTimer(self.stopwatch, None)
         timed_s = self.forward_s(rows, timer)
@@ -94,7 +94,7 @@ class Passes:
         )
 
     def lora_spans(self, rows: PackedRows) -> tuple[GroupSpan, ...]:
-        """One forward whose rows have adapters on the device."""
+        """One forward of rows with adapters on the device."""
         timer: GroupTimer | None = None
 
         def make(inner: DeltaPass) -> DeltaPass:
@@ -134,7 +134,7 @@ class Passes:
 class _NoDeltas:
     """Adds nothing; see ``DeltaPass``."""
 
-    is_repeatable = False  # it stands for passes that are not
+    is_repeatable = False  # as the passes that it replaces
 
     def begin(self, group: object, x: torch.Tensor) -> None:
         """Do nothing."""

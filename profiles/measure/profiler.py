@@ -1,4 +1,4 @@
-"""Measures everything that a profile holds, part by part."""
+"""Measures all parts of a profile."""
 
 import contextlib
 import logging
@@ -35,15 +35,15 @@ from .stopwatch import stopwatch_of
 
 _LOG = logging.getLogger(__name__)
 
-_TRIAL_TOKENS = (16, 128)  # of the forwards that the time is estimated from
+_TRIAL_TOKENS = (16, 128)  # of the forwards for the estimate of the duration
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured, and where."""
+    """The measured model, device and CPUs."""
 
     loaded: LoadedModel
-    device: TorchDevice  # with no operation enqueued yet; stays the caller's
+    device: TorchDevice  # with no operation enqueued yet; owned by the caller
     subject: Subject
     effort: Effort
     max_tokens: int  # of a step
@@ -57,16 +57,16 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whom measuring tells what."""
+    """Callbacks for progress."""
 
-    on_estimate: Callable[[float], None]  # how many seconds it will take, once
+    on_estimate: Callable[[float], None]  # called once with the expected seconds
     on_report: OnReport
 
 
 def measure_profile(bench: Bench, listener: Listener, cpu_use: Callable[[], CpuUse]) -> Profile:
-    """Measure all parts and derive what follows from them.
+    """Measure all parts and derive a profile.
 
-    ``cpu_use``: who used the CPUs since before this call. Raises ``ProfileError`` if a part cannot
+    ``cpu_use``: the use of CPUs since before this call. Raises ``ProfileError`` if a part cannot
     be measured.
     """
     start_s = time.monotonic()
@@ -93,8 +93,7 @@ class _Profiler(contextlib.ExitStack):
         self._listener = listener
         self._where = bench.loaded.model.device
         if self._where.type == "cuda":
-            # Last of all: torch keeps what it is given back, and an engine plans memory by what
-            # is free.
+            # Runs last: torch caches freed memory, and an engine plans by free memory.
             self.callback(torch.cuda.empty_cache)
         # Streams come before the device's first operation.
         self._link = LinkBench(bench.device, self._where, bench.effort.concurrency)
@@ -105,7 +104,7 @@ class _Profiler(contextlib.ExitStack):
         self._passes, self._steps = self._make_passes()
 
     def measure(self) -> Parts:
-        """All of them; the adapters last, for they take memory."""
+        """Measure all parts; adapters last, as they take memory."""
         expected = expected_s(
             self._effort, self._trial(), self._bench.max_tokens, self._shapes,
             has_workers=bool(self._bench.worker_cpus),
@@ -128,7 +127,7 @@ class _Profiler(contextlib.ExitStack):
         )  # fmt: skip
 
     def _make_exchange(self) -> Exchange:
-        """Streams as an engine has them; the calling thread computes on the first."""
+        """Streams as in an engine; the calling thread computes on the first."""
         device = self._bench.device
         compute = device.stream("profile")
         transfer = compute
@@ -151,7 +150,7 @@ class _Profiler(contextlib.ExitStack):
         )
 
     def _make_passes(self) -> tuple[Passes, StepBench]:
-        """What runs forwards, and what runs whole steps, with one pool."""
+        """The parts that run forwards and whole steps, with one pool."""
         loaded, effort = self._bench.loaded, self._effort
         num_rows = max(*effort.decode_rows, *BATCH_SIZES)
         block_size, vocab_size = loaded.layout.block_size, int(loaded.config.vocab_size)
@@ -162,7 +161,7 @@ class _Profiler(contextlib.ExitStack):
         runner = make_runner(loaded, num_blocks)
         for layer in range(len(loaded.layout.layers)):
             for part in runner.pool.layer(layer):
-                part.zero_()  # memory that nobody has written is read faster
+                part.zero_()  # reads of memory that was never written are faster
         executor = make_step_executor(loaded, runner, self._sizes.context_tokens[-1])
         self.callback(executor.close)
         passes = Passes(
@@ -178,7 +177,7 @@ class _Profiler(contextlib.ExitStack):
         return passes, StepBench(executor, forward_s, block_size, vocab_size)
 
     def _trial(self) -> Callable[[int], float]:
-        """Seconds of a forward of any number of tokens, roughly: the line through two."""
+        """Rough seconds of a forward by its number of tokens: the line through two trials."""
         few, many = (min(n, self._bench.max_tokens) for n in _TRIAL_TOKENS)
         times_s = []
         for num_tokens in (few, many):
@@ -218,7 +217,7 @@ class _Profiler(contextlib.ExitStack):
         return measure_deltas(task, settings.worker_slowdown, on_progress)
 
     def _invocation(self, deltas: DeltaTimes, meter: Meter) -> tuple[InvocationTimes | None, str]:
-        """Through real workers; without any nothing, and why."""
+        """Measure with real workers; without any, return None and the reason."""
         bench, effort = self._bench, self._effort
         on_progress = meter.begin("invocation", "invocations of CPU workers")
         off = bench.coexecution_off

@@ -1,4 +1,4 @@
-"""The input groups of a model, as its speed depends on them."""
+"""The input groups of a model, on which its speed depends."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .delta_bench import GroupShape
 
 @dataclass(frozen=True, slots=True)
 class ModelGroups:
-    """By the number of the input group in a layer; of several shapes the most common one.
+    """Shapes by the number of the input group in a layer; of several the most common one.
 
     Layers of most models are alike. Where they are not, predictions are of the usual layer.
     """
@@ -39,7 +39,7 @@ def model_groups(loaded: LoadedModel) -> ModelGroups:
 
 
 def model_shape(loaded: LoadedModel) -> ModelShape:
-    """What must be the same for a profile to hold."""
+    """The properties that must be equal for a profile to apply."""
     groups = model_groups(loaded)
     return ModelShape(
         groups.num_layers,

@@ -1,4 +1,4 @@
-"""Which whole steps are measured, and what of their times is known from elsewhere. Pure."""
+"""Shapes of the measured whole steps, and the terms of their times. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from ..fit import Plane
 from ..models import MachineModel
 from ..step_time import num_keys
 
-DECODE_CONTEXT_TOKENS = 32  # before the rows of the curve over rows that decode
+DECODE_CONTEXT_TOKENS = 32  # before each row of the curve over decode rows
 _NUM_MIXED_DECODES = 4
 
 
@@ -21,7 +21,7 @@ class StepShape:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The step as readers see it."""
         ends = [s + n for s, n in zip(self.start_positions, self.num_tokens, strict=True)]
         return (
             f"a step of {len(self.num_tokens)} rows with {self.total_tokens} tokens, "
@@ -30,7 +30,7 @@ class StepShape:
 
     @property
     def total_tokens(self) -> int:
-        """To compute."""
+        """Tokens to compute."""
         return sum(self.num_tokens)
 
     @property
@@ -40,17 +40,17 @@ class StepShape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has no others."""
+        """Whether all rows decode."""
         return self.num_decodes == len(self.num_tokens)
 
     @property
     def decode_keys(self) -> int:
-        """That these rows look at."""
+        """Keys that decode rows attend to."""
         return sum(start + 1 for n, start in self._rows() if n == 1)
 
     @property
     def prefill_keys(self) -> int:
-        """Pairs of a token of another row and a key that it looks at."""
+        """Pairs of a prefill token and a key that it attends to."""
         return sum(num_keys(n, start) for n, start in self._rows() if n > 1)
 
     def _rows(self) -> Iterator[tuple[int, int]]:
@@ -59,7 +59,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """All that is combined to steps; see ``step_shapes``."""
+    """Sizes that are combined to steps; see ``step_shapes``."""
 
     decode_rows: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class StepSizes:
 
 
 def step_shapes(sizes: StepSizes) -> list[StepShape]:
-    """Rows that decode, prefill chunks at any place of a row, and both; small steps first."""
+    """Decode rows, prefill chunks at any position of a row, and both; small steps first."""
     longest = sizes.context_tokens[-1]
     shapes = {
         StepShape((1,) * rows, (context - 1,) * rows)
@@ -89,28 +89,28 @@ def step_shapes(sizes: StepSizes) -> list[StepShape]:
 
 
 def num_needed(shapes: Sequence[StepShape]) -> int:
-    """Of ``step_shapes``, those up to the smallest with prefill in it: they show every term."""
+    """The number of ``step_shapes`` up to the smallest with prefill: they show every term."""
     least = min(s.total_tokens for s in shapes if not s.is_decode)
     return sum(shape.total_tokens <= least for shape in shapes)
 
 
 def first_of_size(shapes: Sequence[StepShape]) -> set[StepShape]:
-    """One for each number of rows that decode, and one for each other number of tokens."""
+    """One for each number of decode rows, and one for each other number of tokens."""
     return set({(s.is_decode, s.total_tokens): s for s in reversed(shapes)}.values())
 
 
 def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[float, ...]:
-    """What a step's time is fitted to.
+    """The terms that a step's time is fitted to.
 
     Args:
         shape: The step.
-        prefill_s: Over tokens: one forward with one row of so many and nothing before it.
+        prefill_s: Over tokens: one forward of one row without context.
         decode_s: Over rows: one forward with rows of one token, each with
             ``DECODE_CONTEXT_TOKENS`` before it.
 
     Returns:
-        Seconds of the forward of these curves that has as many tokens; rows; prefill tokens times
-        keys, and keys of rows that decode, both beyond those of that forward.
+        Seconds of the forward with as many tokens on these curves; rows; prefill tokens times keys,
+        and keys of decode rows, both beyond those of that forward.
     """
     num_tokens, num_rows = shape.total_tokens, len(shape.num_tokens)
     if shape.is_decode:
@@ -123,14 +123,15 @@ def step_point(shape: StepShape, prefill_s: Curve, decode_s: Curve) -> tuple[flo
 def with_steps(
     model: MachineModel, plane: Plane, prefill_s: Curve, decode_s: Curve, typical: float
 ) -> MachineModel:
-    """``model`` with what whole steps say.
+    """``model`` with the results of whole steps.
 
     Args:
-        model: Of the machine.
-        plane: Through ``step_point`` of the curves.
-        prefill_s: See ``step_point``; the fastest, as the next.
+        model: The model of the machine.
+        plane: Fitted to ``step_point`` of the curves.
+        prefill_s: See ``step_point``; the fastest times, as for ``decode_s``.
         decode_s: See ``step_point``.
-        typical: As how many times the fastest a step takes: what is predicted is no best case.
+        typical: Duration of a typical step, relative to the fastest like it. Predictions are
+            multiplied by it.
     """
     intercept_s, row_s, prefill_key_s, decode_key_s = (
         typical * value for value in (plane.intercept, *plane.slopes[1:])
@@ -149,7 +150,7 @@ def with_steps(
 
 
 def _decode_curve_keys(num_rows: int) -> int:
-    """What the rows look at that the curve over rows that decode was measured with."""
+    """Keys of the rows with which the curve over decode rows was measured."""
     return num_rows * (DECODE_CONTEXT_TOKENS + 1)
 
 

@@ -1,4 +1,4 @@
-"""Whole steps, as an engine's executor runs them: what they take beside the model's products."""
+"""Measures whole steps, as an engine's executor runs them."""
 
 import itertools
 import math
@@ -35,12 +35,12 @@ from ..profile import FitRecord, ProfileError
 from ..rounds import Case, Progress, Repeats, measure_rounds
 from .step_shapes import StepShape, first_of_size, num_needed, step_point
 
-_SAMPLING = SamplingParams(max_tokens=1, seed=0)  # else what a request has that asks for nothing
+_SAMPLING = SamplingParams(max_tokens=1, seed=0)  # other fields have the defaults of a request
 
 
 @dataclass(frozen=True, slots=True)
 class WholeStepTimes:
-    """Points with the plane through them, and the fastest forwards, as ``step_point`` has them."""
+    """Points with the plane fitted to them, and the fastest forwards, as in ``step_point``."""
 
     record: FitRecord
     prefill_s: Curve
@@ -53,7 +53,7 @@ class WholeStepTimes:
 def make_step_executor(
     loaded: LoadedModel, runner: ModelRunner, max_model_len: int
 ) -> DeviceExecutor:
-    """For steps without adapters; ``runner`` ends with it."""
+    """An executor for steps without adapters; it closes ``runner``."""
     fetch = AdapterFetch(_fetch_nothing, lambda _: None)
     return make_executor(loaded, runner, fetch, eos_token_ids=(), max_model_len=max_model_len)
 
@@ -69,7 +69,7 @@ class StepBench:
         self, executor: DeviceExecutor, forward_s: Callable[[StepShape], float], block_size: int,
         vocab_size: int,
     ) -> None:  # fmt: skip
-        """``forward_s``: seconds of the forward that ``step_point`` has for a step."""
+        """``forward_s``: seconds of the forward in ``step_point`` of a step."""
         self._executor = executor
         self._forward_s = forward_s
         self._block_size = block_size
@@ -84,13 +84,13 @@ class StepBench:
     def measure(
         self, shapes: Sequence[StepShape], prefill_s: Curve, repeats: Repeats, on_progress: Progress
     ) -> WholeStepTimes:
-        """The fastest of each; ``prefill_s``: see ``step_point``, measured before.
+        """Measure the fastest of each; ``prefill_s``: see ``step_point``, measured before.
 
-        Whoever computes beside a step makes it longer, never shorter, and the rows' shares are
-        small against that: medians of few repeats would show the others. By how much a step is
-        typically longer than the fastest like it, all repeats together do say. The forwards that
-        steps are fitted to are run beside them: between a few seconds and the next ones a machine
-        drifts by more than what a step adds to its forward.
+        The model is fitted to the fastest repeat of each step. Other programs make a step longer,
+        never shorter, and the shares of rows are small against that, so medians of few repeats
+        would show the other programs. The typical slowdown over the fastest repeat is taken from
+        all repeats together. The forwards that steps are fitted to run beside them, as a machine
+        drifts within seconds by more than a step adds to its forward.
         """
         first = first_of_size(shapes)
         measured = measure_rounds(
@@ -119,12 +119,12 @@ class StepBench:
         )
 
     def _announce(self, shape: StepShape) -> StepPlan:
-        """Tell the executor of a request for each row; return the step."""
+        """Announce a request for each row to the executor; return the step."""
         request_ids = tuple(RequestId(next(self._request_ids)) for _ in shape.num_tokens)
         ends = [s + n for s, n in zip(shape.start_positions, shape.num_tokens, strict=True)]
         rng = np.random.default_rng(0)
         tokens = tuple(rng.integers(0, self._vocab_size, max(ends)).tolist())
-        places = itertools.count()  # in the pool, which all steps share: what is read is no matter
+        places = itertools.count()  # in the pool, which all steps share: contents do not matter
         blocks = [
             tuple(BlockId(next(places)) for _ in range(number))
             for number in _blocks(shape, self._block_size)
@@ -155,7 +155,7 @@ class StepBench:
         return _Sample(self._step_s(plan), forward_s)
 
     def _step_s(self, plan: StepPlan) -> float:
-        """From its plan to its tokens. Raises ``ProfileError`` if it fails."""
+        """Seconds from plan to tokens. Raises ``ProfileError`` if the step fails."""
         start_s = time.perf_counter()
         self._executor.submit(plan)
         results = self._executor.poll()
@@ -170,11 +170,11 @@ class StepBench:
 @dataclass(frozen=True, slots=True)
 class _Sample:
     step_s: float
-    forward_s: float  # beside it; NaN where it is not wanted
+    forward_s: float  # run beside the step; NaN = not measured
 
 
 def _at_level_of(curve: Curve, points: Mapping[float, float]) -> Curve:
-    """The curve through ``points``, between and beyond which it has the shape that it had."""
+    """``curve`` rescaled to pass through ``points``, with its shape between and beyond them."""
     level = median([y / curve.at(x) for x, y in points.items()])
     return Curve.rising({x: level * y for x, y in zip(curve.x, curve.y, strict=True)} | {**points})
 

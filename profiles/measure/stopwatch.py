@@ -1,4 +1,4 @@
-"""Times parts of a pass where they happen: on the CPU by the clock, on CUDA by events."""
+"""Times parts of a pass: on the CPU by the clock, on CUDA by events."""
 
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -14,15 +14,15 @@ class Stopwatch(Protocol):
     """Marks moments of the device's current stream."""
 
     def mark(self) -> Any:
-        """Now, behind everything that was enqueued."""
+        """A mark of the moment after all enqueued operations."""
         ...
 
     def settle(self) -> None:
-        """Wait until all marks are known."""
+        """Wait until all marks have their times."""
         ...
 
     def between_s(self, first: Any, then: Any) -> float:
-        """Seconds between two marks that are known."""
+        """Seconds between two marks, after ``settle``."""
         ...
 
 
@@ -33,7 +33,7 @@ class HostStopwatch:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Everything has happened already."""
+        """Return at once: all marks have their times."""
 
     def between_s(self, first: Any, then: Any) -> float:
         return float(then - first)
@@ -68,15 +68,15 @@ class GroupSpan:
 
     layer: int
     group: int
-    begin_s: float  # until x is on its way
+    begin_s: float  # until the copy of x is enqueued
     base_s: float  # the base products
-    add_s: float  # until the deltas are in
+    add_s: float  # until the deltas are added
 
 
 class GroupTimer:
     """A ``DeltaPass`` around another one, or around none, that times every input group."""
 
-    is_repeatable = False  # it notes when it is called
+    is_repeatable = False  # it records the times of its calls
 
     def __init__(self, stopwatch: Stopwatch, inner: DeltaPass | None) -> None:
         self._stopwatch = stopwatch
@@ -105,7 +105,7 @@ class GroupTimer:
         self._marks.append((group, *self._begun, before, after))
 
     def spans(self) -> tuple[GroupSpan, ...]:
-        """What was timed; waits for the device."""
+        """The times of all groups; waits for the device."""
         self._stopwatch.settle()
         return tuple(self._span(*marks) for marks in self._marks)
 

@@ -1,6 +1,6 @@
-"""The demo that corun serves when no model is named: a tiny language model and four adapters.
+"""The demo that corun serves without a model argument: a tiny language model and four adapters.
 
-``bench/train_demo.py`` in corun's repository made its files.
+``bench/train_demo.py`` in corun's repository makes its files.
 """
 
 from pathlib import Path
@@ -9,20 +9,20 @@ _DATA_PATH = Path(__file__).parent / "data"
 
 
 def demo_model_path() -> Path:
-    """Directory of the packaged base model, as ``from_pretrained`` takes it."""
+    """Directory of the packaged base model, for ``from_pretrained``."""
     return _DATA_PATH / "corun-demo"
 
 
 def demo_adapters_path() -> Path:
-    """Directory that holds one PEFT adapter directory per task, named after it."""
+    """Directory with one PEFT adapter directory per task, named after the task."""
     return _DATA_PATH / "adapters"
 
 
 def demo_text_path() -> Path:
-    """Stories of the kind that the demo has read, to compare weights in fewer bits on."""
+    """Stories like those of the demo's training, to compare quantised weights on."""
     return _DATA_PATH / "sample.txt"
 
 
 def chat_prompt(text: str) -> str:
-    """What the chat template makes of one user message: the prompt for plain completions."""
+    """One user message rendered by the chat template: the prompt for plain completions."""
     return f"<|user|>{text}<|assistant|>"

@@ -13,15 +13,15 @@ _UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 @dataclass(frozen=True, slots=True)
 class CgroupMemory:
-    """The tightest of the groups around this process."""
+    """The tightest limit of the groups around this process."""
 
     limit_bytes: int | None  # None = no limit
-    available_bytes: int | None  # under the limits, page cache that can go counted as free
+    available_bytes: int | None  # under the limits; reclaimable page cache counts as free
 
 
 @dataclass(frozen=True, slots=True)
 class _Hierarchy:
-    """One mounted control-group tree and where in it this process is."""
+    """One mounted control-group tree and this process's group in it."""
 
     version: int
     controllers: tuple[str, ...]  # of version 1
@@ -39,14 +39,14 @@ class _Hierarchy:
 
 
 def cgroup_memory(root: Path) -> CgroupMemory:
-    """Return the memory limit and what is left of it."""
+    """Return the memory limit and the memory available under it."""
     rooms = cgroup_memory_rooms(root)
     available = min((room for room, _ in rooms), default=None)
     return CgroupMemory(min((limit for _, limit in rooms), default=None), available)
 
 
 def cgroup_memory_rooms(root: Path) -> list[tuple[int, int]]:
-    """Return what is left, and the limit, of each group around this process that has one."""
+    """Return (available, limit) bytes of each group with a limit around this process."""
     rooms: list[tuple[int, int]] = []
     for hierarchy in _hierarchies(root):
         if hierarchy.version == 1 and "memory" not in hierarchy.controllers:
@@ -60,7 +60,7 @@ def cgroup_memory_rooms(root: Path) -> list[tuple[int, int]]:
 
 
 def cgroup_cpu_quota(root: Path) -> float | None:
-    """Return how many CPUs' worth of time this process may use, or None for no quota."""
+    """Return the CPU quota of this process, in CPUs, or None without one."""
     quotas = []
     for hierarchy in _hierarchies(root):
         if hierarchy.version == 1 and "cpu" not in hierarchy.controllers:
@@ -71,9 +71,9 @@ def cgroup_cpu_quota(root: Path) -> float | None:
 
 
 def cgroup_throttled_s(root: Path) -> float:
-    """Return for how many seconds CPU quotas have kept this process's groups from running.
+    """Return the seconds for which CPU quotas have throttled this process's groups.
 
-    In all, since the groups were made: each CPU on which a thread was ready counts.
+    The sum since the groups were made, over all CPUs with a runnable thread.
     """
     throttled_s = 0.0
     for hierarchy in _hierarchies(root):

@@ -1,18 +1,18 @@
 """How many threads a program should use while other processes use its cores. Pure.
 
-The kernel counts for how long threads ran and for how long they were runnable and waited for a
-core. Of n threads that wait for a share w of that time, n (1 - w) run at once on average. Threads
-beyond that number slow a parallel loop down instead of speeding it up, as the loop ends with its
-last thread.
+The kernel counts the time for which threads ran, and the time for which they were runnable and
+waited for a core. Of n threads that wait for a share w of that time, n (1 - w) run at once on
+average. More threads than that slow a parallel loop down, as the loop ends with its last thread.
 """
 
 from dataclasses import dataclass
 
 # A shorter window holds too few scheduler ticks, of 1 to 10 ms.
 _WINDOW_S = 0.25
-# Of the wait of a window: above the first fewer threads are used, below the second cores are free.
+# Waiting share of a window: above the first, fewer threads are used; below the second, cores are
+# free.
 _CONTENDED_SHARE, _QUIET_SHARE = 0.2, 0.1
-# Of one thread that a core must have left, for it to be used.
+# Share of a core that must be free for one more thread.
 _LEAST_PART = 0.7
 QUIET_S = 30.0
 _TRIAL_S = 2.0  # for which all threads are used again before the cores count as free
@@ -20,7 +20,7 @@ _TRIAL_S = 2.0  # for which all threads are used again before the cores count as
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Of some threads, since some moment."""
+    """CPU time of a set of threads since a moment."""
 
     ran_s: float = 0.0
     waited_s: float = 0.0  # runnable, without a core
@@ -33,22 +33,22 @@ class CpuTime:
 
     @property
     def waited_share(self) -> float:
-        """Of the time in which the threads could have run."""
+        """Waiting time as a share of the time in which the threads were runnable."""
         total_s = self.ran_s + self.waited_s
         return self.waited_s / total_s if total_s > 0 else 0.0
 
 
 class CoreContention:
-    """Says how many threads to use, by what the threads in use have got.
+    """Chooses the number of threads by the CPU time of the threads in use.
 
-    The number goes down with the first window that shows contention. It goes back to all threads
-    after ``QUIET_S`` in which the threads in use hardly waited.
+    The number falls with the first window that shows contention. It returns to all threads after
+    ``QUIET_S`` in which the threads in use hardly waited.
     """
 
     def __init__(
         self, max_threads: int, now_s: float, total: CpuTime, *, min_threads: int = 1
     ) -> None:
-        """``total``: what the threads have got so far."""
+        """``total``: CPU time of the threads so far."""
         self.num_threads = max_threads
         self.is_contended = False
         self.waited_share = 0.0  # of the last window
@@ -58,13 +58,13 @@ class CoreContention:
         self._is_trial = False  # all threads are in use again
 
     def is_due(self, now_s: float) -> bool:
-        """Whether enough time has passed for ``observe`` to see something."""
+        """Whether a window has passed since the last call of ``observe``."""
         return now_s - self._begin_s >= _WINDOW_S
 
     def observe(self, now_s: float, total: CpuTime) -> int:
-        """How many threads to use from now on.
+        """Return how many threads to use from now on.
 
-        ``total``: of the threads in use, since the start, without waits that a quota has caused.
+        ``total``: of the threads in use, since the start, without waits caused by a quota.
         """
         window = total - self._begin
         if not self.is_due(now_s) or window.ran_s + window.waited_s < _WINDOW_S / 2:

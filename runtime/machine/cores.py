@@ -1,7 +1,7 @@
-"""Which CPUs the engine and the CPU workers get, and why. Pure.
+"""Assigns CPUs to the engine and the CPU workers, with reasons. Pure.
 
-A worker spins while it has work, so it gets a physical core of its own, near the accelerator, and
-away from the core that launches the accelerator's work.
+A worker spins while it has work, so it gets a physical core of its own, near the accelerator and
+apart from the core that launches the accelerator's work.
 """
 
 import math
@@ -15,22 +15,22 @@ from .facts import MachineFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreRequest:
-    """What the options ask for."""
+    """The options for cores."""
 
     worker_cpus: tuple[int, ...] | None  # --cpu-cores; None = auto, () = none
     engine_cpus: tuple[int, ...] | None  # --engine-cores; None = auto
-    off_reason: str | None  # why no worker could be of use; None = they can
+    off_reason: str | None  # why workers would be useless; None = they are useful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorePlan:
-    """Who runs where."""
+    """The CPUs of engine, workers and supervisor."""
 
-    engine_cpus: tuple[int, ...]  # () = wherever the process may run
+    engine_cpus: tuple[int, ...]  # () = all CPUs that the process may use
     worker_cpus: tuple[int, ...]  # one worker each; () = co-execution is off
-    supervisor_cpus: tuple[int, ...]  # of who watches the workers; () = there are none
-    reasons: tuple[str, ...]  # in words, for the start-up summary
-    warnings: tuple[str, ...]  # what was asked for and will not go well
+    supervisor_cpus: tuple[int, ...]  # of the process that watches the workers; () = no workers
+    reasons: tuple[str, ...]  # for the start-up summary
+    warnings: tuple[str, ...]  # problems of explicit lists
 
 
 def plan_cores(
@@ -45,7 +45,7 @@ def plan_cores(
 
     Raises:
         ConfigError: A list names a CPU that does not exist, is not allowed or is on both lists,
-            or leaves the engine none.
+            or leaves no CPU to the engine.
     """
     _check_lists(machine, request)
     if request.off_reason is not None or request.worker_cpus == ():
@@ -57,17 +57,17 @@ def plan_cores(
             engine_cpus=engine,
             worker_cpus=request.worker_cpus,
             supervisor_cpus=_supervisor_cpus(machine, engine, request.worker_cpus),
-            reasons=(_placed(engine, request.worker_cpus), "as --cpu-cores says"),
+            reasons=(_placed(engine, request.worker_cpus), "set by --cpu-cores"),
             warnings=tuple(_warnings(machine, node, engine, request.worker_cpus)),
         )
     return _auto(machine, node, engine, is_engine_given=request.engine_cpus is not None)
 
 
 def background_cpus(machine: MachineFacts, plan: CorePlan) -> tuple[int, ...]:
-    """CPUs of threads that help the engine and must not take its core; () = there is no choice.
+    """CPUs for helper threads of the engine, apart from its core; () = there is no choice.
 
-    They read adapters and, on the CPU device, stand for its copy engines. Free CPUs serve them, or
-    else those of the workers, which wait most of the time.
+    These threads read adapters and, on the CPU device, serve as its copy engines. They get free
+    CPUs, or else those of the workers, which wait most of the time.
     """
     if not plan.engine_cpus:
         return ()
@@ -84,7 +84,7 @@ def _without_workers(request: CoreRequest) -> CorePlan:
         worker_cpus=(),
         supervisor_cpus=(),
         reasons=(*_pinned(engine), f"co-execution off: {reason}"),
-        warnings=(f"--cpu-cores is not used: {reason}",) if is_unused else (),
+        warnings=(f"--cpu-cores is ignored: {reason}",) if is_unused else (),
     )
 
 
@@ -99,16 +99,16 @@ class _Node:
             self.where = f"on the accelerator's NUMA node {index}"
         elif near:
             self.cpus = frozenset(allowed)
-            self.where = f"on any node, for none of the accelerator's node {index} is allowed"
+            self.where = f"on any node, as no CPU of the accelerator's node {index} is allowed"
         elif len(machine.numa_nodes) > 1:
-            self.where = "on any NUMA node, for the accelerator's is not known"
+            self.where = "on any NUMA node, as the accelerator's is unknown"
         else:
             self.where = "on the only NUMA node"
         self.cores = _cut(machine, self.cpus)
 
 
 def _cut(machine: MachineFacts, cpus: Iterable[int]) -> list[tuple[int, ...]]:
-    """Return the physical cores as far as they lie in ``cpus``; unknown CPUs stand alone."""
+    """Return the physical cores, cut to ``cpus``; CPUs without a known core are cores alone."""
     left = set(cpus)
     cores = [tuple(cpu for cpu in core if cpu in left) for core in machine.core_cpus]
     known = {cpu for core in cores for cpu in core}
@@ -116,7 +116,7 @@ def _cut(machine: MachineFacts, cpus: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def _with_siblings(machine: MachineFacts, cpus: Iterable[int]) -> set[int]:
-    """Return ``cpus`` and everything that shares a core with one of them."""
+    """Return ``cpus`` and all CPUs that share a core with one of them."""
     found = set(cpus)
     return found.union(*(core for core in machine.core_cpus if found.intersection(core)))
 
@@ -124,7 +124,7 @@ def _with_siblings(machine: MachineFacts, cpus: Iterable[int]) -> set[int]:
 def _engine_core(
     machine: MachineFacts, node: _Node, worker_cpus: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Choose a core for the engine: the first near the accelerator that workers leave alone."""
+    """Choose a core for the engine: the first near the accelerator without workers."""
     taken = _with_siblings(machine, worker_cpus)
     for core in [*node.cores, *_cut(machine, machine.allowed_cpus)]:
         if not taken.intersection(core):
@@ -132,7 +132,7 @@ def _engine_core(
     rest = sorted(set(machine.allowed_cpus).difference(worker_cpus))
     if not rest:
         raise ConfigError(
-            f"--cpu-cores is {format_cpus(worker_cpus)}: that leaves the engine none of the CPUs "
+            f"--cpu-cores is {format_cpus(worker_cpus)}, which leaves the engine none of the CPUs "
             f"{format_cpus(machine.allowed_cpus)} that this process may use"
         )
     return tuple(rest)
@@ -145,7 +145,7 @@ def _auto(
     free = [core[0] for core in node.cores if not taken.intersection(core)]
     limit = _worker_limit(machine)
     workers = tuple(free if limit is None else free[:limit])
-    reasons = [f"one worker per physical core {node.where}, but the engine's"]
+    reasons = [f"one worker per physical core {node.where}, except the engine's"]
     if len(workers) < len(free):
         reasons.append(f"{len(workers)} of {len(free)} because of the {_quota(machine)}")
     if workers:
@@ -157,10 +157,10 @@ def _auto(
             warnings=(),
         )
     if free:
-        why = f"the {_quota(machine)} leaves workers none"
+        why = f"the {_quota(machine)} leaves no CPU to workers"
     else:
-        why = f"there is no physical core for workers {node.where}, but the engine's"
-    # Pinning makes room for workers; without any it would only take cores away.
+        why = f"there is no physical core {node.where} except the engine's"
+    # Pinning the engine makes room for workers; without workers it would only take cores away.
     kept = engine if is_engine_given else ()
     return CorePlan(
         engine_cpus=kept,
@@ -174,7 +174,7 @@ def _auto(
 def _supervisor_cpus(
     machine: MachineFacts, engine: tuple[int, ...], workers: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Choose where the supervisor disturbs nobody; where it cannot, it shares with the engine."""
+    """Choose CPUs without engine and workers for the supervisor, or else the engine's."""
     busy = _with_siblings(machine, (*engine, *workers))
     return tuple(cpu for cpu in machine.allowed_cpus if cpu not in busy) or engine
 
@@ -189,7 +189,7 @@ def _placed(engine: tuple[int, ...], workers: tuple[int, ...]) -> str:
 
 
 def _worker_limit(machine: MachineFacts) -> int | None:
-    """How many may spin without the quota's throttling the engine."""
+    """The number of workers that may spin before the quota throttles the engine."""
     return None if machine.cpu_quota is None else max(0, math.floor(machine.cpu_quota) - 1)
 
 
@@ -221,7 +221,7 @@ def _check_lists(machine: MachineFacts, request: CoreRequest) -> None:
 def _warnings(
     machine: MachineFacts, node: _Node, engine: tuple[int, ...], workers: tuple[int, ...]
 ) -> Iterable[str]:
-    """Say what will be slow with a list that was given."""
+    """Yield warnings about lists that cause slowness."""
     near_engine = _with_siblings(machine, engine).intersection(workers)
     if near_engine:
         yield (
@@ -238,5 +238,5 @@ def _warnings(
     if limit is not None and len(workers) > limit:
         yield (
             f"--cpu-cores gives {len(workers)} workers, but the {_quota(machine)} is enough for "
-            f"{limit}: workers and engine will be throttled"
+            f"only {limit}: workers and engine will be throttled"
         )

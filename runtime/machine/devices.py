@@ -1,4 +1,4 @@
-"""Which CUDA devices this process sees, and where they sit. Loads the driver, no other library."""
+"""The visible CUDA devices and their NUMA nodes. Loads the driver, no other library."""
 
 import ctypes
 import logging
@@ -20,23 +20,23 @@ _GIB = 2**30
 class VisibleDevice:
     """One device."""
 
-    name: str  # as CUDA_VISIBLE_DEVICES takes it, whatever order it numbers them in
-    numa_node: int | None  # None = the machine does not say, or has one
+    name: str  # for CUDA_VISIBLE_DEVICES, independent of the order of numbers
+    numa_node: int | None  # None = unknown, or the machine has one node
 
 
 def read_cuda_devices(library: str = _LIBRARY) -> tuple[VisibleDevice, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES leaves; () without a driver or a device."""
+    """Return the devices visible under CUDA_VISIBLE_DEVICES; () without driver or device."""
     driver = load_cuda_driver(library)
     return () if driver is None else devices_of(driver)
 
 
 def devices_of(driver: Any) -> tuple[VisibleDevice, ...]:
-    """Return those that CUDA's driver, a library of C functions, tells of."""
+    """Return the devices that CUDA's driver, a library of C functions, reports."""
     return tuple(_device(driver, index) for index in range(_count(driver)))
 
 
 def describe_cuda_devices(driver: Any) -> tuple[str, ...]:
-    """Return name, memory and compute capability of each device that ``driver`` tells of."""
+    """Return name, memory and compute capability of each device that ``driver`` reports."""
     return tuple(_description(driver, index) for index in range(_count(driver)))
 
 
@@ -67,7 +67,7 @@ def _description(driver: Any, index: int) -> str:
         or driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, handle)
     )
     if failed:
-        return f"does not say what it is (CUDA error {failed})"
+        return f"properties cannot be read (CUDA error {failed})"
     memory = f"{num_bytes.value / _GIB:.1f} GiB"
     return f"{name.value.decode()}, {memory}, capability {major.value}.{minor.value}"
 
@@ -77,7 +77,7 @@ def _device(driver: Any, index: int) -> VisibleDevice:
     uuid = (ctypes.c_ubyte * _UUID_BYTES)()
     address = ctypes.create_string_buffer(_ADDRESS_BYTES)
     if driver.cuDeviceGet(ctypes.byref(handle), index) or driver.cuDeviceGetUuid(uuid, handle):
-        _LOG.warning("CUDA device %d does not say what it is, and goes by its number", index)
+        _LOG.warning("cannot read the UUID of CUDA device %d; using its index", index)
         return VisibleDevice(str(index), None)
     node = None
     if driver.cuDeviceGetPCIBusId(address, _ADDRESS_BYTES, handle) == 0:

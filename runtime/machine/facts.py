@@ -1,8 +1,8 @@
-"""What the machine offers this process: memory, CPUs, NUMA nodes, shared memory.
+"""The machine's resources for this process: memory, CPUs, NUMA nodes, shared memory.
 
-Read once and passed on as plain data, so that whoever decides sizes can be tested with any
+Read once and passed on as plain data, so that the code that chooses sizes can be tested with any
 machine. Control-group limits, CPU quotas and affinity are respected: a container's share counts,
-not the host's. Knows nothing of accelerators.
+not the host's. Accelerators are not part of it.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .cgroup import cgroup_cpu_quota, cgroup_memory
 
-# Of CPU time, that one more thread than a quota has whole CPUs must add.
+# Share of a CPU that one more thread than a quota's whole CPUs must add.
 _LEAST_GAIN = 1.15
 
 
@@ -30,18 +30,18 @@ class MachineFacts:
 
     memory_total_bytes: int  # of the machine
     memory_limit_bytes: int | None  # of the tightest control group; None = no limit
-    memory_available_bytes: int  # what can be allocated now, limits and usage respected
+    memory_available_bytes: int  # can be allocated now, within limits and usage
     allowed_cpus: tuple[int, ...]  # the affinity of this process
     cpu_quota: float | None  # CPUs' worth of time; None = no quota
     cpu_model: str
     numa_nodes: tuple[NumaNode, ...]
-    core_cpus: tuple[tuple[int, ...], ...]  # per physical core its CPUs, of the whole machine
+    core_cpus: tuple[tuple[int, ...], ...]  # CPUs by physical core, of the whole machine
     shm_total_bytes: int  # /dev/shm; 0 if there is none
     shm_available_bytes: int
 
     @property
     def num_cpus(self) -> int:
-        """CPUs that can run at once: affinity, cut by the quota, at least one."""
+        """CPUs that can run at once: the affinity, cut by the quota, at least one."""
         if self.cpu_quota is None:
             return len(self.allowed_cpus)
         return max(1, min(len(self.allowed_cpus), int(self.cpu_quota)))
@@ -50,8 +50,8 @@ class MachineFacts:
     def num_threads(self) -> int:
         """Threads that should compute at once: one for each physical core, cut by the quota.
 
-        The quota's last part of a CPU gets a thread if it adds enough: all then run for a part of
-        each period, and stand still for the rest.
+        The quota's fraction of a CPU gets a thread if it is large enough: all threads then run for
+        a part of each period, and are throttled for the rest.
         """
         allowed = set(self.allowed_cpus)
         unknown = allowed.difference(*self.core_cpus)
@@ -63,7 +63,7 @@ class MachineFacts:
 
 
 def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
-    """Read the facts of this machine, or of the tree under ``root`` that stands for one."""
+    """Read the facts of this machine, or of a tree like its file system under ``root``."""
     meminfo = parse_meminfo(_read_text(root / "proc/meminfo"))
     memory = cgroup_memory(root)
     shm_total_bytes, shm_available_bytes = _shm_bytes(root / "dev/shm")
@@ -82,9 +82,9 @@ def read_machine_facts(root: Path = Path("/")) -> MachineFacts:
 
 
 def pci_numa_node(address: str, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device ("0000:3b:00.0"), or None if the machine does not say.
+    """Return the NUMA node of a PCI device ("0000:3b:00.0"), or None if it is unknown.
 
-    A machine with one node, and many a virtual one, says -1.
+    Machines with one node, and many virtual machines, report -1.
     """
     text = _read_text(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     node = int(text) if text else -1
@@ -130,7 +130,7 @@ def _numa_nodes(directory: Path) -> tuple[NumaNode, ...]:
 
 
 def _core_cpus(directory: Path) -> tuple[tuple[int, ...], ...]:
-    """Group the CPUs that are on by the core they share; one without a topology stands alone."""
+    """Group online CPUs by their core; a CPU without a topology is a core alone."""
     cores = set()
     for cpu in parse_cpu_list(_read_text(directory / "online")):
         siblings = _read_text(directory / f"cpu{cpu}/topology/thread_siblings_list")

@@ -1,7 +1,7 @@
-"""Python's garbage collector while a process that is corun's own starts.
+"""Controls Python's garbage collector while one of corun's own processes starts.
 
-Importing torch and transformers makes about a million objects that stay until the end. The
-collector would look at them again and again, which takes a fifth of the time of these imports.
+Importing torch and transformers makes about a million objects that live until the end. Repeated
+collections of them would take a fifth of the time of these imports.
 """
 
 import gc
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Collect nothing inside. For imports and simulations: what they make is not garbage."""
+    """Pause collection inside. For imports and simulations, which make no cyclic garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,14 +22,14 @@ def collection_paused() -> Iterator[None]:
 
 
 def keep_imported() -> None:
-    """Never look again at anything that exists now.
+    """Exclude all existing objects from collection.
 
-    Libraries complain of leaks when such a process ends the usual way: it should ``os._exit``.
+    Libraries report leaks when such a process exits normally; it should call ``os._exit``.
     """
     gc.freeze()
 
 
 def keep_living() -> None:
-    """Collect once and never look again at what is left, so that no step waits for that."""
+    """Collect once and exclude the remaining objects, so that no step waits for a collection."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What is available of memory: the machine's, or a control group's that is nearer to its limit."""
+"""Available memory, of the machine or of the control group that is nearest to its limit."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from .facts import parse_meminfo
 
 
 def read_memory_room(root: Path = Path("/")) -> tuple[int, int]:
-    """(available bytes, all bytes) where the share that is available is smallest.
+    """(available bytes, all bytes) where the available share is smallest.
 
-    Page cache that can go counts as available. Raises ``OSError`` or ``KeyError`` if the system
-    does not tell.
+    Reclaimable page cache counts as available. Raises ``OSError`` or ``KeyError`` if the system
+    does not report it.
     """
     meminfo = parse_meminfo((root / "proc/meminfo").read_text(encoding="ascii"))
     rooms = [(meminfo["MemAvailable"], meminfo["MemTotal"]), *cgroup_memory_rooms(root)]

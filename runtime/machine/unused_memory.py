@@ -1,4 +1,4 @@
-"""Gives memory back that a process of corun's own has needed for its start and needs no longer."""
+"""Gives back memory that one of corun's own processes needed only for its start."""
 
 import ctypes
 import linecache
@@ -14,41 +14,41 @@ _LIBRARY = re.compile(r"\.so[.0-9]*$")
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A range of addresses of a process, as ``/proc/PID/smaps`` tells of it."""
+    """A range of addresses of a process, as in ``/proc/PID/smaps``."""
 
     address: int
     num_bytes: int
     permissions: str
-    path: str  # "" if it is no file's
+    path: str  # "" without a file
     resident_bytes: int
-    own_bytes: int  # of these, pages that are no longer the file's
+    own_bytes: int  # of these, pages that differ from the file
 
 
 def give_back_unused() -> None:
-    """Give back free memory of the heap, lines of source files, and pages of libraries.
+    """Give back free memory of the heap, cached source lines, and pages of libraries.
 
-    Most of what a start runs of torch, LLVM and others is not run again, and half of their code is
-    resident then. Pages that are as in the file come back from the kernel's cache when they are
+    Most code of torch, LLVM and others that a start runs is not run again, and half of their code
+    is resident after it. Unchanged pages come back from the kernel's page cache when they are
     touched, which takes microseconds.
     """
     linecache.clearcache()
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
+    if hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)
     for mapping in read_mappings():
-        if is_unchanged_library(mapping):  # what the kernel refuses stays
+        if is_unchanged_library(mapping):  # pages that the kernel refuses stay
             address, size = ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.num_bytes)
             libc.madvise(address, size, _MADV_DONTNEED)
 
 
 def is_unchanged_library(mapping: Mapping) -> bool:
-    """Whether all of it is as in the file of a library, and cannot be written."""
+    """Whether the whole mapping equals a library's file, and cannot be written."""
     is_library = _LIBRARY.search(mapping.path) is not None
     return is_library and mapping.permissions in ("r-xp", "r--p") and mapping.own_bytes == 0
 
 
 def read_mappings(path: Path = Path("/proc/self/smaps")) -> Iterator[Mapping]:
-    """Read a process's mappings; none where the kernel does not tell."""
+    """Read a process's mappings; empty where the kernel does not report them."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -53,7 +53,7 @@ def test_each_doubt_is_told() -> None:
     )
     busy, bad_steps, bad_fit, left_out = warning_lines(profile)
     assert "of whole steps explains 0.80 of the variance" in bad_steps
-    assert busy.endswith("figures will be off: other programs used 1.5 CPUs")
+    assert busy.endswith("figures are inaccurate: other programs used 1.5 CPUs")
     assert "in prefill explains 0.90 of the variance" in bad_fit
     assert "0.96" in bad_fit
     assert "2 measurements, from a prefill of 512 tokens on" in left_out

@@ -86,7 +86,7 @@ def test_times_that_predict_nothing_are_not_kept(
     path, model = tmp_path / "p.json", save_model("llama3-rope", tmp_path_factory.mktemp("model"))
     assert main(("profile", str(model), "--url", server, "--output", str(path), *TOLD)) == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("corun: error: nothing can be predicted with the profile, because ")
+    assert line.startswith("corun: error: the profile cannot predict step times: ")
     assert not list(tmp_path.iterdir())
 
 

@@ -54,13 +54,13 @@ def test_auto_respects_the_cpuset() -> None:
     assert (chosen.engine_cpus, chosen.worker_cpus) == ((1,), (2, 11))
     away = plan(facts, node=1)
     assert (away.engine_cpus, away.worker_cpus) == ((1,), (2, 11))
-    assert "none of the accelerator's node 1 is allowed" in away.reasons[1]
+    assert "no CPU of the accelerator's node 1 is allowed" in away.reasons[1]
 
 
 def test_without_a_known_node_any_core_may_serve_and_it_says_so() -> None:
     chosen = plan(TWO_SOCKETS)
     assert chosen.worker_cpus == tuple(range(1, 8))
-    assert "the accelerator's is not known" in chosen.reasons[1]
+    assert "the accelerator's is unknown" in chosen.reasons[1]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_off_pins_only_an_engine_that_was_given_cores() -> None:
     assert plan(TWO_SOCKETS, off="no accelerator").reasons == ("co-execution off: no accelerator",)
     chosen = plan(TWO_SOCKETS, workers=(1,), engine=(0,), off="no accelerator")
     assert (chosen.engine_cpus, chosen.worker_cpus) == ((0,), ())
-    assert chosen.warnings == ("--cpu-cores is not used: no accelerator",)
+    assert chosen.warnings == ("--cpu-cores is ignored: no accelerator",)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_slow_lists_are_warned_of() -> None:
     assert "workers on 8 share a physical core with the engine" in chosen.warnings[0]
     assert "the workers on 2,10 share one physical core" in chosen.warnings[1]
     assert "workers on 5 are not on the accelerator's NUMA node 0" in chosen.warnings[2]
-    assert "5 workers, but the CPU quota of 4 is enough for 3" in chosen.warnings[3]
+    assert "5 workers, but the CPU quota of 4 is enough for only 3" in chosen.warnings[3]
 
 
 @given(

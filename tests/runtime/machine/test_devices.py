@@ -16,7 +16,7 @@ UUID = bytes(range(16))
 
 
 class FakeDriver:
-    """Two devices, of which the second does not say what it is."""
+    """Two devices, of which the second has no readable properties."""
 
     def __init__(self, *, init_status: int = 0) -> None:
         self.init_status = init_status
@@ -66,7 +66,7 @@ def test_devices_are_named_so_that_their_order_does_not_matter(
 def test_devices_are_described_without_torch() -> None:
     assert describe_cuda_devices(FakeDriver()) == (
         "NVIDIA H100, 80.0 GiB, capability 9.0",
-        "does not say what it is (CUDA error 101)",
+        "properties cannot be read (CUDA error 101)",
     )
 
 

@@ -41,7 +41,7 @@ def test_engine_cores_pin_the_engine_and_count_as_its_cpus() -> None:
 def test_a_worker_list_without_use_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     placement, _ = place(EngineConfig(device="cpu", cpu_cores=FIRST))
     assert placement.plan.worker_cpus == ()
-    assert "--cpu-cores is not used: the model runs on the CPU itself" in caplog.text
+    assert "--cpu-cores is ignored: the model runs on the CPU itself" in caplog.text
 
 
 def test_a_forbidden_pinning_is_a_warning(
