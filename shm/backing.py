@@ -80,9 +80,9 @@ def allocate(fd: int, offset: int, num_bytes: int, *, what: str, backing: str) -
     if there were enough only because parts of the range already have memory.
     """
     hint = (
-        "enlarge /dev/shm (docker: --shm-size) or ask for less"
+        "enlarge /dev/shm (docker: --shm-size) or request less"
         if backing == "posix"
-        else "free memory or ask for less"
+        else "free memory or request less"
     )
     # A memfd has no limit of its own: beyond the machine's memory the kernel kills a process.
     available_bytes = available_memory_bytes()

@@ -402,11 +402,11 @@ def test_too_little_memory_for_an_elastic_arena(
     def refuse(self: ArenaPages, offset: int, num_bytes: int) -> None:
         from corun.shm.errors import SpaceError
 
-        raise SpaceError("adapters", num_bytes, 0, "free memory or ask for less")
+        raise SpaceError("adapters", num_bytes, 0, "free memory or request less")
 
     monkeypatch.setattr(ArenaPages, "take", refuse)
     again = host.register(files / "a")
     assert not again.is_kept and again.digest == facts.digest
-    with pytest.raises(ResourceError, match="free memory or ask for less"):
+    with pytest.raises(ResourceError, match="free memory or request less"):
         host.fetch(facts.digest, files / "a")
     assert host.arena.taken_bytes == 0
