@@ -182,9 +182,7 @@ def _end_tokens(
             if ids.get(text, base.num_embeddings) < base.num_embeddings:
                 found[ids[text]] = None
             else:
-                notes.append(
-                    f"its eos_token {text!r} is not a token of the base and ends no answer"
-                )
+                notes.append(f"its eos_token {text!r} is no token of the base and ends no answer")
     found |= dict.fromkeys(_token_ids(contents.generation_config.get("eos_token_id")))
     of_base = (base.eos_token_id,)
     ends = tuple(one for one in found if 0 <= one < base.num_embeddings and one not in of_base)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from .content import FileStamp
 
 SETTLE_S = 2.0
-GIVE_UP_S = (
-    30.0  # after this, an incomplete file is reported, and a missing directory counts as removed
-)
+# After this, an incomplete file is reported, and a missing directory counts as removed.
+GIVE_UP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,9 +116,7 @@ class AdapterRegistry:
     base_names: Collection[str] = ()  # names of the base model, not allowed
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _held: dict[AdapterId, _Held] = field(default_factory=dict)
-    _ids_of: dict[str, set[AdapterId]] = field(
-        default_factory=dict
-    )  # versions in memory, by content
+    _ids_of: dict[str, set[AdapterId]] = field(default_factory=dict)  # in memory, by content
     _draining: dict[str, dict[AdapterId, _Held]] = field(default_factory=dict)  # the oldest first
     _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet removed
     _num_loads: int = 0

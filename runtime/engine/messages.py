@@ -136,9 +136,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     adapter_memory_bytes: int | None = None  # of these for adapters alone; None = shared with KV
     host_kv_tokens: int = 0  # room for KV on the host
     context_bytes: int = 0  # KV of one request with a full context
-    max_queue_s: float | None = (
-        None  # longest wait of a request for its first step; None = no limit
-    )
+    max_queue_s: float | None = None  # longest wait for the first step; None = no limit
     # Measuring failed at start: no co-execution, requests wait for their adapters.
     has_profile_failed: bool = False
     base_fingerprint: str = ""  # names the base model and its revision
@@ -267,15 +265,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefetch_missed_bytes: int = 0
     invalid_kv_bytes: int = 0  # on the device without its adapter
     prompt_tokens_cached: int = 0  # found on the device, so not among the computed ones
-    prompt_tokens_host_cached: int = (
-        0  # copied from the host, so not among the computed ones either
-    )
+    prompt_tokens_host_cached: int = 0  # copied from the host, so not computed either
     memory_bytes: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and kind
     link: tuple[LinkUsage, ...] = ()
     policy_counts: dict[str, float] = {}  # gauges of the scheduling policy
-    lane_counts: tuple[dict[str, float], ...] = ()  # and of each of its lanes
+    lane_counts: tuple[dict[str, float], ...] = ()  # the same for each of its lanes
     first_token_parts_s: dict[str, float] = {}  # sums over requests, by part
-    num_deferred: int = 0  # of those that wait: for what memory and seats would not end
+    num_deferred: int = 0  # of waiting requests, for anything but memory and slots
     steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two
     num_step_tokens: int = 0  # of all of them
     load: EngineLoadState | None = None  # None = not published yet

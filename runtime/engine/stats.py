@@ -123,7 +123,7 @@ def _as_floats(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
-    """Bytes by level and kind; what is promised is among what is free, or in history."""
+    """Return bytes by level and kind; promised bytes are also counted as free or history."""
     pool, host = memory.pool, memory.host
     levels = {
         "device": {

@@ -359,9 +359,7 @@ class AsyncEngine:
                     add_special_tokens, cache_salt, predicted_output_tokens,
                 ))  # fmt: skip
                 await asyncio.sleep(0)  # lets running requests receive their tokens
-            with contextlib.suppress(
-                AdapterChangedError
-            ):  # before the whole batch was sent: try once more
+            with contextlib.suppress(AdapterChangedError):  # before all was sent: try once more
                 return await self._requests.complete(batch)
 
     async def abort(self, request_id: str) -> None:

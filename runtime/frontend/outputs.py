@@ -75,9 +75,7 @@ class CompletionOutput:
     num_pieces: int
     num_tokens: int
     num_cached_tokens: int = 0  # of the prompt, with cached KV
-    adapter_start: AdapterStart | None = (
-        None  # None = the adapter was on the device, or the base model
-    )
+    adapter_start: AdapterStart | None = None  # None = adapter on the device, or base model
     timing: EngineTiming | None = None  # with the first token, or the end
 
     @property

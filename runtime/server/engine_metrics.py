@@ -178,7 +178,7 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
         [((name,), value) for name, value in stats.policy_counts.items()],
     )  # fmt: skip
     yield families.gauges(
-        "scheduling_lane", "What it shows of its lanes, those of short requests first.",
+        "scheduling_lane", "Gauges of the policy's lanes, those of short requests first.",
         ("lane", "gauge"),
         [
             ((str(lane), name), value)

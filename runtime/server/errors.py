@@ -81,9 +81,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """The body of each answer that is an error, and the last event of a stream that failed."""
 
     error: ErrorDetail
-    timing: ChoiceTiming | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # only if the request set return_timing
+    timing: ChoiceTiming | msgspec.UnsetType = msgspec.UNSET  # only with return_timing
 
 
 class HttpError(RequestError):

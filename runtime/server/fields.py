@@ -252,10 +252,7 @@ class UnknownFields:
     ) -> None:
         """Count one unknown field, or raise."""
         path = field_path(location)
-        seen = (
-            name,
-            id(table),
-        )  # a name can be misspelt in one kind of object and unknown in another
+        seen = (name, id(table))  # a name may be near a field of one kind of object only
         if seen not in unknown:  # the comparison takes long
             unknown.add(seen)
             if len(unknown) > MAX_UNKNOWN_NAMES:

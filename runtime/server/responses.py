@@ -99,9 +99,7 @@ class Timing(msgspec.Struct, frozen=True):
 
     time_to_first_token_s: float
     total_s: float
-    outside_engine_s: (
-        float  # of the first token: tokenising, transport to the engine and back, HTTP
-    )
+    outside_engine_s: float  # of the first token: tokenising, transport to the engine, HTTP
     engine: list[ChoiceTiming | None]  # by choice; null = not known
     adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was on the device
 

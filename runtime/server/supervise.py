@@ -74,20 +74,14 @@ async def _drain(
     """Refuse new requests and wait for the running ones; end them at the deadline."""
     state.draining = True
     requests = state.open_requests
-    _logger.info(
-        "shutting down: %d running requests have %g s to finish (--drain-timeout-s)",
-        len(requests),
-        timeout_s,
-    )
+    _logger.info("shutting down: %d requests have %g s to finish", len(requests), timeout_s)
     idle = asyncio.ensure_future(requests.wait_none(timeout_s))
     hurry = asyncio.ensure_future(stop.second.wait())
     ends: list[asyncio.Future[Any]] = [idle, hurry, died]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await cancel_all(idle, hurry)
     if len(requests) and not died.done():
-        _logger.warning(
-            "ended %d requests that did not finish within --drain-timeout-s", len(requests)
-        )
+        _logger.warning("ended %d requests that did not finish", len(requests))
         requests.end_all(
             HttpError(
                 503,

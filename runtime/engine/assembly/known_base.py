@@ -58,9 +58,7 @@ def _find(source: ModelSource, dtype: str) -> KnownBase:
 
     target_map, code = target_map_and_code_of(source)
     served_dtype = str(resolve_dtype(dtype, load_config(source))).removeprefix("torch.")
-    own = sorted(
-        Path(source_module.__file__).parent.glob("*.py")
-    )  # the code that the facts come from
+    own = sorted(Path(source_module.__file__).parent.glob("*.py"))  # the source of the facts
     return KnownBase(target_map, served_dtype, read_served_base(source), _digests((*code, *own)))
 
 
