@@ -70,7 +70,7 @@ class SharedLane:
         self._now_s = 0.0
         self._demand = _Share()
         self._prefetch = _Share()  # moves only while there is no demand transfer
-        self._ends_s: dict[int, list[float]] = {}  # of completed parts, until ``forget``
+        self._ends_s: dict[int, list[float]] = {}  # of completed parts, until ``remove``
 
     def start(
         self, index: int, part_bytes: Sequence[float], start_s: float, *, is_demand: bool = True
@@ -108,7 +108,7 @@ class SharedLane:
             self._demand.push(self._demand.each_bytes + ahead_bytes, index, part)
 
     def ends_s(self) -> Mapping[int, Sequence[float]]:
-        """When each part ends, or has ended, of all transfers without a call of ``forget``.
+        """When each part ends, or has ended, of all transfers without a call of ``remove``.
 
         Assumes that no other transfer starts; more transfers can only delay it.
         """
@@ -117,7 +117,7 @@ class SharedLane:
         future._advance(math.inf)
         return future._ends_s
 
-    def forget(self, index: int, _now_s: float) -> None:
+    def remove(self, index: int, _now_s: float) -> None:
         """Drop the end times of a transfer."""
         del self._ends_s[index]
 

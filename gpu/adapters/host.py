@@ -118,7 +118,7 @@ class HostAdapters:
         try:
             num_bytes = self._device_bytes(path, facts.plans, facts.host_bytes)
         except AdapterError:
-            self.store.forget(facts.digest)
+            self.store.remove_content(facts.digest)
             raise
         layer_bytes, rank_sums = self._layers_of(facts.plans)
         group_of_layer = tuple(self._group_layers(layer_bytes))
@@ -149,7 +149,7 @@ class HostAdapters:
     def remove_content(self, digest: str) -> None:
         """Remove what is stored for this content, which no version has any more."""
         self._placements.pop(digest, None)
-        self.store.forget(digest)
+        self.store.remove_content(digest)
 
     def close(self) -> None:
         """Release the memory; the device must be idle. Idempotent."""

@@ -262,7 +262,7 @@ class AdapterStore:
         """Remove adapters from the arena."""
         self._arena.evict(place_ids)
 
-    def forget(self, digest: str) -> None:
+    def remove_content(self, digest: str) -> None:
         """Remove what is stored for this content; it is not fetched again."""
         self._contents.pop(digest, None)
 

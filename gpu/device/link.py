@@ -40,7 +40,7 @@ class _FreeLane:
     def ends_s(self) -> Mapping[int, Sequence[float]]:
         return {index: (start_s,) for index, start_s in self._active.items()}
 
-    def forget(self, index: int, now_s: float) -> None:
+    def remove(self, index: int, now_s: float) -> None:
         del self._active[index]
         if not self._active:
             self._busy_s += max(0.0, now_s - self._busy_since_s)
@@ -139,7 +139,7 @@ class PacedLink:
             self._sleep(left_s)
         now_s = self._clock()
         with self._lock:
-            self._lanes[transfer.direction].forget(transfer.index, now_s)
+            self._lanes[transfer.direction].remove(transfer.index, now_s)
         return end_s if self.is_paced else now_s
 
     def stats(self, direction: Direction) -> LinkStats:

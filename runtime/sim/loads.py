@@ -103,14 +103,14 @@ class SimulatedLoads:
         now_s, transfer_id, group = self._arrivals.pop()
         copy = self._copies.pop(transfer_id, None)
         if copy is not None:
-            self._lanes[copy.direction].forget(transfer_id, now_s)
+            self._lanes[copy.direction].remove(transfer_id, now_s)
             return TransferResult(transfer_id)
         load = self._loads[transfer_id]
         load.num_arrived = group + 1
         if load.num_arrived < len(load.group_bytes):
             return TransferProgress(transfer_id, load.num_arrived)
         self._ended_s[load.transfer.adapter_id] = self._arrival_s(load)
-        self._lanes[Direction.TO_DEVICE].forget(transfer_id, now_s)
+        self._lanes[Direction.TO_DEVICE].remove(transfer_id, now_s)
         del self._loads[transfer_id]
         return TransferResult(transfer_id)
 

@@ -49,7 +49,7 @@ def test_who_is_forgotten_leaves_nothing_behind() -> None:
     lane = SharedLane(100.0)
     lane.start(1, (100,), 0.0)
     lane.start(2, (100,), 5.0)
-    lane.forget(1, 5.0)
+    lane.remove(1, 5.0)
     assert lane.ends_s() == {2: [6.0]}
 
 
