@@ -65,7 +65,7 @@ def limit_torch_threads() -> bool:
     Otherwise torch starts an OpenMP helper for each thread that handles a large tensor. libgomp
     then counts more threads than cores, and every OpenMP thread of the process sleeps between
     loops instead of spinning. The numbers of other threads and of corun's kernels do not change.
-    torch is not imported.
+    Does not import torch.
     """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_num_threads"):  # absent, or still being imported
