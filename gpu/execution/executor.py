@@ -125,7 +125,7 @@ class DeviceExecutor:
         """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
-        if not self._results:  # also checked when no step is pending
+        if not self._results:  # not in a poll that returns a step
             self._report_workers()
         try:
             os.eventfd_read(self._event_fd)
