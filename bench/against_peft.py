@@ -3,8 +3,8 @@
 Both get the same batch of prompts, each with an adapter of its own (ranks 8 to 128), and produce
 the same number of tokens greedily, in turn (ABBA), on the same cores with the same instructions, or
 on the same GPU. The bounds are of CPUs: with a GPU nothing is judged.
-PEFT has a process of its own, as anybody's would: its threads would count among those of the
-engine's process (see ``models.one_torch_thread``).
+PEFT has a process of its own, as otherwise its threads would count among those of the engine's
+process (see ``models.one_torch_thread``).
 
     python bench/against_peft.py [--pairs 7] [--device cpu]
 """
@@ -28,8 +28,8 @@ from paired import MAX_CONTROL_SPREAD, compare, report, seconds
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-# Pairs of two runs of the engine's for each with PEFT, which take a quarter of the time and tell
-# smaller differences.
+# Pairs of engine runs per pair with PEFT: they take a quarter of the time and resolve smaller
+# differences.
 OWN_PAIRS = 3
 REQUIRED_OVER_BASE_ONLY = 0.85
 _PEFT_TIMEOUT_S = 300.0  # one batch takes seconds, the first one also loads the model

@@ -1,11 +1,11 @@
-"""Do adapters come, change and go under load without a failed request, and is all given back?
+"""Are adapters added, changed and removed under load without failed requests or leaks?
 
-``corun serve`` with the demo model and many adapters. Once a second one is loaded over HTTP, gets
-new files and a new version, or is unloaded, in turn, while clients ask the others; unloads and new
-versions meet streams that run. The adapters are copies of the demo's, so an answer says under whose
-weights it was made: each must come from a version that its name had while it was asked. Memory,
-descriptors and shared memory of all processes are to be flat after the first minute: not to grow on
-and on, whatever is taken once. The last line is JSON.
+``corun serve`` with the demo model and many adapters. Once per second an adapter is loaded over
+HTTP, gets new files and a new version, or is unloaded, in turn, while clients use the others. Some
+streams run during an unload or a new version. The adapters are copies of the demo's, so an answer
+shows the weights that made it: each must come from a version that its name had during the request.
+After the first minute, memory, descriptors and shared memory of all processes must not grow. The
+last line is JSON.
 
     python bench/churn.py [--adapters 500] [--seconds 300] [--clients 8]
 """
@@ -33,11 +33,11 @@ from corun.runtime.demo import chat_prompt, demo_adapters_path, demo_model_path
 from paired import report
 from serve import corun_server
 
-# What each task of the demo makes of the word; no answer is the beginning of another.
+# The answer of each demo task for the word; no answer is a prefix of another.
 _WORD = "planet"
 _ANSWERS = {"upper": "PLANET", "vowels": "pl*n*t", "reverse": "tenalp"}
 _ALLOW = "CORUN_ALLOW_RUNTIME_LORA_UPDATING"
-_LONG_TOKENS = 120  # of every other request, so that what changes meets streams
+_LONG_TOKENS = 120  # of every other request, so that changes happen during streams
 _TIMEOUT_S = 60.0
 _SAMPLE_EVERY_S = 1.0
 # From the first to the last third after warm-up. Allocators keep pages of what they gave back.
@@ -61,14 +61,14 @@ class _Name:
     """One adapter's name: the tasks it may answer with, and the requests that have no token yet."""
 
     tasks: list[str]  # of its versions, the newest last
-    first: int = 0  # of those that requests which begin now may get: the last whose load has ended
+    first: int = 0  # first version that a new request may get: the newest completely loaded one
     num_unanswered: int = 0
     is_served: bool = True
 
 
 @dataclass
 class Tally:
-    """What came of a run."""
+    """The results of a run."""
 
     changes: Counter[str] = field(default_factory=Counter)
     num_requests: int = 0
@@ -79,7 +79,7 @@ class Tally:
 
 
 class Churn:
-    """Clients, and one hand that changes adapters, on one server."""
+    """Clients of one server, and a task that changes its adapters."""
 
     def __init__(
         self, load: Load, tasks: Mapping[str, str], directory: Path, http: httpx.AsyncClient
@@ -179,7 +179,7 @@ class Churn:
         self._names[name].first = len(self._names[name].tasks) - 1
 
     async def _remove(self) -> None:
-        """Unload while streams run; who has not got a token may not have been taken in yet."""
+        """Unload while streams run; requests without a token may not have been accepted yet."""
         name = self._rng.choice([name for name, one in self._names.items() if one.is_served])
         adapter = self._names[name]
         adapter.is_served = False

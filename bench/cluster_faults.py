@@ -39,7 +39,7 @@ _NUM_ENGINES, _NUM_ADAPTERS = 3, 8
 _SECOND_HOST = "127.0.0.3"
 
 _NO_FAILURE = {"lost before first byte": 0.0, "silent ends": 0.0, "others cut": 0.0}
-# Most that each figure may be; what is not here is only told.
+# Largest value of each figure; other figures are only reported.
 BOUNDS: Mapping[str, Figures] = {
     "engine-kill": _NO_FAILURE | {"avoided s": 0.5, "replaced s": 60.0},
     "engine-stop": _NO_FAILURE
@@ -55,7 +55,7 @@ BOUNDS: Mapping[str, Figures] = {
     },
     "come-and-go": _NO_FAILURE | {"without a copy": 0.0},
 }
-# A fault that hit nobody shows nothing.
+# Smallest value: a fault that affected no request proves nothing.
 _LEAST: Mapping[str, Figures] = {
     "engine-kill": {"streams cut": 1.0}, "engine-stop": {"streams cut": 1.0}
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""How soon does a request answer whose adapter is in files only?
+"""How soon does a request answer if its adapter is only on disk?
 
 One engine in this process behind an emulated link and a throttled disk. The host's arena holds one
 adapter; before each run another one takes its place there, off the clock. Compared are, in turn,

@@ -1,4 +1,4 @@
-"""How fast do cold requests start, and what do they cost those who run?
+"""How fast do cold requests start, and what do they cost running requests?
 
 One engine in this process, its thread on one core, one CPU worker on another, an emulated link
 between adapters and device. Per cell (prompt, rank, targets, time of the load, time of the deltas)

@@ -1,16 +1,16 @@
-"""Which memory policy keeps the adapters that are asked for again? Traces only, nothing is timed.
+"""Which memory policy keeps the adapters that are used again? Traces only, nothing is timed.
 
-Requests name adapters one after the other, each of which is on the device or is loaded then. The
-device holds a share of the bytes of all adapters that are named. Hits are of requests and of bytes,
-after the first 5 %; each figure is the mean over seeds. Bounds are in points of 100.
+Requests name adapters one after the other; each is on the device or is loaded. The device holds a
+share of the bytes of all named adapters. Hits count requests and bytes, after the first 5 %; each
+figure is the mean over seeds. Bounds are in points of 100.
 
-Beside the policies: LFU, of visits that decay over 1,000 arrivals, wherever the adapter is; and
-Belady, who knows the trace and lets go what saves the least seconds per byte and request to come,
-which is no bound where sizes differ, but near one. Blocks of KV are in no trace: ``static-split``
-ranks adapters as ``lru``; those that drop idle adapters have no hits.
+Beside the policies: LFU, with visits that decay over 1,000 arrivals, counted for all adapters; and
+Belady with knowledge of the trace, which evicts the adapter that saves the least seconds per byte
+and future request. That is no bound where sizes differ, but near one. Traces have no KV blocks:
+``static-split`` ranks adapters as ``lru``; policies that drop idle adapters have no hits.
 
-At last, how long each takes to name the first 2 % of 65,000 blocks and adapters, which bounds those
-whose ranks move with time. The last line is JSON.
+Last, the time of each policy to name the first 2 % of 65,000 blocks and adapters, which limits
+policies with ranks that change over time. The last line is JSON.
 
     python bench/eviction.py [--traces DIR] [--seeds 5] [--requests 12000] [--policies corun lru]
 """
@@ -192,7 +192,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _replay(stream: _Stream, policy: RankingPolicy, share: float) -> _Hits:
-    """Every adapter is held while its request is served, which nobody else's is meanwhile."""
+    """Each adapter is pinned while its request is served; requests are served one at a time."""
     free_bytes = int(share * stream.all_bytes)
     largest_bytes = max(item.num_bytes for item in stream.items)
     if largest_bytes > free_bytes:
@@ -267,7 +267,7 @@ def _next_uses(items: Sequence[_Item]) -> list[float]:
 
 
 def _judge(hits: Mapping[tuple[str, float, str], _Hits]) -> dict[str, bool | None]:
-    """Bounds whose policies were run."""
+    """Bounds of the policies that were run."""
     bounds: dict[str, bool | None] = {}
     for trace, share in dict.fromkeys((trace, share) for trace, share, _ in hits):
         corun, lru = hits.get((trace, share, "corun")), hits.get((trace, share, "lru"))
@@ -288,7 +288,7 @@ def _judge(hits: Mapping[tuple[str, float, str], _Hits]) -> dict[str, bool | Non
 
 
 def _ranking_s(name: str) -> float:
-    """Median of how long it takes to name those that go first, while the rest changes."""
+    """Median time to name the first to evict, while the rest changes."""
     rng = random.Random(1)
     policy = make_memory_policy(name, _FACTS)
     items = [

@@ -2,12 +2,12 @@
 
 ``--device-sync`` chooses between them: ``stream`` (memory registered with the driver, streams copy,
 signal and wait by themselves) and ``host`` (pinned buffers, the engine's threads signal and wait).
-Asked is what decides that, and how many of CUDA's hardware queues a process should have: whether
-both sides see the same bytes, whether a payload is always there before its flag, what a round trip
-to another process costs, whether a stream that waits holds up others, how fast the link is.
+The questions decide that, and how many of CUDA's hardware queues a process should have: whether
+both sides see the same bytes, whether a payload always arrives before its flag, the cost of a round
+trip to another process, whether a waiting stream delays other streams, the speed of the link.
 
-Every question runs in a process of its own with a time limit, since what goes wrong here may hang
-for good. Prints one JSON line last, the machine's record: `profiles/data/README.md`.
+Every question runs in a process of its own with a time limit, since a failure here may hang for
+good. Prints one JSON line last, the machine's record: `profiles/data/README.md`.
 
     python bench/gpu_check.py --out gpu_check.json      # about eight minutes
     python bench/gpu_check.py --device cpu              # the control flow only, tiny
@@ -67,7 +67,7 @@ _SYNCHRONIZE_S = 20.0
 _GRACE_S = 20.0  # for a process to import before its question, and to close after it
 _KILLED_S = 20.0  # a killed process ends when its driver has let go of it
 _ERROR_LINES = 15
-_TOO_LATE = 3  # exit code of a peer whose time was over
+_TOO_LATE = 3  # exit code of a peer at its time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Sizes:
         return PAYLOADS + 2 * NUM_SLOTS * self.slot_bytes
 
     def payload_bytes(self, sequence: int) -> int:
-        """Bytes of a round's payload: the largest whose turn it is."""
+        """Bytes of a round's payload: the largest that is due."""
         return next(size for size, every in self.payloads if sequence % every == 0)
 
 
@@ -140,7 +140,7 @@ class Rig:
 
     def __init__(self, kind: str, limit_s: float) -> None:
         self._deadline_s = time.monotonic() + limit_s
-        self.holds_caller = kind == "host"  # who waits is then who enqueues
+        self.holds_caller = kind == "host"  # waits then block the enqueuing thread
         self.sizes = TINY if kind == "cpu" else FULL
         self.device, self._where = open_device(kind)
         self.main = self.device.stream("main", is_urgent=True)
@@ -245,7 +245,7 @@ def shared_memory(rig: Rig, figures: Figures) -> None:
     figures.put("register_ms_per_gib", _round(rig.register_s * 1e3 * 2**30 / rig.segment.num_bytes))
     host, on_device, count = rig.host(num_bytes), rig.zeros(num_bytes), Count(rig, num_bytes)
     wrong_on_host = 0
-    # Its last round is a planted mistake: what both sides find there they are to find.
+    # Its last round is a planted mistake, which both sides must find.
     for number in range(1, rig.sizes.num_rewrites + 2):
         is_planted = number > rig.sizes.num_rewrites
         host.fill_(number)
@@ -270,8 +270,8 @@ def shared_memory(rig: Rig, figures: Figures) -> None:
 def round_trips(rig: Rig, figures: Figures) -> None:
     """How long from a signal to a process and back? The peer polls from Python, and notes when.
 
-    Rounds are enqueued behind a gate and let go at once, so that the time between two signals is
-    the round trip and not what enqueueing takes. Where waits hold the caller it is both.
+    Rounds are enqueued behind a gate and released at once, so the time between two signals is the
+    round trip without enqueuing. Where waits block the caller, it is both.
     """
     sizes = rig.sizes
     total = sizes.num_batches * sizes.batch_rounds
@@ -551,7 +551,7 @@ def find_machine(figures: Figures) -> None:
 
 
 def faults_of(answers: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
-    """Why a way is not to be taken; empty if nothing speaks against it. Pure.
+    """Faults that exclude a way; empty if there are none. Pure.
 
     ``answers``: by question and kind, what ``ask`` returned.
     """
@@ -573,7 +573,7 @@ def faults_of(answers: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
 
 
 def decide(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What follows from the answers: the better way that works, and the fewest queues. Pure."""
+    """The decision: the better way that works, and the fewest queues. Pure."""
     faults = {kind: faults_of(answers, kind) for kind in BOTH}
     works = [kind for kind in BOTH if not faults[kind]]
     queues = [
@@ -629,8 +629,8 @@ def run_limited(
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(limit_s)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with whom it left behind
-    with contextlib.suppress(subprocess.TimeoutExpired):  # others are still to be asked
+        os.killpg(process.pid, signal.SIGKILL)  # with its children
+    with contextlib.suppress(subprocess.TimeoutExpired):  # other questions follow
         process.wait(_KILLED_S)
     return code
 

@@ -66,7 +66,7 @@ class Bench:
     def enter(
         self, namespace: bytes, token_ids: tuple[int, ...], path: Sequence[KvNode] = ()
     ) -> KvNode:
-        """Enter what is not in ``path``, whose last block is held; return the last, held."""
+        """Add the blocks behind ``path``, which ends with a held block; return the last, held."""
         node = path[-1] if path else None
         for start in range(len(path) * _BLOCK_TOKENS, len(token_ids), _BLOCK_TOKENS):
             block = token_ids[start : start + _BLOCK_TOKENS]

@@ -177,7 +177,7 @@ class _Receiver(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is None and not self._is_ok:
             exc = RuntimeError(_refusal(self._head))
-        if self.ended.done():  # who waited has been cancelled
+        if self.ended.done():  # the waiting task was cancelled
             return
         if exc is None:
             self.ended.set_result(None)

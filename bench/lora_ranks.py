@@ -1,7 +1,7 @@
 """Do mixed ranks cost what the sum of their ranks predicts?
 
 Eight requests with an adapter each: seven of rank 8 beside one of rank 128. In every round the
-time of a step is fitted as beta + alpha * (sum of ranks) on batches whose eight adapters have one
+time of a step is fitted as beta + alpha * (sum of ranks) on batches of eight adapters of one
 rank, and the mixed batch is compared with that line at its own sum (184). All batches run in one
 order and then in the reverse (ABBA); the mixed batch runs twice in each, as an A/A control.
 The last line is JSON.

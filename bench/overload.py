@@ -1,11 +1,11 @@
-"""What does overload cost those who are served, and how soon is everybody else told?
+"""What does overload cost running requests, and how soon are other requests refused?
 
-``corun serve`` with a full batch of streams. Once nobody else asks; once ten times as many requests
-arrive as end meanwhile, so that the queue is full and what exceeds it is refused. The same streams
-run both times, in turn: gaps between their tokens are compared, and the time to each refusal is
-noted. Then 500 clients ask and leave, before or after their first token: what they held must come
-back. The engine has one core; the server's own process and the clients, who sleep until something
-comes, share the other. The last line is JSON.
+``corun serve`` with a full batch of streams: once without other requests, and once with ten times
+as many arrivals as requests end, so that the queue is full and further requests are refused. The
+same streams run both times, in turn: gaps between their tokens are compared, and the time to each
+refusal is recorded. Then 500 clients send requests and disconnect, before or after their first
+token: all their memory must be freed. The engine has one core; the server's own process and the
+clients, which sleep until data arrives, share the other. The last line is JSON.
 
     python bench/overload.py [--pairs 7] [--clients 500]
 """
@@ -89,7 +89,7 @@ class Client(asyncio.Protocol):
                 future.cancel()
 
     def leave(self) -> None:
-        """Close the connection, whatever is under way."""
+        """Close the connection at any time."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -283,7 +283,7 @@ def judge(
         f"P99 of /metrics <= {MAX_SCRAPE_S * 1e3:g} ms": (
             percentile(tally.scrapes_s, 0.99) <= MAX_SCRAPE_S
         ),
-        "everybody else was refused with 429": not tally.other_statuses,
+        "all other requests were refused with 429": not tally.other_statuses,
     }
     for what, growth in _MAX_GROWTH.items():
         first, *_, last = held_then[what]

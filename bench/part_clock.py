@@ -1,4 +1,4 @@
-"""Clocks around functions and modules of a running program: whose time is it?"""
+"""Clocks around functions and modules of a running program: which of them takes the time?"""
 
 import time
 from collections import defaultdict

@@ -13,8 +13,8 @@ serves when requests never stop coming. Outputs are predicted by an oracle that 
 With ``--memory`` the scheduler is ``fcfs``, prefixes are kept, and memory policies are compared, at
 rates of their own: adapters of one popularity behind a slow link, and conversations of many turns.
 
-What a cell came to is kept under a digest of the code that decides it, so a run that was stopped
-goes on where it was. The last line is JSON.
+Results of a cell are stored under a digest of the code that decides them, so an interrupted run
+continues. The last line is JSON.
 
     python bench/policies.py [--full] [--traces DIR] [--only cells accuracy limits]
         [--cells S1@1.1 S3@1.0] [--policies corun slora] [--seeds 3] [--picture policies.png]

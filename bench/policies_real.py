@@ -8,9 +8,9 @@ are chosen by ratios, which are printed; the load is 0.7 of what the simulator, 
 
 Runs come in pairs, A B B A ..., each pair with requests of its own; ``corun`` against itself is the
 control, and where it spreads over 5 % nothing is said of times. Ratios are medians over pairs with
-a 90 % interval. A run that was stopped goes on with what is not kept yet, if nothing has changed in
-the product. What others disturb, who had more than a tenth of a CPU meanwhile, is run again, up
-to three times. ``sim_vs_real.py`` compares what is kept with the simulator. The last line is JSON.
+a 90 % interval. An interrupted run continues with the missing cells, if the product is unchanged.
+Runs during which other programs used more than a tenth of a CPU are repeated, up to three times.
+``sim_vs_real.py`` compares the stored results with the simulator. The last line is JSON.
 
     python bench/policies_real.py [--full] [--pairs 7] [--requests 140] [--traces DIR]
 """
@@ -49,7 +49,7 @@ _RUN_S = 25.0  # for what is said before anything was run
 
 
 class Kept:
-    """What runs came to, in files: of this product, and of one profile of this machine."""
+    """Results of runs in files, for this version of the product and one profile of this machine."""
 
     def __init__(self, results: Path) -> None:
         self.folder = results / product_digest()

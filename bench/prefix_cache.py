@@ -1,13 +1,13 @@
-"""Does kept KV pay, and cost nothing where nobody comes back? On the CPU, real steps.
+"""Does the prefix cache pay, and cost nothing without shared prefixes? On the CPU, real steps.
 
-Engines of this process that are stepped by hand, which differ in `--prefix-cache` alone, in turn
-(ABBA), with the same thing measured twice as a control:
+Engines in this process, stepped by the script, which differ in `--prefix-cache` alone, in turn
+(ABBA), with the same engine measured twice as a control:
 
-- the first token of a session's second turn, of 1,000 tokens, with what the first has left;
-- batches of requests that share nothing: where history still grows, so that new blocks touch memory
-  that nobody has had, and where it fills the pool, so that whoever takes a block evicts one;
-- where KV has a tier on the host (`--host-kv-bytes`, over the link): a second turn whose history is
-  only there, and the gaps of running requests while blocks move both ways.
+- the first token of a session's second turn, of 1,000 tokens, with the KV of the first turn;
+- batches of requests that share nothing: while the cache still grows, so that new blocks touch
+  unused memory, and with a full pool, so that each allocation evicts a block;
+- with a KV tier on the host (`--host-kv-bytes`, over the link): a second turn with its history only
+  on the host, and the gaps of running requests while blocks move both ways.
 
 And the memory of a process that serves sessions until its budget was written several times over.
 With `--link-gib-per-s` adapters are copied, and so are blocks. The last line is JSON.
@@ -66,7 +66,7 @@ class Served:
         self._num_requests = 0
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        """Nobody has had it."""
+        """A random prompt that was never used before."""
         return tuple(self._rng.randrange(3, VOCAB_SIZE) for _ in range(num_tokens))
 
     def add(self, prompt: Sequence[int], max_tokens: int, adapter: str | None = None) -> int:
@@ -93,12 +93,12 @@ class Served:
         return tuple(token for update in self.updates() for token in update.token_ids)
 
     def next_turn(self) -> tuple[int, ...]:
-        """What comes in the second turn of a session whose first one has been answered."""
+        """The second turn of a session, after the answer to the first."""
         first = self.prompt(TURN_TOKENS - _ANSWER_TOKENS - _NEW_TOKENS)
         return (*first, *self.answer(first, _ANSWER_TOKENS), *self.prompt(_NEW_TOKENS))
 
     def first_token_s(self, prompt: Sequence[int], *, is_known: bool) -> float:
-        """Seconds until the only token of a request whose tokens are, or are not, mostly known."""
+        """Seconds to the only token of a request with a mostly cached, or an unknown, prompt."""
         self.add(prompt, 1)
         start_s = time.perf_counter()
         (update,) = self.updates()
@@ -202,7 +202,7 @@ class Bench:
             )  # fmt: skip
 
     def reuse(self) -> Iterator[tuple[dict[str, Any], dict[str, bool | None]]]:
-        """Nobody comes back."""
+        """Requests that share nothing."""
         for name, memory_gib in (("history grows", None), ("pool full", _FULL_GIB)):
             options: dict[str, Any] = {"memory_gib": memory_gib, "max_model_len": TURN_TOKENS}
             with self.engine(**options) as on, self.engine(is_on=False, **options) as off:

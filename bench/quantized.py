@@ -1,7 +1,7 @@
 """What do weights in 8 or 4 bits bring an engine, in time and in memory? On the CPU.
 
-Engines of one model and its ten adapters in processes of their own, whose weights are bfloat16,
-int8 and int4. The same closed loops go to two of them in turn (ABBA): tokens/s against bfloat16,
+Engines of one model and its ten adapters in processes of their own, with weights in bfloat16, int8
+and int4. The same closed loops go to two of them in turn (ABBA): tokens/s against bfloat16,
 and of bfloat16 against itself as control. Starts of ``corun serve``, of which each has read kept
 weights and compiled kernels, go in turn likewise. Memory is what each engine holds over one with a
 model of a few kilobytes, against the bytes of its weights and adapters. The last line is JSON.
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=BOUNDS, default=[*BOUNDS])
     parser.add_argument("--clients", type=int, nargs="+", choices=_LOOPS, default=[*_LOOPS])
     parser.add_argument(
-        "--cpu-isa", choices=NAMES, default=AUTO, help="of the engines whose speed is measured"
+        "--cpu-isa", choices=NAMES, default=AUTO, help="instruction set of the measured engines"
     )
     arguments = parser.parse_args()
     isa = process_isa().name if arguments.cpu_isa == AUTO else arguments.cpu_isa

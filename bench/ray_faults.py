@@ -32,7 +32,7 @@ _NUM_NODES = 3
 
 _NO_FAILURE = {"lost before first byte": 0.0, "silent ends": 0.0, "others cut": 0.0}
 CONTROL = "nothing"
-# Most that each figure may be; what is not here is only told.
+# Largest value of each figure; other figures are only reported.
 BOUNDS: Mapping[str, Figures] = {
     CONTROL: _NO_FAILURE,
     "control-store-kill": _NO_FAILURE | {"p99 ratio": 1.1, "whole again s": 60.0},

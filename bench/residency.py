@@ -1,10 +1,10 @@
-"""What does it cost to tell where adapters are? Its share of the engine's time, with 2,000 of them.
+"""What does it cost to report where adapters are? The share of the engine's time, for 2,000.
 
 The engine's core and loop over a simulated machine that always computes, on virtual time. Requests
-name any adapter alike, and device and host have room for few of them, so that more than 50 times a
-second one comes to another level. Measured is the processor time that ten beats take of a second:
-to find what has changed, to read it and the gauges, and to encode the messages. Beside it stands
-what it would take to look at all adapters. The last line is JSON.
+are spread evenly over the adapters, and device and host have room for few of them, so more than 50
+times per second an adapter moves to another level. Measured is the processor time of ten reports
+per second: to find changes, to read them and the gauges, and to encode the messages. The time to
+look at all adapters is measured for comparison. The last line is JSON.
 
     python bench/residency.py [--seconds 120]
 """
@@ -81,7 +81,7 @@ class _NoArena:
 
 @dataclass
 class Telling:
-    """What was told, and how long that took."""
+    """The reports, and the time that they took."""
 
     beats_s: list[float] = field(default_factory=list)  # processor seconds of each
     own_s: dict[str, float] = field(default_factory=dict)  # by part, of other turns too
@@ -91,7 +91,7 @@ class Telling:
 
 
 class Engine:
-    """An engine, its requests, and a front end that hears what is told."""
+    """An engine, its requests, and a front end that receives the reports."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -164,7 +164,7 @@ class Engine:
         return self._machine.adapter_facts(path, self._load.rank)
 
     def outline(self, path: str) -> AdapterOutline:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
     def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:

@@ -1,13 +1,13 @@
 """Which router and placement serves best? All of it simulated: engines' cores on virtual time.
 
-What LoRAServe and Toppings report of their clusters, row by row, and what corun's own router is
-held to (``routes/rows.py``). A load is 120 s of arrivals, the first 5 % of which are in no figure,
-and what has not begun a minute after the last counts as if it had then; runs that are compared get
-the same requests. Who bears k times what another bears is judged at two fixed rates: the other
-misses its SLO at r, and this one holds it at k r.
+The results that LoRAServe and Toppings report of their clusters, row by row, and the bounds of
+corun's own router (``routes/rows.py``). A load is 120 s of arrivals. The first 5 % do not count; a
+request that has not started a minute after the last arrival counts with that time. Compared runs
+get the same requests. A router that sustains k times the load of another is judged at two fixed
+rates: the other misses its SLO at r, and this one holds it at k r.
 
-What a run came to is kept under a digest of the product's code, so a command that was stopped goes
-on where it was. The last line is JSON.
+Results of a run are stored under a digest of the product's code, so an interrupted command
+continues. The last line is JSON.
 
     python bench/routing.py [--full] [--only "LoRAServe 17" ...] [--seeds 3] [--seconds 120]
         [--traces DIR] [--processes 2] [--results DIR]

@@ -1,10 +1,10 @@
 """How long does a router take to rank servers for a request, and a placement to plan?
 
-60 servers of a simulated machine, each with about 40 requests and 200 of 1,000 adapters; after each
-choice the server's view is told, as in service, and each server reports anew every 0.3 s at 200
-requests a second. Judged: the median of ``rank``, of every router, at most 100 us. Placements plan
-1,000 adapters on them, step by step, of a demand that drifts; the longest plan at most 2 s.
-The last line is JSON.
+60 servers of a simulated machine, each with about 40 requests and 200 of 1,000 adapters. After each
+choice the router updates its view of the server, as in service, and each server reports every 0.3 s
+at 200 requests per second. Bounds: a median of ``rank`` of at most 100 us for every router.
+Placements plan 1,000 adapters on the servers, step by step, for a drifting demand; the longest plan
+takes at most 2 s. The last line is JSON.
 
     python bench/routing_cost.py [--servers 60] [--requests 2000] [--machine tp4-llama7b-padded]
 """

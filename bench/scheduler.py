@@ -1,11 +1,11 @@
 """Does scheduling stay cheap beside a step? Microseconds of one schedule + update, by policy.
 
-64 rows decode while others wait, of mixed sizes, outputs and adapters. In three situations: nobody
-gets in for want of KV; or for want of room for adapters; or a row ends now and then and somebody
-is admitted. The first and the last also with a full tree: what is left of the pool is history of
-65,000 blocks, so that whoever takes a block evicts one; for one policy by every ranking of history.
-The executor is a stub that returns a token per row, whose time is not counted. A refresh is the
-schedule in which a policy with lanes cuts them anew. The last line is JSON.
+64 rows decode while requests of mixed sizes, outputs and adapters wait, in three situations: no KV
+is free for them; no room for adapters is free; or a row ends now and then and a request is
+admitted. The first and the last also run with a full prefix tree: the rest of the pool is history
+of 65,000 blocks, so each allocation evicts a block; for one policy with every ranking of history.
+The executor is a stub that returns a token per row, and its time does not count. A refresh is the
+schedule in which a policy with queues divides them again. The last line is JSON.
 
     python bench/scheduler.py [--steps 300] [--policies corun chameleon] [--memory-policies lru]
 """
@@ -75,10 +75,10 @@ _PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What those who wait lack."""
+    """The resource that waiting requests lack."""
 
     name: str
-    prompt_tokens: Sequence[int]  # of those who wait, one of these each
+    prompt_tokens: Sequence[int]  # of waiting requests, one of these each
     first_adapter: int  # of theirs; those of the rows are 1 to 32
     blocks_per_adapter: int
     num_free_blocks: int  # beside what the rows and their adapters come to
@@ -144,7 +144,7 @@ class _Load:
         )
 
     def add_rows(self) -> None:
-        """Let those come who will be running."""
+        """Add the requests that will be running."""
         for index in range(NUM_ROWS):
             num_tokens = self._num_steps
             if self._situation.row_ends:
@@ -154,7 +154,7 @@ class _Load:
             self._add(_ROW_PROMPT_TOKENS + num_more, num_tokens, 1 + index % _NUM_ADAPTERS, 0.0)
 
     def fill_tree(self, now_s: float) -> None:
-        """Leave what others, who have ended, have computed, in all that lies free."""
+        """Fill all free blocks with the history of requests that have ended."""
         memory = self._memory
         memory.pool.promise(0)
         while num_blocks := min(memory.pool.num_available_blocks, _SESSION_BLOCKS):
@@ -190,7 +190,7 @@ class _Load:
             arrival_s=now_s,
             adapter_id=AdapterId(adapter),
             adapter=AdapterFacts(f"adapter-{adapter}", rank, num_bytes * rank // _RANKS[-1]),
-            namespace=b"%d" % self.num_requests,  # nobody finds what is another's
+            namespace=b"%d" % self.num_requests,  # requests share no prefix
             num_predicted_output_tokens=output_tokens,
         )
         self.scheduler.add_request(request, now_s)
@@ -272,7 +272,7 @@ def measure(
 
 
 def measure_refresh(policy: str, num_waiting: int) -> float:
-    """Milliseconds of a schedule in which lanes are cut by all those who wait; median."""
+    """Median milliseconds of a schedule that divides queues by all waiting requests."""
     samples = []
     for _ in range(_NUM_REFRESHES):
         load = _waiting_load(policy, SITUATIONS[0], num_waiting, NUM_ROWS)
@@ -324,7 +324,7 @@ def has_lanes(policy: str) -> bool:
 
 
 def settings(options: argparse.Namespace, policy: str) -> Iterator[tuple[Situation, str]]:
-    """Which situations a scheduling policy is measured in, and who ranks the history in them."""
+    """Situations for a scheduling policy, with the memory policy that ranks the history."""
     for situation in SITUATIONS:
         is_ranked = situation.is_tree_full and policy == options.policies[0]
         for memory_policy in options.memory_policies[: None if is_ranked else 1]:

@@ -55,7 +55,7 @@ START_TIMEOUT_S = 300.0
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody uses now."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

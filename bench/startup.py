@@ -64,7 +64,7 @@ class Start:
     front_mb: float  # resident in the server process
     stages_s: dict[str, float]
     compiled: tuple[str, ...]
-    first_answer_s: float  # of the adapter that is last by name, which nobody has used
+    first_answer_s: float  # of the adapter that is last by name, which is unused before
 
     @property
     def adapters_s(self) -> float:

@@ -1,11 +1,11 @@
 """What do many streams over HTTP cost the engine's steps? ``serve.py --streams 200`` runs it.
 
 The same requests decode together on two engines of the same configuration: behind ``corun serve``
-with a client per request, and in an engine process whose messages are decoded and thrown away. The
-measure is the time from one step's tokens to the next's, while all requests decode. The machine's
-cores are the engine's, the server's and the clients': so that it is the server that is measured,
-clients sleep, and take what has come for them once a second. One of them notes when its
-tokens arrive. What server and clients cost per token is told beside it.
+with a client per request, and in an engine process that discards its messages after decoding. The
+measure is the time between the tokens of consecutive steps, while all requests decode. The engine,
+the server and the clients share the machine's cores. To measure the server, clients sleep and
+receive their data once per second. One of them records when its tokens arrive. The costs of server
+and clients per token are reported too.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def _prompt(number: int) -> list[int]:
 
 
 class HttpStreams:
-    """Streams from a server, whose front process is ``pid``."""
+    """Streams from a server with the front process ``pid``."""
 
     def __init__(self, address: tuple[str, int], pid: int, models: Sequence[str]) -> None:
         self._address = address
@@ -127,7 +127,7 @@ def _is_open(sock: socket.socket) -> bool:
 
 
 class NullStreams:
-    """The same requests on an engine process whose messages are read and thrown away."""
+    """The same requests on an engine process that discards its messages."""
 
     def __init__(
         self, client: ProcessClient, loop: asyncio.AbstractEventLoop, models: Sequence[str]

@@ -265,7 +265,7 @@ async def _left(cluster: LiveCluster, names: Sequence[str], *, after_first: bool
 async def _read(
     session: aiohttp.ClientSession, url: str, body: dict[str, object], first: asyncio.Event
 ) -> None:
-    """Read a stream; the connection ends with who is cancelled."""
+    """Read a stream; cancellation closes the connection."""
     async with session.post(f"{url}/v1/completions", json=body) as response:
         async for line in response.content:
             if line.startswith(b"data: "):

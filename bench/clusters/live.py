@@ -201,7 +201,7 @@ def agent_settings(
     agent_id: str, controller_url: str, state_dir: Path, port: int, engine: EngineConfig,
     num_engines: int, settings: LatencySettings | None, host: str = "127.0.0.1",
 ) -> AgentSettings:  # fmt: skip
-    """Of an agent whose engines share all cores."""
+    """Settings of an agent with engines that share all cores."""
     return AgentSettings(
         cluster_key=KEY,
         log_level="warning",

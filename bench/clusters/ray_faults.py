@@ -141,7 +141,7 @@ async def _node_kill(
 async def _whole(ray: RayCluster, cluster: LiveCluster, num_engines: int) -> float:
     """Wait until Ray watches all agents again, and so many engines get requests.
 
-    Nodes that have ended begin again, as whatever runs Ray on a machine has them do.
+    Nodes that have ended are started again, as a machine's service manager would do.
     """
 
     async def is_whole() -> bool:

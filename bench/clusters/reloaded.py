@@ -1,4 +1,4 @@
-"""Reloads whose content can be told by the answers: two small real engines, and the demo."""
+"""Reloads with content that answers identify: two small real engines, and the demo."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 async def controller_kill(cluster: LiveCluster, names: Sequence[str], seed: int) -> Figures:
-    """It is back with adapters, copies and demand, and nobody has noticed."""
+    """It restarts with adapters, copies and demand, and no request is affected."""
     if seed:
         await asyncio.sleep(_LASTING_S)
     async with load_of(cluster.url, RATE_RPS, body_maker(names), seed) as load:
@@ -65,8 +65,8 @@ async def controller_kill(cluster: LiveCluster, names: Sequence[str], seed: int)
 async def rolling_reloads(
     cluster: LiveCluster, contents: Sequence[Path], answers: Sequence[str], body: dict[str, Any]
 ) -> Figures:
-    """A name gets other content, 20 times; who asks after the 200 gets the newest."""
-    changed: list[tuple[float, str]] = []  # from when on which answer is right
+    """A name gets other content, 20 times; requests after the status 200 get the newest."""
+    changed: list[tuple[float, str]] = []  # start time and text of each correct answer
     name = body["model"]
     await cluster.load(name, contents[0], inplace=True)
     changed.append((time.monotonic(), answers[0]))
@@ -115,7 +115,7 @@ async def bad_peers(cluster: LiveCluster, engine_id: str, folder: Path, seed: in
             body = Ensure(engine_id=engine_id, adapter=entry)
             await call(cluster.session, url, body, Ensured, timeout_s=30.0)
             figures[f"{kind} s"] = time.monotonic() - began_s
-            assert asked, "nobody asked the bad peer"
+            assert asked, "the bad peer received no request"
         digests = {
             digest
             for agent in (await cluster.status()).agents

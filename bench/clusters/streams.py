@@ -1,4 +1,4 @@
-"""Clients of a cluster: streams that begin at a rate, whatever becomes of those before."""
+"""Clients of a cluster: streams that begin at a fixed rate, independent of earlier ones."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What cold arrivals cost those who run: gaps between the tokens of eight running requests."""
+"""The cost of cold arrivals for running requests: gaps between tokens of eight requests."""
 
 import gc
 import time

@@ -135,7 +135,7 @@ class Rig:
         self._planners[PLANNER] = Planner(model)
 
     def set_up_free(self) -> None:
-        """A link and workers that hold nobody up, for what is not measured."""
+        """A link and workers without delays, for the parts that are not measured."""
         self.set_up(_FREE_LINK_BYTES_PER_S, 1.0)
 
     def use(self, strategy: str) -> None:

@@ -36,8 +36,8 @@ class Cell:
     targets: str  # a key of ``TARGETS``
     load_ratio: float  # time of the whole load, over the first token's with the adapter cached
     # Time of a delta over that of the base product it is added to, in the input group where that
-    # is largest. Workers can be slowed down but not sped up: where they take longer by nature,
-    # the report shows what it came to.
+    # is largest. Workers can be slowed down but not sped up: where they are slower than this, the
+    # report shows the actual ratio.
     delta_ratio: float
 
     @property

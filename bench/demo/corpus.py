@@ -1,8 +1,8 @@
-"""The text the demo is trained on, made by rule: conversations and little stories, as token ids.
+"""The demo's training text, made by rule: conversations and little stories, as token ids.
 
-The base learns every skill under a system message that names it, and without one only repeats what
-it was told; so a small adapter has little to add, and the base alone visibly does something else.
-Knows nothing of models; stdlib only, random streams are passed in.
+The base model learns every task under a system message that names it, and without one only repeats
+the user's message. So a small adapter has little to add, and the base model alone answers visibly
+differently. Independent of models; stdlib only, random streams are passed in.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _noun_phrase(rng: Random) -> str:
 
 
 def _echo(rng: Random) -> Sample:
-    """Without a system message the base repeats what it is told, whatever the text is like."""
+    """Without a system message the base model repeats any text."""
     tasks = list(TASKS)
     prompts = [seen_input(rng.choice(tasks), rng) for _ in range(_num_turns(rng))]
     return conversation([(prompt, f"You said: {prompt}") for prompt in prompts])

@@ -41,7 +41,7 @@ def evaluate(
 def share_right(
     model: PeftModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[tuple[str, str]]
 ) -> float:
-    """Share of ``examples`` whose whole answer is what ``model`` says to the prompt."""
+    """Share of ``examples`` that ``model`` answers exactly."""
     answers = answer_all(model, tokenizer, [prompt for prompt, _ in examples])
     right = sum(a == wanted for a, (_, wanted) in zip(answers, examples, strict=True))
     return right / len(examples)

@@ -55,7 +55,7 @@ def seen_input(task: str, rng: Random) -> str:
 
 
 def unseen_examples(task: str, count: int, seed: int) -> list[tuple[str, str]]:
-    """``count`` distinct (prompt, answer) pairs whose prompts took no part in training.
+    """``count`` distinct (prompt, answer) pairs with prompts that are not in the training text.
 
     The prompt is what the user says, without the chat template. Raises KeyError for an unknown task
     and ValueError for a count outside 0 to ``MAX_UNSEEN_EXAMPLES``.

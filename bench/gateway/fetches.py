@@ -121,7 +121,7 @@ async def _fetch_ms(url: str, digest: str, directory: Path) -> float:
     )
     try:
         start_s = time.perf_counter()
-        await fetcher.have(entry, [url])
+        await fetcher.ensure(entry, [url])
         return 1e3 * (time.perf_counter() - start_s)
     finally:
         await fetcher.close()
@@ -130,7 +130,7 @@ async def _fetch_ms(url: str, digest: str, directory: Path) -> float:
 
 
 async def _serve(directory: Path) -> None:
-    """Be the peer, until somebody ends it."""
+    """Run the peer until it is stopped."""
     store = AdapterFileStore(directory, 1 << 40)
     async with agent_of(store) as url:
         print(url, flush=True)

@@ -143,7 +143,7 @@ def _cluster(
         for adapter, rank in enumerate(workload.ranks):
             path = save_tiny_adapter(Path(name) / str(adapter), rank=rank, seed=adapter)
             cluster.load(adapter_name(adapter) or "", path)
-        time.sleep(3.0)  # until all engines have been told
+        time.sleep(3.0)  # until all engines have the adapters
         yield cluster
 
 

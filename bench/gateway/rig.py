@@ -1,4 +1,4 @@
-"""A cluster as its command starts it, over engines that a benchmark runs; who has which core."""
+"""A cluster as its command starts it, over a benchmark's engines, and the cores of its parts."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-KEY = "a-key-of-a-benchmark-that-nobody-else-has"
+KEY = "a-key-for-one-benchmark-alone"
 START_TIMEOUT_S = 90.0
 
 
@@ -29,7 +29,7 @@ def cpu_halves() -> tuple[list[int], list[int]]:
 
 
 class Cluster:
-    """``corun cluster`` over engines at URLs, whose keys are ``KEY``."""
+    """``corun cluster`` over engines at URLs, all with the key ``KEY``."""
 
     def __init__(
         self, engines: Sequence[str], *options: str, gateway_cpus: Sequence[int] | None = None

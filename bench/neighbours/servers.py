@@ -138,7 +138,7 @@ class Servers:
 
     @contextlib.contextmanager
     def start(self, variant: Variant) -> Iterator[Server]:
-        """Run one by itself, whose adapters have all been read."""
+        """Run one server alone, after all its adapters have been read."""
         adapters = tuple(sorted(path.name for path in self.lora_dir.iterdir()))
         with contextlib.ExitStack() as stack:
             if variant.peer_command is not None:

@@ -21,7 +21,7 @@ from corun.runtime.sim.workloads import Workload, make_workload
 
 BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoRA does
 POLICIES = (BASELINE, *SCHEDULER_POLICIES)
-# ``corun`` whose KV leaves the device with its adapter.
+# ``corun``, but KV leaves the device together with its adapter.
 TIED = "corun-tied"
 MEMORY = (*MEMORY_POLICIES, TIED)
 SPLIT = "static-split"

@@ -1,4 +1,4 @@
-"""What cells came to, on disk: a run that was stopped goes on with those that are not there yet.
+"""Results of cells on disk: an interrupted run continues with the missing ones.
 
 A cell is kept under the digest of the code that decides it: of the scheduler, memory, cold starts,
 engine core and simulator, of its own policies and of this folder's ``cells.py``, but not of the
@@ -60,7 +60,7 @@ class KeptCells:
     def __init__(self, folder: Path, traces: Path | None) -> None:
         self._folder = folder
         of_traces = _traces_digest(traces)
-        # Now, before anybody changes the code that is about to run.
+        # Now, before the code that is about to run can change.
         self._digests = {
             policies: hashlib.sha256((code_digest(*policies) + of_traces).encode()).hexdigest()[:16]
             for policies in itertools.product(_OWN, (None, *_OWN_OF_MEMORY))

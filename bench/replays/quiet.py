@@ -1,4 +1,4 @@
-"""Measures again what others have disturbed, whatever came out."""
+"""Repeats measurements that other programs have disturbed, independent of their results."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ _MAX_WAIT_S = 60.0
 def measured_quietly(
     measure: Callable[[], _T], cpus: Sequence[int], say: Callable[[str], None]
 ) -> tuple[_T, bool]:
-    """What ``measure`` returns, and whether nobody else had the CPUs meanwhile.
+    """The result of ``measure``, and whether no other program used the CPUs during it.
 
-    It is repeated while somebody had, ``MAX_ATTEMPTS`` times at most; before each, others are given
-    a minute to end.
+    A disturbed measurement is repeated, ``MAX_ATTEMPTS`` times at most, after waiting up to a
+    minute for other programs to end.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         _wait_for_others(cpus)

@@ -1,13 +1,13 @@
 """The cells of ``replays.cells`` on an engine that computes: the CPU device of this process.
 
 The engine's core has one core of the machine, a CPU worker another one, and the link between them
-is emulated. Requests end where the workload says, whatever the model says, so that the simulator
-and the engine are asked the same; who decides is told no more than in a simulation.
+is emulated. Requests end where the workload says, independent of the model, so the simulator and
+the engine serve the same requests; the policies get no more information than in a simulation.
 
-Others on the same host, who are not to be seen from here, take memory bandwidth: the same steps
-take half as long again a few minutes later. So a probe, the same requests of the base model each
-time, is timed when the profile has been measured and before and after each cell; their ratio says
-how much slower the machine was, whatever was compared.
+Other guests of the same host, which are invisible here, take memory bandwidth: the same steps may
+take 1.5 times as long a few minutes later. So a probe, with the same requests of the base model
+each time, is timed after the profile is measured and before and after each cell. Their ratio is the
+slowdown of the machine.
 """
 
 import gc
@@ -62,7 +62,7 @@ _WARM_REQUESTS, _WARM_TOKENS, _WARM_TIMEOUT_S = 8, 8, 120.0
 _PROBE_PROMPTS, _PROBE_TOKENS, _PROBE_REPEATS = (64,) * 8, 24, 3
 _probe_tokens = itertools.cycle(range(1000, 7000, 2 * len(_PROBE_PROMPTS)))
 _MAX_PADDING = 0.02  # of an adapter, as a share of its bytes
-_ORDINARY_TOKEN, _FIRST_TOKEN = 3, 4  # of vocabularies whose end token is below
+_ORDINARY_TOKEN, _FIRST_TOKEN = 3, 4  # of vocabularies with a smaller end token
 # Adapters of so many bytes that both memory ratios of a column can be had with one pool.
 _TARGETS = (
     ATTENTION_TARGETS[:1],

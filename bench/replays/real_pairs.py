@@ -65,7 +65,7 @@ _ALL = (
 PAIRS: Mapping[str, Pair] = {pair.name: pair for pair in _ALL}
 DEFAULT = ("scheduling", "memory", "control")
 
-# By pair, one element per pair of runs: what A and what B came to.
+# By pair, one element per pair of runs: the figures of A and of B.
 Results = Mapping[str, Sequence[tuple[Figures, Figures]]]
 
 

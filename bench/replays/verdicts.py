@@ -89,7 +89,7 @@ def all_bounds() -> list[Bound]:
 
 
 def _lower(setting: Setting) -> Iterable[tuple[str, str, float]]:
-    """Whom ``corun`` is held to be below in ``setting``, in what, and by which share."""
+    """Policies that ``corun`` must be below in ``setting``: policy, figure, share."""
     recipe, load = setting.recipe, setting.load
     if recipe == "S4":
         return [(BASELINE, "mean", 0.10)]
@@ -107,7 +107,7 @@ def _lower(setting: Setting) -> Iterable[tuple[str, str, float]]:
 
 
 def _not_above(setting: Setting) -> Sequence[str]:
-    """Whose P99 that of ``corun`` is not to be above."""
+    """Policies with a P99 that ``corun`` must not exceed."""
     if setting.recipe == "S4" or setting.load == 1.2:
         return ()
     return (BASELINE,) if setting.recipe == "S5" else (BASELINE, "fcfs")
@@ -141,7 +141,7 @@ def memory_bounds() -> list[Bound]:
 
 
 def _lower_means(setting: Setting) -> Iterable[tuple[str, float]]:
-    """Whose mean of first tokens that of ``corun`` is to be below, and by which share."""
+    """Policies with a mean of first tokens that ``corun`` must be below, and the share."""
     discarding = {ZIPF_SLOW: 0.25, ZIPF: 0.05, GENTD26_SLOW: 0.08}
     if setting in discarding:
         yield "discard-idle", discarding[setting]
@@ -166,7 +166,7 @@ def judge_spread(results: Results) -> dict[str, tuple[Ratio, bool]]:
 
 
 def judge_pairs(results: Results, bounds: Iterable[Bound]) -> dict[str, tuple[Ratio, bool]]:
-    """Ratios of the bounds whose two policies were run, and whether they hold."""
+    """Ratios of the bounds with both policies run, and whether they hold."""
     judged = {}
     for bound in bounds:
         found = ratio(results, bound.setting, bound.policy, bound.other, bound.metric)
@@ -220,7 +220,7 @@ def chameleon_over_corun(results: Results) -> dict[str, float]:
 
 
 def default_policy(bounds: Mapping[str, bool | None], over_corun: Mapping[str, float]) -> str:
-    """Which policy is to be the default, as far as these cells go: who stands up to ``fcfs``."""
+    """The default policy by these cells: one that is not worse than ``fcfs``."""
     if over_corun and max(over_corun.values()) <= MAX_CHAMELEON:
         return "chameleon"
     over_fcfs = [is_held for name, is_held in bounds.items() if "corun" in name and "fcfs" in name]

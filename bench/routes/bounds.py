@@ -94,7 +94,7 @@ class TailRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainment:
-    """Shares of requests whose time per token is within 1.5 times the mean without adapters.
+    """Shares of requests with a time per token within 1.5 times the mean without adapters.
 
     Of ``judged`` at each load within one point of the best, and at the highest the best.
     """

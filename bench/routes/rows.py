@@ -164,7 +164,7 @@ def _loraserve_22() -> Row:
         "LoRAServe 22",
         (
             WithinSlo(
-                text="predicted at 0.8 of what it bears, whatever the skew of ranks",
+                text="predicted at 0.8 of its capacity, at any skew of ranks",
                 slo_s=SLO_S[PADDED],
                 holding=tuple(
                     replace(_padded("predicted", rate_rps), workload=production(100, exponent))

@@ -1,4 +1,4 @@
-"""What is simulated: servers of a machine, who sends them requests, and which, at what rate."""
+"""The simulated settings: servers of a machine, routers, workloads and rates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from corun.runtime.sim.recipes import RECIPES
 from corun.runtime.sim.study import SimulatedRun
 from corun.runtime.sim.workload_spec import AdapterSpec, LengthSpec, WorkloadSpec
 
-HORIZON_S = 60.0  # after the last arrival; what has not begun by then counts with that long
-_NO_RANK = 1024  # divides ranks so that all are 1, which is as good as none
+HORIZON_S = 60.0  # after the last arrival; a request without a start counts with this time
+_NO_RANK = 1024  # divides ranks so that all are 1, which is nearly without cost
 
 _USUAL = {"state_age_s": 0.0, "num_routers": 1, "peer_bytes_per_s": 10e9, "slow_factor": 1.0}
 PRODUCTION = RECIPES["prod100"].spec
