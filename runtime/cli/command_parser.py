@@ -95,10 +95,6 @@ class CommandParser(argparse.ArgumentParser):
         """Raise ``ConfigError``."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def format_help(self) -> str:
-        """Return the text of ``--help``."""
-        return self.help_text(shows_all=False)
-
     def help_text(self, *, shows_all: bool) -> str:
         """Return the text of ``--help`` or, if it ``shows_all``, of ``--help-all``."""
         shows_all = shows_all or len(list(self._entries())) <= _SHORT

@@ -1,6 +1,6 @@
 """Groups of options for ``--help``: what it shows, and what only ``--help-all`` shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -104,10 +104,20 @@ _SIMULATE_GROUPS = (
     ),
 )
 
-_ALSO_COMMON = {
-    "simulate": ("profile", "scheduling_policy", "slo_ttft_s"),
-    "plan": ("profile", "slo_ttft_s"),
-}
+# Options of engines and servers that the help of other commands than serve shows.
+_SHOWN: Mapping[str, tuple[str, ...]] = {
+    "cluster": (
+        "model", "dtype", "quantization", "max_model_len", "lora_dir", "lora_modules", "host",
+        "port", "served_model_name", "api_key", "admin_key", "log_level",
+    ),
+    "gateway": ("host", "port", "api_key", "admin_key", "log_level"),
+    "profile": (
+        "model", "dtype", "quantization", "device", "cpu_threads", "cpu_cores",
+        "max_num_batched_tokens",
+    ),
+    "simulate": ("profile", "memory_gib", "max_num_seqs", "scheduling_policy", "slo_ttft_s"),
+    "plan": ("profile", "memory_gib", "max_num_seqs", "scheduling_policy", "slo_ttft_s"),
+}  # fmt: skip
 
 
 def groups_of(command: str) -> Sequence[OptionGroup]:
@@ -121,4 +131,6 @@ def groups_of(command: str) -> Sequence[OptionGroup]:
 
 def is_common(command: str, group: OptionGroup, name: str) -> bool:
     """Whether ``corun COMMAND --help`` shows the option of this name."""
-    return name in group.common or name in _ALSO_COMMON.get(command, ())
+    if group in _SERVE_GROUPS and command in _SHOWN:
+        return name in _SHOWN[command]
+    return name in group.common

@@ -132,7 +132,7 @@ def test_the_width_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     lengths = {}
     for columns in (40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        lengths[columns] = max(map(len, parser.format_help().splitlines()))
+        lengths[columns] = max(map(len, parser.help_text(shows_all=False).splitlines()))
     assert lengths[80] < 80 < lengths[200] <= 100
 
 
