@@ -84,7 +84,7 @@ def commands_help() -> str:
             lines += columns(name, COMMANDS[name].partition(". ")[0].rstrip(".") + ".", _WIDTH)
     lines += [
         "",
-        "corun COMMAND --help shows the options of a command, corun --version the version.",
+        "corun COMMAND --help shows the options of a command.",
     ]
     return "\n".join(lines) + "\n"
 
