@@ -120,7 +120,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """For who runs a command in this process: all later tests would log as it configured."""
+    """For tests that run a command in this process, which configures logging for later tests."""
     root = logging.getLogger()
     level = root.level
     yield

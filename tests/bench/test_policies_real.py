@@ -58,7 +58,7 @@ def test_pairs_go_a_b_b_a_and_share_requests_with_nobody() -> None:
 
 
 class _Computes:
-    """An executor whose model says token 77, always."""
+    """An executor with a model that always samples token 77."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Who imports whom: folders, packages without cycles, and policy that loads nothing heavy."""
+"""Rules for imports: folders, packages without cycles, and policy that loads nothing heavy."""
 
 import ast
 import subprocess
@@ -135,7 +135,7 @@ def test_folders_import_only_what_they_may() -> None:
 
 
 def test_only_what_runs_the_model_knows_that_passes_are_replayed() -> None:
-    """Kernels are called by ``gpu.forward.launcher``, whoever notes it."""
+    """Kernels are called by ``gpu.forward.launcher``, also when calls are recorded."""
     wrong = [
         f"{item.file}:{item.line} imports {item.target}"
         for path in product_files()

@@ -30,7 +30,7 @@ def test_no_public_class_has_the_name_of_another() -> None:
 
 
 def _own_names() -> set[str]:
-    """Whatever the product itself defines or assigns."""
+    """All names that the product itself defines or assigns."""
     names: set[str] = set()
     for node in (node for path in product_files() for node in ast.walk(tree_of(path))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

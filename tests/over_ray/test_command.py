@@ -159,7 +159,7 @@ def test_engines_outlive_a_command_that_is_killed_and_the_next_one_finds_them(
 
 
 def test_an_address_that_does_not_answer_is_one_line(ray: RayCluster, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # somebody else's port
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a port of another program
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert f"--ray {address}" in Command(tmp_path / "a", address).error()
     assert supervised_agents() == []

@@ -1,4 +1,4 @@
-"""The symbolic device refuses what every device refuses, and writes down what it is told."""
+"""The symbolic device refuses what every device refuses, and records its calls."""
 
 import pytest
 from corun.gpu.device.base import Device, DeviceError, Event, Stream, UnrecordedEventError

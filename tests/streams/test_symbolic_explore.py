@@ -134,7 +134,7 @@ def test_the_shortest_order_is_shown() -> None:
 
 
 def _load_and_evict(device: SymbolicDevice, *, is_careful: bool) -> None:
-    """Give a page back when its load is done, or else when told that it is."""
+    """Give a page back when its load is done, or else when an answer says so."""
     load = device.stream("load")
     device.host.compute(writes=[X])
     page, event = device.lease("page"), device.event()
@@ -164,7 +164,7 @@ def test_both_answers_to_a_question_are_explored() -> None:
 
 @pytest.mark.parametrize("wrong_answer", [False, True])
 def test_what_follows_an_answer_is_not_mixed_up(wrong_answer: bool) -> None:
-    """After the synchronizing, all agents have come as far whatever the answer was."""
+    """After ``synchronize``, all agents are at the same position for every answer."""
 
     def host(device: SymbolicDevice) -> None:
         load = device.stream("load")

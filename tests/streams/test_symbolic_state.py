@@ -256,7 +256,7 @@ def test_a_slot_is_taken_after_a_stream_has_given_it_back() -> None:
 
     found = explored(host)
     assert found.errors[0].finding == SlotInUse("host", "slot", 2, 1)
-    # Given back, then, by who has it no longer.
+    # It is then given back by a former owner.
     assert found.kinds == {SlotInUse}
 
 
@@ -271,7 +271,7 @@ def test_what_is_held_at_the_end_is_named() -> None:
 
 
 def _lose_worker(device: SymbolicDevice, *, is_reliant: bool) -> None:
-    """A stream waits for a worker that dies; the host releases it and starts anew."""
+    """A stream waits for a worker that dies; the host releases it and starts again."""
     stream, other = device.stream("stream"), device.stream("other")
     ready, done, event = device.word("ready"), device.word("done"), device.event()
     device.host.compute(writes=[X])

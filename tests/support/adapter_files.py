@@ -1,4 +1,4 @@
-"""Adapters as files of any size, for whoever stores and moves them; no model has computed them."""
+"""Adapters as files of any size, for code that stores and moves them; no model uses them."""
 
 import json
 import random
@@ -9,7 +9,7 @@ CONFIG = "adapter_config.json"
 
 
 def write_adapter(directory: Path, *, num_bytes: int = 4096, rank: int = 8, seed: int = 0) -> Path:
-    """Write an adapter whose tensors have about ``num_bytes`` that ``seed`` makes; return it."""
+    """Write an adapter with tensors of about ``num_bytes``, drawn from ``seed``; return it."""
     directory.mkdir(parents=True, exist_ok=True)
     columns = max(1, num_bytes // (8 * rank))
     shapes = {"lora_A": (rank, columns), "lora_B": (columns, rank)}

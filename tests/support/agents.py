@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession, web
 from corun.runtime.cluster.agent.app import AgentRoutes, AgentState
-from corun.runtime.cluster.agent.engine_notes import EngineNotes
+from corun.runtime.cluster.agent.engine_list import EngineListFile
 from corun.runtime.cluster.agent.engines import EngineFleet
 from corun.runtime.cluster.agent.fetch import Fetcher
 from corun.runtime.cluster.agent.report import Leader
@@ -22,7 +22,7 @@ KEY = "cluster-key"
 
 
 async def release(digest: str) -> bool:
-    """Nobody uses anything."""
+    """Release any content, as none is in use."""
     return True
 
 
@@ -57,7 +57,7 @@ async def agent_of(store: AdapterFileStore) -> AsyncIterator[str]:
     async def no_engine(url: str) -> ServedAdapters:
         raise AssertionError(url)
 
-    notes = EngineNotes(Path("/nowhere"), "")
+    notes = EngineListFile(Path("/nowhere"), "")
     async with ClientSession() as session:
         state = AgentState(
             agent_id="a",

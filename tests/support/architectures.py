@@ -77,7 +77,7 @@ ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
 _DEEP = Architecture(
     "llama-deep", "llama", {"num_hidden_layers": 4, "max_position_embeddings": 2304}
 )
-# Heads of 12 values, whose rows lie head by head: strides that are multiples of 16 now and then.
+# Heads of 12 values, with rows in head order: only some strides are multiples of 16.
 _ODD_HEADS = Architecture("odd-heads", "gpt_neox", {"rotary_pct": 0.5, "hidden_size": 48})
 _EXPERTS: dict[str, Any] = {
     "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -115,7 +115,7 @@ def mostly(*names: str) -> list[Any]:
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A random float32 model whose attention is far from flat.
+    """A random float32 model with attention that is far from uniform.
 
     ``name``: one of the table above, or a model type of ``bases``.
     """

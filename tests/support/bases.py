@@ -88,7 +88,7 @@ _LLAMA = {"model_type": "llama"}
 
 
 def _sections(*sizes: int) -> dict[str, Any]:
-    """Rotary embeddings whose frequencies are shared out between time, height and width."""
+    """Rotary embeddings with frequencies divided between time, height and width."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}
     return {"rope_parameters": rope}
 

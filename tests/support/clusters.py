@@ -31,7 +31,7 @@ def static_card(url: str) -> EngineCard:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens to, and somebody else may take."""
+    """Unused ports, which other programs may take."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(bind("127.0.0.1", 0)) for _ in range(number)]
         return [sock.getsockname()[1] for sock in socks]
@@ -41,7 +41,7 @@ def simulated_plan(
     directory: Path, *, num_engines: int = 1, num_gateways: int = 1,
     adapters: Sequence[LoraModule] = (), engines: Sequence[EngineCard] = (),
 ) -> ClusterPlan:  # fmt: skip
-    """A cluster on shared cores, whose engines simulate a machine."""
+    """A cluster on shared cores, with engines that simulate a machine."""
     port, controller_port, agent_port = free_ports(3)
     url = f"http://127.0.0.1:{controller_port}"
     serve = ServeConfig(port=port, allow_runtime_lora_updating=True, drain_timeout_s=5.0)

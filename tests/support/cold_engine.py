@@ -144,7 +144,7 @@ class ColdEngine:
         return self.scheduler.memory.cache.state(self.adapter_id(name))
 
     def num_groups_arrived(self, name: str) -> int:
-        """Layer groups of the load under way, from the first on, that the executor told of."""
+        """Layer groups of the running load, from the first on, that the executor has reported."""
         return self._num_arrived.get(self.adapter_id(name), 0)
 
     def cool(self, *names: str) -> None:
@@ -240,7 +240,7 @@ class ColdEngine:
 
     @contextlib.contextmanager
     def watched_sends(self, sent: Callable[[Invocation], None]) -> Iterator[None]:
-        """Tell ``sent`` of each invocation whose x is out, so that its worker may begin."""
+        """Call ``sent`` with each invocation after its x is sent, so that its worker may begin."""
         handover: Any = self.assistant.handover
         send = handover.send
 
@@ -276,7 +276,7 @@ class ColdEngine:
 
     @property
     def num_assisted_rows(self) -> int:
-        """Rows whose deltas were to come from workers, at least in a layer."""
+        """Rows with deltas from workers in at least one layer."""
         return sum(split > 0 for batch in self.assisted for split in batch.split_layers)
 
     @property

@@ -93,7 +93,7 @@ class _Policies:
 
 
 def start_cold_requests() -> None:
-    """One from the host's memory, and one whose files are read first."""
+    """Start one request with its adapter in the host's memory, and one with it only on disk."""
     policies = _Policies()
     scheduler = policies.scheduler
     scheduler.update(WorkersChanged(1), 0.0)

@@ -77,7 +77,7 @@ class DeviceLifeContract(DeviceContract):
         event = rig.recorded(rig.a)
         rig.device.wait_event(rig.b, event)
         rig.device.release_event(event)
-        # Whatever stands behind the new events, their records must not let the stream go.
+        # Records of the new events must not release the stream.
         for _ in range(4):
             other = rig.recorded(rig.c)
             rig.finish(rig.c)
@@ -95,7 +95,7 @@ class DeviceLifeContract(DeviceContract):
         self.fail(rig, rig.a)
         rig.multiply_add(rig.a, x, 1, 1)
         rig.device.copy(rig.a, host, x)
-        rig.hold(rig.a)  # left out: nobody lets it go
+        rig.hold(rig.a)  # left out: the stream is never released
         rig.device.signal(rig.a, rig.word(1), 1)
         event = rig.recorded(rig.a)
         rig.device.wait_event(rig.b, event)
@@ -119,7 +119,7 @@ class DeviceLifeContract(DeviceContract):
         rig.finish()
 
     def test_a_failure_on_an_adopted_stream_is_its_threads_alone(self, rig: Rig) -> None:
-        """It is raised there, and neither leaves out what follows nor is told of again."""
+        """It is raised there once, and later operations still run."""
         x, host = rig.tensor(1), rig.host(0)
         rig.device.adopt(rig.a)
         for round_number in (1, 2):

@@ -75,7 +75,7 @@ class Ready:
 
 
 class Arriving(Copied):
-    """An adapter whose first layers are on the device, and the others never come."""
+    """An adapter with its first layers on the device; the others never arrive."""
 
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._given = adapter

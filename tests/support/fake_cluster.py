@@ -164,7 +164,7 @@ class FakeAgent:
     unreadable: set[str] = field(default_factory=set)  # contents
     store_bytes: int = 10**9
     num_places: int | None = None
-    ended: int = 0  # how often it was told to
+    ended: int = 0  # number of requests to end
     url: str = ""
 
     def app(self) -> web.Application:
@@ -302,7 +302,7 @@ class RunningCluster:
         return agent
 
     async def engine(self, **fields: Any) -> FakeEngine:
-        """One more, which nobody has reported."""
+        """One more, which no agent has reported."""
         engine = FakeEngine(**fields)
         engine.url = await self._stack.enter_async_context(serving(engine.app()))
         return engine
@@ -417,7 +417,7 @@ async def running_controller(
 def in_cluster(
     tmp_path: Path, work: Callable[[RunningCluster], Awaitable[None]], **fields: Any
 ) -> None:
-    """Do ``work`` with a controller, whose settings are ``fields``."""
+    """Do ``work`` with a controller that has the settings ``fields``."""
 
     async def run() -> None:
         async with running_controller(tmp_path / "state", **fields) as cluster:

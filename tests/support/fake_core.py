@@ -1,4 +1,4 @@
-"""Core and adapters of an engine process without a model; a tokenizer whose token ids are bytes.
+"""Core and adapters of an engine process without a model; a tokenizer with bytes as token ids.
 
 The fake answers a prompt with its own bytes (an adapter upper-cases them), then the end token.
 What a prompt begins with may ask for trouble: see ``FakeCore``.
@@ -46,10 +46,10 @@ VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabula
 MAX_MODEL_LEN = 4096
 
 MACHINE = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
-TIMING = RequestTiming({"kv_memory": 0.5}, 7)  # of who is aborted, or fails
+TIMING = RequestTiming({"kv_memory": 0.5}, 7)  # of requests that are aborted or fail
 SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
-DIE = "DIE"  # the next step finds its device lost, and so does who closes the engine
+DIE = "DIE"  # the next step finds its device lost, and so does closing the engine
 FAIL = "FAIL"  # the request fails, the engine goes on
 LONG = "LONG"  # the step takes so long
 LONG_STEP_S = 1.0
@@ -210,7 +210,7 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
         self.pinned: dict[str, bool] = {}
-        self.unread: set[str] = set()  # names whose files are being read
+        self.unread: set[str] = set()  # names with files that are being read
         self._messages: list[OperationDone | AdaptersChanged] = []
         self._num_versions = 0
         self._fd = os.eventfd(0)
@@ -336,7 +336,7 @@ def build(
 def build_telling(
     config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
 ) -> FakeAssembly:
-    """A factory whose engine tells of its tokenizer, as one in a process of its own does."""
+    """A factory for an engine that reports its tokenizer, as in a process of its own."""
     from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
 
     assembly = build(config, on_progress=on_progress, own_process=own_process)
@@ -345,7 +345,7 @@ def build_telling(
 
 
 def save_tokenizer(directory: Path, *, chat_template: str | None = None) -> str:
-    """Save a byte-level tokenizer whose token ids are the bytes themselves; return its path."""
+    """Save a byte-level tokenizer with the bytes as token ids; return its path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -113,7 +113,7 @@ class FakeEngine:
         self.tokens_per_output = 3
         self.max_open = 1000
         self.fail_after_tokens: int | None = None
-        self.num_steps = 0  # told when asked
+        self.num_steps = 0  # in its statistics
         self.held = threading.Event()  # while set, requests make no progress
         self.hold_after_first = True  # held requests give their first output
         self.dies_silently = False  # requests do not notice that the engine is dead
@@ -173,7 +173,7 @@ class FakeEngine:
         return LoraDirectory(self.list_loras())
 
     async def find_lora(self, lora_name: str) -> None:
-        """Nobody knows more than it does."""
+        """Do nothing: it knows all adapters."""
 
     def list_loras(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.adapters.values())
@@ -266,7 +266,7 @@ class FakeEngine:
             error.timing = TIMING
             raise error
         held_at = 1 if self.hold_after_first else 0
-        # Whoever asks for more has written what came before.
+        # The reader has written all earlier output when it asks for more.
         self.num_continued += num_tokens > 0
         while num_tokens >= held_at and self.held.is_set() and not self._dies_loudly():
             await asyncio.sleep(0.005)
@@ -311,7 +311,7 @@ class _FakeChoice:
         self.finish_reason: str | None = None
 
     def end(self, reason: str) -> CompletionOutput:
-        """All of it, as it is told when it has ended, for this reason if by none of its own."""
+        """The whole output at the end, with this reason unless it has ended by itself."""
         self.finish_reason = self.finish_reason or reason
         return self._output("")
 

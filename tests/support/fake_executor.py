@@ -1,8 +1,8 @@
 """An executor without a device that checks every plan and computes tokens by a pure function.
 
-It keeps what a device would keep: token lists, block tables, adapters, and in ``fake_kv`` what all
-KV was computed from. Steps end in order, when told to; a row may then be told to fail or to be
-retried, or to spoil the sub-batch that it is in.
+It has the state of a device: token lists, block tables, adapters, and in ``fake_kv`` the tokens
+that KV was computed from. Steps end in order, when a test ends them. A row may then fail, be
+retried, or spoil its sub-batch.
 """
 
 from collections import deque
@@ -94,7 +94,7 @@ class _Row(KvRow):
 
 
 class FakeExecutor:
-    """See the module's docstring. ``is_automatic``: ``poll`` ends whatever is in flight."""
+    """See the module's docstring. ``is_automatic``: ``poll`` ends everything in flight."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class FakeExecutor:
 
     def _evict(self, adapter_id: AdapterId) -> None:
         if adapter_id not in self._adapters and adapter_id in self._lost_evictions:
-            return  # its step was lost, and nobody knew that it had been carried out
+            return  # its step was lost after it had been carried out
         assert self._adapters[adapter_id] == "resident", "evicted but not there"
         for _, rows in self.steps:
             users = {

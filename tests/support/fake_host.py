@@ -1,4 +1,4 @@
-"""The host's memory without any: checks where loads come from, and that evictions hurt nobody."""
+"""A fake of the host's memory: checks the sources of loads, and that evictions are safe."""
 
 from corun.runtime.plan import (
     AdapterId,
@@ -10,7 +10,7 @@ from corun.runtime.plan import (
 
 
 class FakeHost:
-    """Places and what is in them, as an executor is told. Loads bring it, registrations do not."""
+    """Places and their contents, as an executor sees them. Loads fill them, not registrations."""
 
     def __init__(self, capacity_bytes: int, *, is_device_memory: bool) -> None:
         self.capacity_bytes = capacity_bytes

@@ -1,8 +1,8 @@
-"""KV without values: of every position in a block, and on the host, what it was computed from.
+"""KV without values: the inputs of every position in a block, on the device and on the host.
 
-Namespace, all tokens up to the position, and whether the rotary embedding was the long one: who
-computed it makes no difference, so what is shared passes only if it is the same. Nobody writes to
-a block that somebody else has, and a copy moves contents at its end.
+Inputs are the namespace, all tokens up to the position, and whether the rotary embedding was the
+long one. They do not depend on the request, so shared blocks pass only if contents are equal. No
+request writes to a block of another one, and a copy moves contents at its end.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from corun.profiles.link import Direction
 from corun.runtime.plan import BlockId, HostSlot, KvTransfer, RequestId, TransferId
 
-# Namespace, interned prefix, long embedding; None = garbage, as memory nobody has written to.
+# Namespace, interned prefix, long embedding; None = garbage, as in memory that was never written.
 _Content = tuple[Hashable, int, bool] | None
 
 
@@ -53,7 +53,7 @@ class FakeKv:
         self._blocks: dict[BlockId, list[_Content]] = {}  # not in it: all garbage
         self._slots: dict[HostSlot, list[_Content]] = {}
 
-    # What the device is told.
+    # Commands to the device.
 
     def announce(
         self, request_id: RequestId, namespace: Hashable, token_ids: Iterable[int]
@@ -120,7 +120,7 @@ class FakeKv:
             )
 
     def spoil(self, row: KvRow) -> None:
-        """Write what must never be read, since the row came to nothing."""
+        """Write contents that must never be read, as the row is void."""
         for position in range(row.start, row.start + row.num_tokens):
             index, offset = divmod(position, self.block_size)
             self._contents(row.block_ids[index])[offset] = None
@@ -134,7 +134,7 @@ class FakeKv:
         block_ids: Collection[BlockId],
         rows: Collection[KvRow],
     ) -> None:
-        """A block that somebody has goes to a table only if it is what stands there.
+        """Check that blocks in use enter another table only with equal contents.
 
         To be called when the tables are those of the whole plan, before its rows.
         """
@@ -152,7 +152,7 @@ class FakeKv:
                 assert self._holds(block_id, sequence, index), "in use by a copy"
 
     def check_use(self, rows: Collection[KvRow], freed_blocks: Collection[BlockId] = ()) -> None:
-        """Nobody has what somebody else writes to, copies into, or has given back.
+        """Check that no block in use is written or copied to by another request, or given back.
 
         ``rows``: all in flight. To be called when a plan has been taken in.
         """
@@ -203,7 +203,7 @@ class FakeKv:
     def _other_holders(
         self, block_id: BlockId, request_id: RequestId | None = None
     ) -> list[RequestId]:
-        """Who else has the block in its table, and is not about to get another table."""
+        """Other requests with the block in their tables that do not get another table."""
         return [
             other
             for other, sequence in self._sequences.items()

@@ -84,8 +84,8 @@ def store_in_four_bits(
 ) -> Path:  # fmt: skip
     """Write a model's linears in 4 bits to ``target``, and what is left of them to ``directory``.
 
-    ``skipped``: parts of names whose weights stay in full. ``transposed``: the model keeps its
-    linears so, which are quantised as others are. ``options``: of ``quantize_in_four_bits``.
+    ``skipped``: parts of names of weights that stay in full. ``transposed``: the model stores its
+    linears transposed; they are quantised as others. ``options``: of ``quantize_in_four_bits``.
     """
     shutil.copytree(directory, target)
     file = directory / "model.safetensors"

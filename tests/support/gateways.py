@@ -127,7 +127,7 @@ class ScriptedEngine:
     adapters: dict[str, PlacedAdapter] = field(default_factory=dict)
     received: list[Received] = field(default_factory=list)
     num_open: int = 0  # requests
-    num_left: int = 0  # answers whose client went
+    num_left: int = 0  # answers after which the client was gone
     num_streams: int = 0  # of states, ever
     transports: set[asyncio.BaseTransport] = field(default_factory=set)
 
@@ -217,7 +217,7 @@ class ScriptedEngine:
 
 @dataclass(slots=True)
 class ScriptedController:
-    """Controller and agent in one: sends changes, answers ``ensure`` and notes what it is told."""
+    """Controller and agent in one: sends changes, answers ``ensure`` and records calls."""
 
     url: str = ""
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class ScriptedController:
     on_ensure: Callable[[Ensure], Awaitable[None]] | None = None
     adapters: dict[str, AdapterEntry] = field(default_factory=dict)
     sequence: int = 0
-    is_gone: bool = False  # it hangs up on whoever asks
+    is_gone: bool = False  # it closes every connection
     _streams: list[EventStream] = field(default_factory=list)
     _transports: set[asyncio.BaseTransport] = field(default_factory=set)
 
@@ -266,7 +266,7 @@ class ScriptedController:
         for transport in self._transports:
             transport.abort()  # type: ignore[attr-defined]
 
-    async def tell(self, **fields: Any) -> None:
+    async def publish(self, **fields: Any) -> None:
         """Send gateways a change, and wait until they go by it."""
         self.sequence += 1
         self.adapters |= {one.name: one for one in fields.get("adapters", ())}

@@ -1,4 +1,4 @@
-"""A segment whose maker stops between its two calls, where a kill leaves the name behind."""
+"""A segment in the state between its creator's two calls, where a kill leaves the name behind."""
 
 import contextlib
 import subprocess

@@ -79,7 +79,7 @@ class Host:
         return adapter
 
     def place(self, digest: str) -> HostPlace:
-        """What a load of this content is told."""
+        """The place that a load of this content gets."""
         place = self.cache.begin_load(digest, self._sizes[digest])
         assert place is not None, "there is no room"
         self.carry_out()

@@ -21,7 +21,7 @@ LAYOUT = KvLayout((LayerKvShape(2, 8, 8),), 4, torch.float32)
 
 
 class NotingDevice(CpuDevice):
-    """Notes on which stream copies are enqueued, and fails as it is told to."""
+    """Records the stream of each copy, and fails as a test says."""
 
     def __init__(self, link: PacedLink | None = None) -> None:
         super().__init__(link=link)
@@ -49,7 +49,7 @@ class NotingDevice(CpuDevice):
 
 
 class HostTier:
-    """The engine's thread: starts transfers, and takes what came of them when it is told."""
+    """The engine's thread: starts transfers, and collects their results when a test says."""
 
     def __init__(
         self, device: TorchDevice, layout: KvLayout = LAYOUT, *, num_blocks: int = 16,

@@ -1,4 +1,4 @@
-"""Prefixes that are kept in a memory whose requests have ended."""
+"""Cached prefixes in a memory after its requests have ended."""
 
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.kv_tree import KvNode

@@ -58,7 +58,7 @@ class LatencySettings:
     """What such an engine is."""
 
     machine: SimulatedMachine | str = "a40-llama7b"  # a name is one of ``MACHINES``
-    slowness: float = 1.0  # by which steps are slower than the machine says, which nobody is told
+    slowness: float = 1.0  # factor by which steps are slower than the machine's model, undisclosed
     scheduling_policy: str = "fcfs"
     memory_policy: str = "lru"
     prefix_cache: bool = False
@@ -86,7 +86,7 @@ class LatencyServer:
         self, settings: LatencySettings, *arguments: str, model: str = "latency", port: int = 0
     ) -> None:
         """``arguments``: options of ``corun serve``. Adapters may be loaded over HTTP."""
-        # A pipe that nobody reads would stop it some day.
+        # A full pipe without a reader would block it.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [*COMMAND, "serve", model, "--port", str(port), "--allow-runtime-lora-updating",

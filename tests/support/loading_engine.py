@@ -69,7 +69,7 @@ _ARENA_BYTES = 60_000  # two of the three adapters
 
 
 class HeldLink(PacedLink):
-    """Lets copies begin one by one, as told, or all; and fails as many as it is told to."""
+    """Lets copies begin one by one or all together, and fails as many as a test says."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ CASES = (
 def make_batch(
     segments: Sequence[tuple[int, int, int]], table: LoraTable, rows: Sequence[int]
 ) -> LoraBatch:
-    """A batch over adapters whose table rows are ``rows``."""
+    """A batch over adapters with the table rows ``rows``."""
     starts = tuple(start for start, _, _ in segments)
     ends = tuple(end for _, end, _ in segments)
     table_rows = tuple(rows[adapter] for _, _, adapter in segments)
@@ -96,7 +96,7 @@ def check_case(
     matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     rows = []
     for rank in case.ranks:
-        # Every adapter has some other target, of another rank, whose matrices must not be read.
+        # Every adapter has another target, of another rank, and its matrices must not be read.
         targets = {0: backend.pack(draw(5, case.in_features), draw(case.out_features, 5), 9.0)}
         pair = None
         if rank is not None:

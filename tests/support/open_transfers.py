@@ -13,7 +13,7 @@ from corun.runtime.plan import (
 
 
 class Loads:
-    """At most one load of each adapter is under way; who predicts reads ``table``."""
+    """At most one running load of each adapter; predictions read ``table``."""
 
     def __init__(self) -> None:
         self.table = TransferTable()

@@ -1,4 +1,4 @@
-"""An adapter of finite numbers whose answers are not: what no check of its files can see."""
+"""An adapter of finite numbers with answers that are not finite, which no check of files finds."""
 
 import shutil
 from pathlib import Path

@@ -92,8 +92,8 @@ class ParityCase:
     ) -> torch.Tensor:
         """Log-probabilities of the tokens from index ``first`` on: [tokens - first, vocabulary].
 
-        A model whose rotary factors depend on the length is asked at the lengths at which a server
-        would ask it: each row is computed from its own prefix alone.
+        A model with rotary factors that depend on the length runs at the lengths of a server: each
+        row is computed from its own prefix alone.
         """
         if not self._depends_on_length:
             return self._rows_after(adapter, dtype, token_ids[:-1], len(token_ids) - first)
@@ -155,7 +155,7 @@ class ParityCase:
 
 
 def dequantize_linears(model: PreTrainedModel, bits: int) -> None:
-    """Replace the weights of all linears whose inputs are whole groups by what is left of them."""
+    """Quantise and dequantise the weights of all linears with inputs of whole groups."""
     for module in model.modules():
         if type(module) in (torch.nn.Linear, Conv1D):
             is_transposed = type(module) is Conv1D

@@ -54,7 +54,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
 
 
 def edit_tensors(directory: Path, **changes: Any) -> None:
-    """Replace saved tensors whose names contain a key; ``...`` deletes them, a str renames them.
+    """Replace saved tensors with a key in their names; ``...`` deletes them, a str renames them.
 
     Underscores twice stand for dots: ``layers__0__self_attn__q_proj__lora_A``.
     """

@@ -1,7 +1,7 @@
 """The scheduler's side of a policy's conversation, with memory counted in tokens and no steps.
 
-In a turn every running request puts out a token. Adapters take turns to load, and leave at once
-when nobody runs with them and room is wanted.
+In a turn every running request outputs a token. Adapters take turns to load, and are evicted at
+once when no running request uses them and room is needed.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ class PolicyRoom:
         self._wait(request)
 
     def turn(self, turn_s: float = 1.0) -> None:
-        """Squash, grow, admit, load ahead; then everybody puts out a token."""
+        """Squash, grow, admit, load ahead; then every running request outputs a token."""
         self.now_s += turn_s
         for request in list(self.policy.squash(self.running.values(), self.now_s)):
             self.preempt(request)
@@ -123,7 +123,7 @@ class PolicyRoom:
         request.num_computed_tokens = 0
 
     def _grow(self, request: Request) -> bool:
-        """Make room for one more token; False if somebody was preempted."""
+        """Make room for one more token; False if a request was preempted."""
         chosen: set[int] = set()
         while request.request_id in self.running:
             held = self.held_tokens[request.request_id]

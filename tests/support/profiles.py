@@ -1,4 +1,4 @@
-"""A profile whose figures are easy to check."""
+"""A profile with figures that are easy to check."""
 
 import math
 from collections.abc import Iterator
@@ -100,6 +100,6 @@ def with_r_squared(name: str, r_squared: float) -> Profile:
 
 @contextmanager
 def any_fit() -> Iterator[None]:
-    """Let profiles be used whatever their linear models explain: tests measure on busy machines."""
+    """Accept profiles with linear models of any accuracy: tests measure on busy machines."""
     with mock.patch.object(profile, "MIN_USABLE_R_SQUARED", -math.inf):
         yield

@@ -52,7 +52,7 @@ def main(mode: str, directory: Path) -> None:
         warmed(torch.randn(3, 64).bfloat16())  # compiles its kernels
     source = ModelSource(str(directory))
     linears = QuantizedLinears(source, load_config(source), plan, None)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_bytes = memory_bytes("VmRSS")
     model = linears.load_rest(torch.bfloat16, torch.device("cpu"), "eager")
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}

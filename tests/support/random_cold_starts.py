@@ -11,7 +11,7 @@ NUM_LAYERS = 4
 
 
 class RandomColdStarts:
-    """Starts cold requests and cuts chunks at random; checks what it is told."""
+    """Starts cold requests and cuts chunks at random; checks the calls that it gets."""
 
     file_bytes_per_s = 1e6
 

@@ -34,7 +34,7 @@ _LIGHT: dict[str, Any] = {
 
 
 class RayCluster:
-    """Ray in a process of its own, which would stop whoever measures; use it as a context.
+    """Ray in a process of its own, which would disturb measurements; use it as a context.
 
     Nodes are called by their addresses. Nothing of it is left after.
     """
@@ -91,7 +91,7 @@ class RayCluster:
         self._ask("kill_node", host)
 
     def mend(self) -> None:
-        """Start nodes again whose raylets have ended by themselves."""
+        """Start nodes again after their raylets have ended by themselves."""
         self._ask("mend")
 
     def agent_at(self, host: str) -> AgentLocation | None:
@@ -242,7 +242,7 @@ class _Nodes:
         deadline_s = time.monotonic() + _DEADLINE_S
         while rest := processes_of_ray():
             assert time.monotonic() < deadline_s, rest
-            for process in rest:  # helpers, whose raylet has gone
+            for process in rest:  # helpers without a raylet
                 process.kill()
             time.sleep(0.1)
 
@@ -257,7 +257,7 @@ def _children(node: Any) -> list[psutil.Process]:
 
 
 def processes_of_ray() -> list[psutil.Process]:
-    """All of Ray's that this process has started, whoever has them now."""
+    """All of Ray's processes that this process has started, with any parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -348,7 +348,7 @@ def redis() -> Iterator[int]:
 
 
 def supervised_agents() -> list[psutil.Process]:
-    """Agents of this cluster of Ray, whoever holds them."""
+    """Agents of this cluster of Ray, under any supervisor."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

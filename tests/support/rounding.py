@@ -1,8 +1,8 @@
 """How far rounding alone moves what plain transformers + PEFT answers in 16 bits.
 
-A router that decides by a rounding makes a large error of a small one, in a right result as well.
-So the control is plain transformers itself, whose sums are made in other orders and whose
-embeddings are moved by one last place.
+A router that decides by a rounding makes a large error of a small one, also in a correct result. So
+the control is plain transformers itself, with sums in other orders and embeddings that are moved by
+one unit in the last place.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ class _Plain:
         return float(torch.cat(self._errors(run())).mean())
 
     def moved_errors(self) -> list[float]:
-        """Mean errors of runs whose embeddings are moved by one last place, up, down or not."""
+        """Mean errors of runs with embeddings moved by one unit in the last place, or not."""
         generator = torch.Generator().manual_seed(0)
         logits = [self._run(inputs_embeds=self._moved(row, generator)) for row in self._rows]
         draws = zip(*(one.unbind() for one in logits), strict=True)

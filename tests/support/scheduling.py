@@ -39,7 +39,7 @@ def make_memory(
     max_history_blocks: int | None = None, policy: str | MakeMemoryPolicy = "lru",
     num_host_slots: int = 0, token_s: float = 1.0,
 ) -> DeviceMemory:  # fmt: skip
-    """A budget that just holds the blocks, and the adapters' slab if any, unless told otherwise.
+    """A budget that just holds the blocks and the adapters' slab, by default.
 
     ``token_s``: what computing one takes; at 0 nothing is ever copied back from the host.
     """
@@ -70,7 +70,7 @@ class _Prompts:
 
 
 class Guess:
-    """Predicts the same for all: few tokens leave room for many, who then outgrow it."""
+    """Predicts one length for all: if it is short, many requests are admitted and outgrow it."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens

@@ -78,11 +78,11 @@ class Served:
         self.process.stderr.close()
 
     def client(self, timeout_s: float = ANSWER_TIMEOUT_S) -> httpx.Client:
-        """A client whose paths begin with ``/v1`` or name another endpoint."""
+        """A client for paths that begin with ``/v1`` or name another endpoint."""
         return httpx.Client(base_url=self.url, timeout=timeout_s)
 
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        """Send one request and return the answer, whatever its status."""
+        """Send one request and return the answer, of any status."""
         return httpx.post(self.url + path, json=body, timeout=ANSWER_TIMEOUT_S)
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Checkpoints whose linears are integers, as GPTQ and compressed-tensors write them."""
+"""Checkpoints with linears in integers, as GPTQ and compressed-tensors write them."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def store_in_integers(directory: Path, target: Path, method: str) -> Path:
-    """Write a copy with all linears whose inputs are whole groups in integers: 4 bits, or 8."""
+    """Write a copy with linears in integers (4 or 8 bits) where inputs are whole groups."""
     shutil.copytree(directory, target)
     file = target / "model.safetensors"
     stored: Tensors = {}

@@ -25,7 +25,7 @@ class TimeBudget:
         self._spent_s[self.folder_of(test_path)] += duration_s
 
     def folder_of(self, test_path: str) -> str:
-        """Return the folder whose budget the file ``test_path`` counts to."""
+        """Return the folder with the budget that the file ``test_path`` counts to."""
         for parent in PurePosixPath(test_path).parents:
             if str(parent) in self._budgets_s:
                 return str(parent)

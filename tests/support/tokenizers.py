@@ -20,7 +20,7 @@ WORDS = ("Hello", "world", "hello", "the", "tokens", "can", "'t", "don", "123", 
 
 
 def save_word_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Save a tokenizer whose words are "t0", "t1", ... and whose ids are their numbers."""
+    """Save a tokenizer with the words "t0", "t1", ... and their numbers as ids."""
     vocab = {f"t{i}": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

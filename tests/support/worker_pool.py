@@ -1,4 +1,4 @@
-"""A pool of real CPU workers with jobs whose results can be checked, driven as an engine does."""
+"""A pool of real CPU workers with jobs of known results, driven as by an engine."""
 
 import os
 import time

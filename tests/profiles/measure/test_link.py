@@ -23,7 +23,7 @@ def test_a_paced_link_is_found_again() -> None:
         times = bench.measure((2**18, 2**20), _REPEATS, lambda *_: None)
     finally:
         device.close()
-    # Never faster than it is paced; how much slower depends on who else computes.
+    # Never faster than its pace; how much slower depends on other programs.
     copy_s = times.model.latency_s + 2**20 / times.model.bytes_per_s
     assert copy_s > 500e-6 + 2**20 / (0.55 * 2**30)
     for point in times.points:
@@ -87,7 +87,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measure]:
 
 
 def test_copies_are_timed_by_marks_around_many_bytes(measure: Measure) -> None:
-    """Whatever it takes the host to enqueue them and to ask for their end."""
+    """The host's time for enqueuing and polling does not count."""
     times, watch = measure(1, 2, byte_s=2.0**-30, copy_s=2.0**-16)
     assert times.model.bytes_per_s == pytest.approx(2**30)
     assert times.model.latency_s == pytest.approx(2.0**-16)

@@ -1,4 +1,4 @@
-"""Whole steps through a real executor: what is run is what was asked for, and failures are told."""
+"""Whole steps through a real executor: the requested steps run, and failures are reported."""
 
 import itertools
 from collections.abc import Callable, Iterator

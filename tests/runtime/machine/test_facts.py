@@ -214,7 +214,7 @@ _PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
     [
         (range(8), _PAIRS, None, 4),  # two CPUs of a core are one thread
         ((0, 2, 3), _PAIRS, None, 2),
-        ((0, 9), _PAIRS, None, 2),  # one whose core is not known
+        ((0, 9), _PAIRS, None, 2),  # one without a known core
         (range(8), (), None, 8),
         (range(8), _PAIRS, 3.0, 3),
         (range(8), _PAIRS, 1.5, 2),
@@ -288,7 +288,7 @@ def test_real_nested_groups_with_a_quota(cpu_groups: tuple[Path, Path]) -> None:
 
 
 def set_quota(group: Path, quota_us: int) -> None:
-    """Of 100 ms, in whatever version the group is of."""
+    """Of 100 ms, for either version of control groups."""
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{quota_us} 100000")
     else:

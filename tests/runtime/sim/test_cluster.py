@@ -47,7 +47,7 @@ def cluster(
 
 
 class ByAdapter(Router):
-    """To the server whose index is the adapter's, and else to the next one."""
+    """To the server with the adapter's index, and else to the next one."""
 
     def __init__(self) -> None:
         self.reported_s: list[tuple[float, float]] = []
@@ -123,7 +123,7 @@ def test_routers_learn_from_reports_who_is_slow() -> None:
 
 
 def test_a_request_waits_for_its_adapters_files() -> None:
-    """Stores have room for two of three adapters; the third is elsewhere, and one makes way."""
+    """Stores have room for two of three adapters; the third evicts one of them."""
     requests = workload((0.0, 0, 500, 2), (0.0, 2, 500, 2), (9.0, 1, 500, 2))
     rate = FILE_BYTES / 0.5
     replayed = cluster(
@@ -184,7 +184,7 @@ def test_states_are_as_old_as_told() -> None:
             return made[-1]
 
         cluster(requests, router=make, state_age_s=age_s, num_routers=2)
-        assert len(routers) == 2  # who take turns
+        assert len(routers) == 2  # they take turns
         ages_s = [now_s - reported_s for now_s, reported_s in routers[0].reported_s if now_s > 0.6]
         assert age_s - 1e-9 <= min(ages_s) and max(ages_s) <= age_s + 0.1 + 1e-9
 
@@ -210,7 +210,7 @@ def test_nothing_is_sent_where_nobody_is_yet_or_any_more() -> None:
     replayed = cluster(requests, servers=lives)
     assert len(replayed.records) == 20
     assert {record.num_output_tokens for record in replayed.records} == {20}
-    # Who leaves ends what it has begun; in between nobody is there, and requests wait.
+    # A leaving server completes its requests; requests wait while there is no server.
     assert all(record.arrival_s <= 3.1 for record in replayed.servers[0].records)
     between = [one for one in replayed.records if 3.1 < one.arrival_s < 6.0]
     assert between and all((one.first_token_s or 0.0) > 6.0 for one in between)

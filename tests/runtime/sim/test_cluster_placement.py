@@ -18,7 +18,7 @@ from corun.runtime.sim.workloads import make_workload
 
 
 class Noting(PlacementPolicy):
-    """Puts all on the first server, and notes what it is told."""
+    """Puts all on the first server, and records its arguments."""
 
     def __init__(self) -> None:
         self.told: list[list[float]] = []

@@ -28,7 +28,7 @@ def test_the_least_recently_used_makes_way_unless_it_is_in_use_or_the_last() -> 
     stores = FileStores(SIZES, [100, 50], bytes_per_s=10.0)
     for name in ("b", "c", "d"):
         stores.put(0, name)
-    stores.put(1, "a")  # which nobody else has
+    stores.put(1, "a")  # the only copy
     stores.put(1, "b")
     assert stores.use(1, "b", 0.0)
     assert not stores.can_take(1, "d")

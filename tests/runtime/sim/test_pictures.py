@@ -1,4 +1,4 @@
-"""Pictures have a title, a foot and names that lie over nothing else, whatever they are of."""
+"""All pictures have a title, a foot and names that do not overlap anything."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Follow-ups: whom they follow, and what of their prompts is the same."""
+"""Follow-up requests: the requests that they follow, and the shared part of their prompts."""
 
 import numpy as np
 import pytest

@@ -14,8 +14,8 @@ from corun.runtime.sim.replay import replay
 from corun.runtime.sim.workloads import make_workload
 from support.scheduling import Guess
 
-# Outputs are thought to be short, and adapters and history have to make way for each other: so
-# everything that requests may wait for occurs.
+# Predicted outputs are too short, and adapters and history evict each other, so requests wait for
+# every possible reason.
 OPTIONS = SimulationOptions(
     refresh_s=20, memory_policy="corun", prefix_cache=True, growth_headroom=0.0,
     host_adapter_bytes=2 << 30, host_kv_bytes=8 << 30, make_predictor=lambda _: Guess(8),

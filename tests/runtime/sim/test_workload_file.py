@@ -1,4 +1,4 @@
-"""Workloads by name and by file, and one line for whatever is wrong with one."""
+"""Workloads by name and by file, and a one-line error for each mistake."""
 
 from pathlib import Path
 

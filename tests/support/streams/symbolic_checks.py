@@ -1,4 +1,4 @@
-"""What is wrong with a program of the symbolic device whatever the order of its steps is."""
+"""Faults of a program of the symbolic device that do not depend on the order of its steps."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ from support.streams.symbolic_program import (
 
 
 def static_findings(program: Program) -> Iterator[Finding]:
-    """What can be told from the queues alone."""
+    """Findings from the queues alone."""
     yield from _word_findings(program)
     if program.is_closed and program.held:
         yield MissingRelease(program.held)

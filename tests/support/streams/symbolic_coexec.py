@@ -213,7 +213,7 @@ class SymbolicEngine:
         self.memory[row] = self.copier.newest_memory
 
     def finish(self, copied: Copied) -> None:
-        """As the loader once somebody has seen that it is there."""
+        """Finish a copy as the loader does after its arrival was observed."""
         if not copied.is_done():
             self.device.synchronize(timeout_s=1)
         copied.finish()
@@ -252,7 +252,7 @@ class SymbolicEngine:
                 self._launch([y], [hidden])
 
     def run(self, split_layer: int, copied: Copied | None, *, samples: bool = True) -> bool:
-        """One pass; whether its result counts. Without a sample nobody waits for its end."""
+        """One pass; whether its result counts. Without a sample, the host does not wait for it."""
         num_left_out = self.device.symbolic.num_left_out
         assisted = self.begin(split_layer, copied)
         self.forward(assisted.deltas)

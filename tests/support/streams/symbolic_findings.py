@@ -5,8 +5,8 @@ Finding
 ├── OverwriteBeforeRead a read sees a later write than the one that it is meant for
 ├── WriteOutOfOrder     two writes come in either order
 ├── Overlap             two agents touch a buffer at a time, one of them writing
-├── UseAfterHandOn      an operation touches a slot that is somebody else's by now, or nobody's
-├── SlotInUse           a slot is taken while somebody has it, or given back by somebody else
+├── UseAfterHandOn      an operation touches a slot after its owner has lost it
+├── SlotInUse           a slot is taken while it has an owner, or given back by another owner
 ├── ReadOfVoid          a read sees what was computed behind a wait that was released by force
 ├── Hang                agents wait, and nothing releases them
 ├── HangInOneQueue      the same, on a device that runs all streams in the order of issue
@@ -94,7 +94,7 @@ class Overlap(Finding):
 
 @dataclass(frozen=True, slots=True)
 class UseAfterHandOn(Finding):
-    """``access`` uses a handle of a slot that is another owner's, ``owner``, or nobody's."""
+    """``access`` uses a handle of a slot that now belongs to ``owner``, or to none."""
 
     access: Access
     slot: str
@@ -134,7 +134,7 @@ class ReadOfVoid(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Hang(Finding):
-    """Nobody can go on. ``waiting``: pairs (agent, the step that it cannot take)."""
+    """No agent can continue. ``waiting``: pairs (agent, the step that it cannot take)."""
 
     waiting: tuple[tuple[str, str], ...]
 
@@ -144,7 +144,7 @@ class Hang(Finding):
 
 @dataclass(frozen=True, slots=True)
 class HangInOneQueue(Hang):
-    """Nobody can go on if the device runs all streams in the order of issue.
+    """No agent can continue if the device runs all streams in the order of issue.
 
     It may: an order that words make is unknown to it, and streams share hardware queues.
     """

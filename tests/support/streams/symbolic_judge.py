@@ -112,7 +112,7 @@ def _is_asking(program: Program, state: State) -> bool:
 
 
 def _hang(program: Program, state: State, kind: type[Hang]) -> Finding | None:
-    """Who waits for ever, if nobody can go on."""
+    """The agents that wait for ever, if none can continue."""
     waiting = []
     for index, agent in enumerate(program.agents):
         step = state.next_step(program, index)

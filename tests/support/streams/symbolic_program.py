@@ -1,8 +1,8 @@
-"""What the symbolic device records: who does what in which order, as plain data.
+"""The recordings of the symbolic device: the steps of agents in their order, as plain data.
 
-An *agent* is whatever acts by itself: the host, a stream, another process. It has a queue of
-*steps* that it takes one after the other; which agent goes next is open. An operation that touches
-buffers is two steps, its begin and its end, so that two can overlap and any can be delayed.
+An *agent* acts independently: the host, a stream, another process. It has a queue of *steps* that
+it takes one after the other; the order between agents is open. An operation that touches buffers is
+two steps, its begin and its end, so that two can overlap and any can be delayed.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Access:
 
     @property
     def what(self) -> str:
-        """What it does, without who does it."""
+        """The operation, without its agent."""
         return f"{self.verb} #{self.index} ({_names(self.reads)} -> {_names(self.writes)})"
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """The owner ``lease`` of the slot ``name`` is done with it: anybody may take it."""
+    """The owner ``lease`` gives the slot ``name`` back: any owner may take it."""
 
     name: str
     lease: int
@@ -175,7 +175,7 @@ class ReleaseWaits:
 
 
 Question = AskDone | ReleaseWaits
-"""Steps of the host whose answer depends on the order; the host's next steps depend on it."""
+"""Steps of the host with an answer that depends on the order, as do the host's next steps."""
 
 Step = Begin | End | Signal | Wait | Record | WaitEvent | Take | GiveBack | Issue | Join | Question
 

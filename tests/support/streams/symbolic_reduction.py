@@ -1,9 +1,9 @@
-"""Which steps need not be tried in every order, because they do not affect anybody else's.
+"""Finds steps that need not be tried in every order, as they do not affect other agents.
 
 The idea is a persistent set of one step ("Partial-Order Methods for the Verification of
 Concurrent Systems", Godefroid, 1996, chapter 4): if a step that can be taken now commutes with
-whatever the others may do before it, and they cannot take it away, then any order is equivalent
-to one in which it comes now. Here these are
+everything that other agents may do before it, and they cannot disable it, then any order is
+equivalent to one in which it comes now. Here these are
 
 - the host's enqueuing, which only lets a stream do more;
 - signals, waits, records: words have one writer and only go forward, events are recorded once, so
@@ -45,7 +45,7 @@ class Reduction:
         self._last_question = max(questions, default=-1)
 
     def reduce(self, state: State, ready: list[int]) -> list[int]:
-        """One of ``ready`` whose step needs not be tried later, or else all of them."""
+        """One of ``ready`` with a step that need not be tried later, or else all of them."""
         has_questions = state.positions[HOST] <= self._last_question or bool(state.signalled)
         for agent in ready:
             step = state.next_step(self._program, agent)

@@ -1,7 +1,7 @@
-"""A moment in a run of a program: how far everybody is, what the buffers and words hold.
+"""A moment in a run of a program: the position of every agent, the contents of buffers and words.
 
-``State.advance`` takes one step and raises for what is wrong whatever the rest of the program is;
-whether a read sees the right write is for the caller to judge, from the views that it returns.
+``State.advance`` takes one step and raises for faults that do not depend on the rest of the
+program. The caller checks from the returned views whether a read sees the right write.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class FoundError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What ``access`` finds in a buffer at its begin: the index of who wrote it, or None.
+    """The state of a buffer at the begin of ``access``: the index of its last write, or None.
 
     ``is_read``: it reads it, else it is about to overwrite it. ``is_void``: it works on contents
     without meaning, so which ones these are does not matter.
@@ -79,7 +79,7 @@ class State:
 
     @classmethod
     def start(cls, program: Program) -> "State":
-        """Nobody has done anything."""
+        """No agent has taken a step."""
         num_agents = len(program.agents)
         return cls([0] * num_agents, [0] * num_agents, dict(program.initial_words))
 

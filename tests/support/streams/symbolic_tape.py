@@ -45,8 +45,8 @@ class Process:
     """Writes down what an agent beside the device does, one thing after the other.
 
     The host's own actions take place in order with its calls to the device. Another process
-    acts from the start, held back by nothing but its waits. Who acts for a process after its death
-    is the same agent: it has reaped the process before.
+    acts from the start, delayed only by its waits. After a process's death, the code that acts for
+    it is the same agent: it has reaped the process before.
     """
 
     def __init__(self, tape: Tape, agent: int) -> None:

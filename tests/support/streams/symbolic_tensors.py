@@ -61,7 +61,7 @@ def one(name: str, shape: tuple[int, ...] = (1, 1)) -> SymbolicTensor:
 class SymbolicTensorDevice:
     """``SymbolicDevice`` for these tensors. All else is passed on.
 
-    ``adopted``: a stream whose operations the caller waits for, as on the CPU.
+    ``adopted``: a stream with operations that the caller waits for, as on the CPU.
     """
 
     def __init__(self, device: SymbolicDevice) -> None:

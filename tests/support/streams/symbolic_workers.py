@@ -18,7 +18,7 @@ _Y_OFFSET = 100
 
 
 class SymbolicWorker:
-    """One worker, its mailbox and its rings. Who answers after its death is the same agent."""
+    """One worker, its mailbox and its rings. After its death, the same agent answers for it."""
 
     def __init__(self, device: SymbolicDevice, index: int, num_slots: int) -> None:
         before = _FIRST_SEQUENCE - 1

@@ -1,8 +1,8 @@
 """Counts the variants of Triton kernels that a model asks for, by the warm-up and after it.
 
 ``python -m support.triton.count_variants cpu|cuda ARCHITECTURE...``. Without a GPU nothing is
-compiled or computed: Triton believes in an H100, decides on variants as it always does, and is
-told to leave out what it would compile. Prints one JSON object: for each architecture the kernels
+compiled or computed: Triton assumes an H100, decides on variants as it always does, and skips the
+compilation. Prints one JSON object: for each architecture the kernels
 by number of variants that the warm-up asked for, and the variants that passes like those of
 serving asked for in addition.
 """

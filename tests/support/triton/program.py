@@ -18,7 +18,7 @@ _INTERPRETER_IS_TOO_OLD = "only 0-dimensional arrays can be converted to Python 
 def run_triton_program(module: str, *arguments: str, **variables: str) -> str:
     """Run a module of this folder and return what it prints; skip where the interpreter cannot."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # Before what is there: it may say whose corun is tested.
+    # Before existing entries, which may name the corun under test.
     path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     finished = subprocess.run(
