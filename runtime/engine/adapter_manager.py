@@ -17,7 +17,7 @@ from ..adapters.registry import AdapterRegistry, AdapterVersion
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
-from .adapter_changes import AdapterChanges
+from .adapter_publisher import AdapterPublisher
 from .adapter_ports import AdapterHost, AdapterResidency
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import (
@@ -60,7 +60,7 @@ class AdapterManager:
         self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
         self._maybe_unused: set[str] = set()  # digests that may have no version any more
         self._done: list[OperationDone] = []
-        self._changes = AdapterChanges(self._registry)
+        self._publisher = AdapterPublisher(self._registry)
         self._watch: LoraDirWatch | None = None
         self._outlining: set[str] = set()  # names with headers being read
         # Operations that wait for a read of the same name.
@@ -87,7 +87,7 @@ class AdapterManager:
 
     def release(self, adapter_id: AdapterId) -> bool:
         """Return a request's reference; True = drop the version, which has no name any more."""
-        self._changes.mark((self._registry.version(adapter_id).name,))
+        self._publisher.mark((self._registry.version(adapter_id).name,))
         return self._registry.release(adapter_id)
 
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
@@ -98,7 +98,7 @@ class AdapterManager:
         """Remove a dropped version that has left the device."""
         version = self._registry.remove_version(adapter_id)
         if version is not None:
-            self._changes.mark((version.name,))
+            self._publisher.mark((version.name,))
             self._maybe_unused.add(version.digest)
             self._remove_unused_contents()
 
@@ -142,7 +142,7 @@ class AdapterManager:
             self._registry.failed(name, load_id, str(error))
             raise AdapterError(f"adapter {name!r}: {error}") from error
         self._registry.outlined(name, load_id, outline)
-        self._changes.mark((name,))
+        self._publisher.mark((name,))
 
     def follow(self, watch: LoraDirWatch) -> None:
         """Add, reload and remove adapters as the watched directory changes."""
@@ -195,7 +195,7 @@ class AdapterManager:
         else:
             self._device.unpin_adapter(version.adapter_id)
         self._registry.set_pinned(name, is_pinned=is_pinned)
-        self._changes.mark((name,))
+        self._publisher.mark((name,))
 
     def poll(self, *, is_due: bool = True) -> list[OperationDone | AdaptersChanged]:
         """Return changes of adapters, then the results of ended operations.
@@ -209,14 +209,14 @@ class AdapterManager:
         self._remove_unused_contents()
         done, self._done = self._done, []
         assert self._device is not None
-        must_publish = is_due or done or self._changes.must_publish
-        changes = self._changes.publish(self._device) if must_publish else None
+        must_publish = is_due or done or self._publisher.must_publish
+        changes = self._publisher.publish(self._device) if must_publish else None
         return [*done] if changes is None else [changes, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Return all registered adapters; later changes are returned by ``poll``."""
         assert self._device is not None
-        return self._changes.publish_all(self._device)
+        return self._publisher.publish_all(self._device)
 
     def fileno(self) -> int:
         """A descriptor that is readable while ``poll`` would return a result."""
@@ -269,7 +269,7 @@ class AdapterManager:
     ) -> None:  # fmt: skip
         """Queue a directory for the reading thread. Raises ``RequestError`` if it cannot begin."""
         load_id = self._registry.begin_loading(name, path)
-        self._changes.mark((name,))
+        self._publisher.mark((name,))
         if outline_only:
             self._outlining.add(name)
         known = self._registry.serving(name)
@@ -294,12 +294,12 @@ class AdapterManager:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
-        self._changes.mark((name,))
+        self._publisher.mark((name,))
 
     def _complete_read(self, read: ReadDone) -> None:
         """Apply the result of reading a directory."""
         job = read.job
-        self._changes.mark((job.name,))
+        self._publisher.mark((job.name,))
         self._outlining.discard(job.name)
         if read.outline is not None:
             self._registry.outlined(job.name, job.load_id, read.outline)
@@ -327,7 +327,7 @@ class AdapterManager:
             self._end(job, AdapterError(f"adapter {job.name!r} was removed while it was loading"))
             self._maybe_unused.add(content.facts.digest)
             return
-        self._changes.mark((job.name,), must_publish=True)
+        self._publisher.mark((job.name,), must_publish=True)
         if old is not None and registered.is_new:
             assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)

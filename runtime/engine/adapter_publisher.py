@@ -1,4 +1,4 @@
-"""The published state of adapters, and changes that are not published yet."""
+"""Publishes the state of adapters to front ends: all of them at first, then changes."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from .messages import AdaptersChanged
 from .residency import log_change
 
 
-class AdapterChanges:
+class AdapterPublisher:
     """Owned by the adapter manager."""
 
     def __init__(self, registry: AdapterRegistry) -> None:
