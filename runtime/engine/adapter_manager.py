@@ -17,8 +17,8 @@ from ..adapters.registry import AdapterRegistry, AdapterVersion
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
-from .adapter_publisher import AdapterPublisher
 from .adapter_ports import AdapterHost, AdapterResidency
+from .adapter_publisher import AdapterPublisher
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import (
     AdapterOperation,
