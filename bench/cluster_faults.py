@@ -19,13 +19,13 @@ from pathlib import Path
 
 from clusters.engine_faults import (
     Figures,
+    as_text,
     client_leaves,
     engine_kill,
     engine_stop,
     engines_come_and_go,
     exceeded,
     restarts_by_drain,
-    told,
 )
 from clusters.live import LiveCluster, agent_settings, live_cluster, start_agent
 from clusters.reloaded import reloads_of_demo
@@ -90,7 +90,7 @@ async def runs_of(fault: str, repeats: int) -> list[Figures]:
             found = []
             for number in range(repeats):
                 found.append(await _STAND_INS[fault](cluster, names, number))
-                print(f"{fault} {number + 1}: {told(found[-1])}", flush=True)
+                print(f"{fault} {number + 1}: {as_text(found[-1])}", flush=True)
             return found
 
 
@@ -144,7 +144,7 @@ def main() -> int:
         worst = {name: max(run[name] for run in runs) for name in runs[0]}
         figures[fault] = {name: round(value, 4) for name, value in worst.items()}
         took_s = time.monotonic() - began_s
-        print(f"{fault}: worst of {len(runs)} in {took_s:.0f} s: {told(worst)}", flush=True)
+        print(f"{fault}: worst of {len(runs)} in {took_s:.0f} s: {as_text(worst)}", flush=True)
         for text in exceeded[fault]:
             print(f"EXCEEDED {text}", flush=True)
     report(

@@ -58,7 +58,7 @@ class Client(asyncio.Protocol):
 
     def __init__(self, request: bytes) -> None:
         loop = asyncio.get_running_loop()
-        self.told: asyncio.Future[int] = loop.create_future()  # its status
+        self.status: asyncio.Future[int] = loop.create_future()  # of the answer
         self.ended: asyncio.Future[None] = loop.create_future()
         self.num_tokens = 0
         self.token_times_s: list[float] = []  # of writes, of which each holds a token or more
@@ -73,18 +73,18 @@ class Client(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if not self.told.done():
+        if not self.status.done():
             self._head += data
             if b"\r\n" not in self._head:
                 return
-            self.told.set_result(int(self._head.split(b" ", 2)[1]))
+            self.status.set_result(int(self._head.split(b" ", 2)[1]))
         num_tokens = data.count(b"data: {")
         if num_tokens:
             self.num_tokens += num_tokens
             self.token_times_s.append(time.perf_counter())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for future in (self.told, self.ended):
+        for future in (self.status, self.ended):
             if not future.done():
                 future.cancel()
 
@@ -141,7 +141,7 @@ class Overload:
     async def _wait_for(self, streams: Sequence[Client], num_tokens: int) -> None:
         async with asyncio.timeout(_TIMEOUT_S):
             while any(one.num_tokens < num_tokens for one in streams):
-                assert not any(one.told.done() and one.told.result() != 200 for one in streams)
+                assert not any(one.status.done() and one.status.result() != 200 for one in streams)
                 await asyncio.sleep(0.02)
 
     async def pair(self, number: int, *, is_control: bool) -> None:
@@ -191,7 +191,7 @@ class Overload:
         self._batch_s = time.perf_counter() - began_s
 
     async def _note(self, client: Client) -> None:
-        status = await client.told
+        status = await client.status
         if status == 429:
             self.tally.refusals_s.append(time.perf_counter() - client.began_s)
         elif status != 200:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from clusters import ray_faults
-from clusters.engine_faults import Figures, exceeded, told
+from clusters.engine_faults import Figures, as_text, exceeded
 from clusters.live import LiveCluster, live_cluster
 from clusters.ray_faults import NUM_ENGINES
 from paired import report, setup
@@ -118,7 +118,7 @@ def main() -> int:
             figures = {name: round(value, 4) for name, value in run_of(fault).items()}
             path.write_text(json.dumps({"figures": figures, "setup": setup()}), encoding="utf-8")
             took_s = time.monotonic() - began_s
-            print(f"{fault} {number} in {took_s:.0f} s: {told(figures)}", flush=True)
+            print(f"{fault} {number} in {took_s:.0f} s: {as_text(figures)}", flush=True)
             for text in exceeded_by(fault, figures):
                 print(f"EXCEEDED {text}", flush=True)
     runs = {fault: kept_runs(options.out, fault) for fault in faults}

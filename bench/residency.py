@@ -80,12 +80,12 @@ class _NoArena:
 
 
 @dataclass
-class Telling:
+class Reports:
     """The reports, and the time that they took."""
 
     beats_s: list[float] = field(default_factory=list)  # processor seconds of each
     own_s: dict[str, float] = field(default_factory=dict)  # by part, of other turns too
-    num_told: int = 0  # adapters
+    num_reported: int = 0  # adapters
     num_changes: int = 0  # of levels
     num_bytes: int = 0
 
@@ -130,9 +130,9 @@ class Engine:
         self.manager.close()
         self._executor.close()
 
-    def run(self, duration_s: float) -> Telling:
+    def run(self, duration_s: float) -> Reports:
         """Serve for so many virtual seconds."""
-        telling = Telling()
+        reports = Reports()
         clock = PartClock(time.thread_time)  # others may have the core
         end_s = self._clock() + duration_s
         parts = [
@@ -143,11 +143,11 @@ class Engine:
             while self._clock() < end_s:
                 self._send_due()
                 before_s = sum(clock.own_s.values())
-                if self._hear(telling):
-                    telling.beats_s.append(sum(clock.own_s.values()) - before_s)
+                if self._receive(reports):
+                    reports.beats_s.append(sum(clock.own_s.values()) - before_s)
                 self._clock.sleep(_TURN_S)
-        telling.own_s = dict(clock.own_s)
-        return telling
+        reports.own_s = dict(clock.own_s)
+        return reports
 
     def look_at_all(self) -> float:
         """Processor seconds of reading where all adapters are."""
@@ -181,24 +181,24 @@ class Engine:
             sampling = SamplingParams(max_tokens=self._load.output_tokens)
             self._host.handle(AddRequests((AddRequest(number, tokens, sampling, adapter),)))
 
-    def _hear(self, telling: Telling) -> bool:
+    def _receive(self, reports: Reports) -> bool:
         """Take a turn, and what it tells; whether that was a beat."""
         is_beat = False
         for message in self._host.turn():
             if isinstance(message, AdaptersChanged):
-                telling.num_bytes += len(self.encode(message))
-                self._take(message, telling)
+                reports.num_bytes += len(self.encode(message))
+                self._apply(message, reports)
             elif isinstance(message, StepOutputs) and message.stats is not None:
-                telling.num_bytes += len(self.encode(message.stats))
+                reports.num_bytes += len(self.encode(message.stats))
                 is_beat = True
         return is_beat
 
-    def _take(self, message: AdaptersChanged, telling: Telling) -> None:
-        telling.num_told += len(message.adapters)
+    def _apply(self, message: AdaptersChanged, reports: Reports) -> None:
+        reports.num_reported += len(message.adapters)
         for info in message.adapters:
             known = self._mirror.get(info.name)
             assert known is not None, info
-            telling.num_changes += known.residency.level != info.residency.level
+            reports.num_changes += known.residency.level != info.residency.level
         self._mirror.update(message.adapters, message.removed)
 
 
@@ -237,15 +237,15 @@ def measure(load: Load) -> dict[str, float]:
     """Return the figures of one engine."""
     with contextlib.closing(Engine(load)) as engine:
         engine.run(WARM_UP_S)
-        telling = engine.run(load.seconds)
+        reports = engine.run(load.seconds)
         all_s = engine.look_at_all()
-    beats_us = sorted(1e6 * one for one in telling.beats_s)
-    shares = {part: own_s / load.seconds for part, own_s in telling.own_s.items()}
+    beats_us = sorted(1e6 * one for one in reports.beats_s)
+    shares = {part: own_s / load.seconds for part, own_s in reports.own_s.items()}
     return {
-        "level_changes_per_s": telling.num_changes / load.seconds,
+        "level_changes_per_s": reports.num_changes / load.seconds,
         "beats_per_s": len(beats_us) / load.seconds,
-        "adapters_per_beat": telling.num_told / len(beats_us),
-        "bytes_per_beat": telling.num_bytes / len(beats_us),
+        "adapters_per_beat": reports.num_reported / len(beats_us),
+        "bytes_per_beat": reports.num_bytes / len(beats_us),
         "beat_us": statistics.median(beats_us),
         "beat_us_p99": beats_us[int(0.99 * len(beats_us))],
         "all_adapters_us": 1e6 * all_s,

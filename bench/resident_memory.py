@@ -65,8 +65,8 @@ def serve_and_print(options: dict[str, Any]) -> None:
 
 def measured_memory(model: Path, **options: Any) -> Memory:
     """Of an engine that serves ``model``."""
-    told = {"model": str(model), **{name: str(value) for name, value in options.items()}}
-    command = [sys.executable, __file__, "--serve", json.dumps(told)]
+    arguments = {"model": str(model), **{name: str(value) for name, value in options.items()}}
+    command = [sys.executable, __file__, "--serve", json.dumps(arguments)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     print(output, end="", flush=True)
     resident, held = output.split()[-2:]

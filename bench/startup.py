@@ -108,9 +108,9 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
         process.terminate()
         process.wait(timeout=30)
         reader.join()
-    told = [(when_s - start_s, line) for when_s, line in lines]
-    compiled = tuple(line.partition(": ")[2] for _, line in told if "compil" in line)
-    return Start(ready_s, front_mb, _stages(told, ready_s), compiled, first_answer_s)
+    stamped = [(when_s - start_s, line) for when_s, line in lines]
+    compiled = tuple(line.partition(": ")[2] for _, line in stamped if "compil" in line)
+    return Start(ready_s, front_mb, _stages(stamped, ready_s), compiled, first_answer_s)
 
 
 def _read(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> None:
@@ -150,11 +150,11 @@ def _make_large_adapters(model: Path, directory: Path, number: int) -> None:
         shutil.copytree(first, directory / f"adapter-{index:04}")
 
 
-def _stages(told: list[tuple[float, str]], ready_s: float) -> dict[str, float]:
+def _stages(stamped: list[tuple[float, str]], ready_s: float) -> dict[str, float]:
     """Seconds from one stage's first line to the next's; the first one is what comes before."""
     begins = [("processes", 0.0)]
     for text, name in _STAGES:
-        when = next((when for when, line in told if text in line), None)
+        when = next((when for when, line in stamped if text in line), None)
         if when is not None:
             begins.append((name, when))
     ends = [when for _, when in begins[1:]] + [ready_s]

@@ -43,8 +43,8 @@ def exceeded(
     return over + under
 
 
-def told(figures: Figures) -> str:
-    """Say them."""
+def as_text(figures: Figures) -> str:
+    """The figures on one line."""
     return ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
 
 

@@ -161,7 +161,7 @@ def measure(task: DeltaTask, backends: Sequence[DeltaBackend]) -> DeltaReport:
         task.repeats,
         num_needed=2 * num_walks,
         clock=time.perf_counter,
-        on_progress=lambda done, total: say(DeltaProgress(done, total)),
+        on_progress=lambda done, total: write_message(DeltaProgress(done, total)),
     )
     points = tuple(
         _point(shapes[name], walks[shapes[name][0]], samples)
@@ -194,7 +194,7 @@ def _point(
     return DeltaSamples(group, rank, num_tokens, of_job.rank_sum, of_job.num_values, times_s)
 
 
-def say(message: DeltaProgress | DeltaReport) -> None:
+def write_message(message: DeltaProgress | DeltaReport) -> None:
     """Write one JSON line to standard output, and flush it."""
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     task = msgspec.json.decode(arguments[-1], type=DeltaTask)
     if task.cpu is not None:
         os.sched_setaffinity(0, {task.cpu})
-    say(measure(task, load_backends(task.backend)))
+    write_message(measure(task, load_backends(task.backend)))
     return 0
 
 

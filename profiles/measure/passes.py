@@ -69,10 +69,10 @@ class Passes:
     def forward_s(self, rows: PackedRows, deltas: DeltaPass | None = None) -> float:
         """One forward of the base model, from its inputs to its logits."""
         inputs = self._lower(rows)
-        self.stopwatch.settle()
+        self.stopwatch.synchronize()
         start_s = time.perf_counter()
         self._runner.forward(inputs, inputs.last_indices, deltas)
-        self.stopwatch.settle()
+        self.stopwatch.synchronize()
         return time.perf_counter() - start_s
 
     def sample(self, rows: PackedRows) -> StepSample:

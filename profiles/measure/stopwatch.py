@@ -17,12 +17,12 @@ class Stopwatch(Protocol):
         """A mark of the moment after all enqueued operations."""
         ...
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all marks have their times."""
         ...
 
     def between_s(self, first: Any, then: Any) -> float:
-        """Seconds between two marks, after ``settle``."""
+        """Seconds between two marks, after ``synchronize``."""
         ...
 
 
@@ -32,7 +32,7 @@ class HostStopwatch:
     def mark(self) -> Any:
         return time.perf_counter()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return at once: all marks have their times."""
 
     def between_s(self, first: Any, then: Any) -> float:
@@ -50,7 +50,7 @@ class CudaStopwatch:
         event.record()
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._where)
 
     def between_s(self, first: Any, then: Any) -> float:
@@ -106,7 +106,7 @@ class GroupTimer:
 
     def spans(self) -> tuple[GroupSpan, ...]:
         """The times of all groups; waits for the device."""
-        self._stopwatch.settle()
+        self._stopwatch.synchronize()
         return tuple(self._span(*marks) for marks in self._marks)
 
     def _span(self, key: Hashable, m0: Any, m1: Any, m2: Any, m3: Any) -> GroupSpan:

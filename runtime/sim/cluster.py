@@ -241,7 +241,7 @@ class _Cluster:
         now_s = self._clock()
         ended = []
         for sent, update in server.turn():
-            sent.record.note(update, now_s)
+            sent.record.apply(update, now_s)
             if update.finish_reason is not None:
                 ended.append(sent)
         self._expect(server)
@@ -305,7 +305,7 @@ class _Cluster:
         self._agenda.expect("copy", server.index, due, partial(self._copied, server))
 
     def _copied(self, server: ClusterServer) -> None:
-        name = self._stores.settle(server.index, self._clock())
+        name = self._stores.complete_copy(server.index, self._clock())
         server.has_changed = True
         self._expect_copy(server)
         for sent in [one for one in server.sent if one.needs_file]:

@@ -104,7 +104,7 @@ class LatencyExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         now_s = self._clock()
-        self._settle(now_s)
+        self._process_until(now_s)
         assert plan.step_id > self._last_step_id, "steps are submitted in order"
         self._last_step_id = plan.step_id
         for adapter_id in plan.evict_adapters:
@@ -124,10 +124,10 @@ class LatencyExecutor:
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
         deadline_s = self._clock() + timeout_s
-        self._settle(self._clock())
+        self._process_until(self._clock())
         while not self._results and (now_s := self._clock()) < deadline_s:
             self._sleep(max(0.0, min(self._next_s(), deadline_s) - now_s))
-            self._settle(self._clock())
+            self._process_until(self._clock())
         results, self._results = self._results, []
         return results
 
@@ -158,13 +158,13 @@ class LatencyExecutor:
         step_s = self._steps[0].end_s if self._steps else math.inf
         return min(step_s, self._loads.next_s)
 
-    def _settle(self, now_s: float) -> None:
+    def _process_until(self, now_s: float) -> None:
         """Process all events up to ``now_s``, in order."""
         while (next_s := self._next_s()) <= now_s:
             if self._steps and self._steps[0].end_s <= next_s:
                 self._end_step(next_s)
                 continue
-            result = self._loads.settle()
+            result = self._loads.process_next()
             if isinstance(result, TransferResult) and result.transfer_id in self._loading:
                 self._resident.add(self._loading.pop(result.transfer_id))
             elif isinstance(result, TransferRead):

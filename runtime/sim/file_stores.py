@@ -154,7 +154,7 @@ class FileStores:
         """When the current copy to the server ends; inf = there is none."""
         return self._stores[server].end_s
 
-    def settle(self, server: int, now_s: float) -> str:
+    def complete_copy(self, server: int, now_s: float) -> str:
         """Complete the current copy: return its adapter, and start the next."""
         store = self._stores[server]
         name, _ = store.coming.popitem(last=False)

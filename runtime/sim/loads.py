@@ -96,7 +96,7 @@ class SimulatedLoads:
         arrival_s = self._arrivals[-1][0] if self._arrivals else math.inf
         return min(arrival_s, math.inf if self._reading is None else self._reading.end_s)
 
-    def settle(self) -> Result:
+    def process_next(self) -> Result:
         """Process the next event, and return its result."""
         if self._reading is not None and self._reading.end_s <= self.next_s:
             return self._end_reading(self._reading)

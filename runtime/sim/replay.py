@@ -35,7 +35,7 @@ class RequestRecord:
     # Seconds until its first token, by values of ``scheduler.events.TimePart``.
     parts_s: dict[str, float] = field(default_factory=dict)
 
-    def note(self, update: RequestUpdate, at_s: float) -> None:
+    def apply(self, update: RequestUpdate, at_s: float) -> None:
         """Apply an update that the engine sent at ``at_s``."""
         if update.token_ids:
             self.num_output_tokens += len(update.token_ids)
@@ -149,7 +149,7 @@ class _Run:
         updates = self._core.step(max(0.0, self._deadline_s() - self._clock()))
         now_s = self._clock()
         for update in updates:
-            self._records[update.request_id].note(update, now_s - self._start_s)
+            self._records[update.request_id].apply(update, now_s - self._start_s)
         if updates:
             self._heard_s = now_s
         elif now_s - self._heard_s >= _SILENCE_LIMIT_S:

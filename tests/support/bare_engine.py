@@ -1,8 +1,8 @@
 """A program that takes ``serve --config FILE --host H --port P`` and answers as an engine does.
 
-It computes nothing and loads nothing but the standard library, so that it is there at once. GET
-/told returns the options, keys, CPUs and adapters that it was given. A name that is loaded from a
-directory which holds a file ``refuse`` is refused.
+It computes nothing and loads only the standard library, so it starts at once. GET /received returns
+the options, keys, CPUs and adapters that it was given. Adapters from a directory with a file
+``refuse`` are refused.
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 
-class Told:
-    """What this engine was told."""
+class Received:
+    """State of this engine, from what it has received."""
 
     incarnation = uuid.uuid4().hex
     adapters: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - of the one engine of this process
@@ -31,19 +31,19 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         if self.path == "/v1/engine_state":
             self._stream()
-        elif self.path == "/told":
+        elif self.path == "/received":
             self._answer({
                 "options": json.loads(Path(sys.argv[3]).read_text()),
                 "api_key": os.environ.get("CORUN_API_KEY"),
                 "admin_key": os.environ.get("CORUN_ADMIN_KEY"),
                 "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
                 "cpus": sorted(os.sched_getaffinity(0)),
-                "adapters": Told.adapters,
+                "adapters": Received.adapters,
             })  # fmt: skip
         elif self.path.startswith("/v1/lora_adapters/"):
             self._answer_use(self.path.removeprefix("/v1/lora_adapters/"))
@@ -56,9 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name = body["lora_name"]
         if self.path == "/use":
-            (Told.used.add if body["used"] else Told.used.discard)(name)
+            (Received.used.add if body["used"] else Received.used.discard)(name)
         elif self.path == "/v1/unload_lora_adapter":
-            if Told.adapters.pop(name, None) is None:
+            if Received.adapters.pop(name, None) is None:
                 self._refuse(404, f"no adapter {name}")
                 return
         elif "lora_path" in body:
@@ -68,17 +68,17 @@ class Handler(BaseHTTPRequestHandler):
             if b"refuse" in (Path(body["lora_path"]) / "adapter_config.json").read_bytes():
                 self._refuse(400, f"{body['lora_path']} does not fit")
                 return
-            Told.adapters[name] = body
+            Received.adapters[name] = body
         else:
-            Told.adapters[name]["pinned"] = body["pinned"]
+            Received.adapters[name]["pinned"] = body["pinned"]
         self._answer({"status": "done"})
 
     def _answer_use(self, name: str) -> None:
-        """Requests of a name that is unloaded go on, as its former version's."""
-        use = {"num_references": int(name in Told.used), "num_waiting": 0}
-        if name in Told.adapters:
+        """Requests of an unloaded name continue, as those of its former version."""
+        use = {"num_references": int(name in Received.used), "num_waiting": 0}
+        if name in Received.adapters:
             self._answer(use | {"state": "ready", "draining": []})
-        elif name in Told.used:
+        elif name in Received.used:
             self._answer(use | {"state": "draining", "draining": []})
         else:
             self._refuse(404, f"no adapter {name}")
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         for beat in range(10_000):
-            state = {"incarnation": Told.incarnation, "beat": beat}
+            state = {"incarnation": Received.incarnation, "beat": beat}
             try:
                 self.wfile.write(b"data: " + json.dumps(state).encode() + b"\n\n")
             except OSError:

@@ -166,12 +166,12 @@ class ScriptedEngine:
         self.num_streams += 1
         stream = EventStream(request, send_timeout_s=1.0)
         response = await stream.begin()
-        told: dict[str, PlacedAdapter] = {}
+        sent: dict[str, PlacedAdapter] = {}
         while request.transport is not None:
             self.beat += self.is_beating
-            changed = [one for name, one in self.adapters.items() if told.get(name) != one]
-            removed = [name for name in told if name not in self.adapters]
-            told = dict(self.adapters)
+            changed = [one for name, one in self.adapters.items() if sent.get(name) != one]
+            removed = [name for name in sent if name not in self.adapters]
+            sent = dict(self.adapters)
             state = EngineState(
                 incarnation=self.incarnation, beat=self.beat, is_ready=self.is_ready,
                 load=self._load(), adapters=tuple(changed), removed=tuple(removed),
@@ -363,14 +363,14 @@ class GatewayCluster:
             return response.status, await (response.json() if is_json else response.text())
 
     async def usable(self, number: int) -> None:
-        """Wait until so many engines are sent requests."""
+        """Wait until this number of engines gets requests."""
         deadline_s = asyncio.get_running_loop().time() + 10.0
         while (await self.num_usable()) != number:
             assert asyncio.get_running_loop().time() < deadline_s, await self.get("/metrics")
             await asyncio.sleep(0.01)
 
-    async def told(self) -> None:
-        """Wait until the gateway has read what engines are now."""
+    async def state_read(self) -> None:
+        """Wait until the gateway has read the current states of engines."""
         for engine in self.engines:
             if engine.is_beating:
                 beat = engine.beat + 3

@@ -58,8 +58,8 @@ class HostTier:
         self.device = device
         self.host = HostKv(device, num_slots, layout.block_bytes)
         self.pool = KvPool(layout, num_blocks, torch.device(where))
-        self._told = threading.Semaphore(0)
-        self.transfers = KvTransfers(self.host, self.pool, self._told.release)
+        self._reported = threading.Semaphore(0)
+        self.transfers = KvTransfers(self.host, self.pool, self._reported.release)
         self.fill(0)
 
     def fill(self, seed: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ class HostTier:
         results = self.take()
         deadline_s = time.monotonic() + TIMEOUT_S
         while len(results) < num_results:
-            assert self._told.acquire(timeout=deadline_s - time.monotonic()), "nobody was told"
+            assert self._reported.acquire(timeout=deadline_s - time.monotonic()), "no result"
             results += self.take()
         return results
 

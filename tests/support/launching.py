@@ -51,14 +51,14 @@ def local_launcher(
     )  # fmt: skip
 
 
-def told(url: str | None) -> dict[str, Any]:
-    """What a bare engine was told."""
-    found: dict[str, Any] = httpx.get(f"{url}/told", timeout=DEADLINE_S).json()
+def received_by(url: str | None) -> dict[str, Any]:
+    """State of a bare engine, from what it has received."""
+    found: dict[str, Any] = httpx.get(f"{url}/received", timeout=DEADLINE_S).json()
     return found
 
 
 class Launched(Protocol):
-    """A launcher, and whoever may end and begin its engines behind its back."""
+    """A launcher, with controls to end and start its engines without its knowledge."""
 
     @property
     def launcher(self) -> EngineLauncher:

@@ -89,11 +89,11 @@ class DrivenExecutor:
 
     def results(self, until_s: float = 1000.0) -> list[tuple[float, Result]]:
         """All that happens up to ``until_s``, and when."""
-        told: list[tuple[float, Result]] = []
+        found: list[tuple[float, Result]] = []
         while self.clock() < until_s:
             results = self.executor.poll(until_s - self.clock())
-            told += [(self.clock(), result) for result in results]
-        return told
+            found += [(self.clock(), result) for result in results]
+        return found
 
 
 def request(number: int, num_prompt_tokens: int, adapter: int = 0) -> NewRequest:

@@ -61,7 +61,7 @@ class CountedCopies:
     def mark(self) -> float:
         return self._byte_s * self.num_bytes + self._copy_s * self.num_copies
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Everything is known."""
 
     def between_s(self, first: float, then: float) -> float:

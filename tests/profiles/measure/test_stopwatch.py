@@ -17,7 +17,7 @@ class _Counter:
         self.num_marks += 1
         return float(self.num_marks * (self.num_marks + 1) // 2)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.is_settled = True
 
     def between_s(self, first: float, then: float) -> float:

@@ -17,10 +17,10 @@ def test_copies_come_one_after_the_other() -> None:
         stores.put(0, name)
     assert not stores.use(1, "b", 5.0) and not stores.use(1, "c", 6.0) and not stores.use(1, "b", 7)
     assert stores.end_s(1) == 7.0 and stores.end_s(0) == math.inf
-    assert stores.settle(1, 7.0) == "b" and stores.is_there(1, "b")
+    assert stores.complete_copy(1, 7.0) == "b" and stores.is_there(1, "b")
     assert stores.end_s(1) == 10.0
     assert not stores.is_there(1, "c") and stores.num_bytes(1) == 50
-    assert stores.settle(1, 10.0) == "c" and stores.end_s(1) == math.inf
+    assert stores.complete_copy(1, 10.0) == "c" and stores.end_s(1) == math.inf
     assert stores.use(1, "c", 11.0)
 
 
@@ -46,7 +46,7 @@ def test_a_server_that_leaves_hands_its_last_copies_over() -> None:
     assert stores.last_copies(0) == ["b"]
     stores.hand_over(0, [1, 2], 0.0)
     stores.hand_over(0, [1, 2], 0.0)  # it is under way
-    assert stores.settle(1, 2.0) == "b" and stores.last_copies(0) == []
+    assert stores.complete_copy(1, 2.0) == "b" and stores.last_copies(0) == []
     used = stores.close(0)
     assert (used.most_files, used.largest_bytes) == (2, 30)
     assert stores.num_copies("a") == stores.num_copies("b") == 1
@@ -62,8 +62,8 @@ def test_the_most_files_at_once_count_from_the_first_plan_on() -> None:
     stores.follow(0, {"a"}, 0.0)
     stores.follow(1, {"b", "c", "d"}, 0.0)
     assert not stores.use(0, "b", 0.0) and not stores.use(0, "c", 0.0)
-    stores.settle(0, 2.0)
-    stores.settle(0, 5.0)
+    stores.complete_copy(0, 2.0)
+    stores.complete_copy(0, 5.0)
     stores.release(0, "b")
     stores.release(0, "c")
     assert stores.names_on(0) == {"a"}
@@ -87,7 +87,7 @@ def test_what_is_planned_elsewhere_goes_once_nobody_uses_it_and_it_is_there() ->
     assert stores.take_dropped() == []
     stores.release(0, "a")
     assert stores.take_dropped() == [(0, "a")]
-    assert stores.settle(1, 3.0) == "c"  # which had been the last copy
+    assert stores.complete_copy(1, 3.0) == "c"  # which had been the last copy
     assert stores.take_dropped() == [(0, "c")] and not stores.names_on(0)
 
 
@@ -97,7 +97,7 @@ def test_what_a_server_that_leaves_hands_over_stays_until_the_next_plan() -> Non
     stores.follow(0, {"a"}, 0.0)
     stores.follow(1, set(), 0.0)
     stores.hand_over(0, [1], 0.0)
-    assert stores.settle(1, 1.0) == "a" and stores.last_copies(0) == []
+    assert stores.complete_copy(1, 1.0) == "a" and stores.last_copies(0) == []
     assert stores.names_on(1) == {"a"}
 
 
@@ -143,7 +143,7 @@ def test_bytes_are_kept_within_and_no_last_copy_is_lost(data: st.DataObject) -> 
                 stores.release(*users.pop(data.draw(st.integers(0, len(users) - 1))))
             case "copy" if stores.end_s(server) < math.inf:
                 now_s = max(now_s, stores.end_s(server))
-                stores.settle(server, now_s)
+                stores.complete_copy(server, now_s)
         held = [stores.names_on(server) for server in range(num_servers)]
         for index, names in enumerate(held):
             assert sum(sizes[one] for one in names) <= stores.num_bytes(index) <= capacity

@@ -46,7 +46,7 @@ from corun.runtime.config.serve import ServeConfig
 from corun.runtime.server.errors import HttpError
 from support.adapter_files import CONFIG, write_adapter
 from support.agents import KEY, serving
-from support.launching import BARE_ENGINE, DEADLINE_S, told
+from support.launching import BARE_ENGINE, DEADLINE_S, received_by
 
 
 class Controlled:
@@ -97,7 +97,7 @@ class Controlled:
     async def loaded(self, engine_id: str = "m-0") -> dict[str, Any]:
         """What an engine serves, by name."""
         url = (await self.engine(engine_id)).url
-        found = (await asyncio.to_thread(told, url))["adapters"]
+        found = (await asyncio.to_thread(received_by, url))["adapters"]
         assert isinstance(found, dict)
         return found
 

@@ -49,11 +49,11 @@ def test_an_engine_is_asked_once_however_many_wait() -> None:
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 1
         # From another revision on it is asked again, and after that of a new process.
-        await cluster.controller.tell(adapters=(entry_of("x", 2),))
+        await cluster.controller.publish(adapters=(entry_of("x", 2),))
         assert (await cluster.complete(model="x"))[0] == 200
         assert asked(cluster)[1:] == [("e0", "x", 2)]
         cluster.engines[0].incarnation = "two"
-        await cluster.told()
+        await cluster.state_read()
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 3
 
@@ -63,7 +63,7 @@ def test_an_engine_is_asked_once_however_many_wait() -> None:
 def test_an_engine_that_cannot_serve_an_adapter_is_left_once() -> None:
     async def work(cluster: GatewayCluster) -> None:
         cluster.engines[1].queued_tokens = 10_000
-        await cluster.told()
+        await cluster.state_read()
         full = HttpError(503, "the disk is full", code="no_space")
 
         async def refuse_first(asked: Ensure) -> None:
@@ -78,7 +78,7 @@ def test_an_engine_that_cannot_serve_an_adapter_is_left_once() -> None:
             raise HttpError(400, "rank 999 is too large", code="adapter_failed")
 
         cluster.controller.on_ensure = refuse_all
-        await cluster.controller.tell(adapters=(entry_of("y"),))
+        await cluster.controller.publish(adapters=(entry_of("y"),))
         assert code_of(await cluster.complete(model="y")) == (400, "adapter_failed")
 
     in_cluster(work, ScriptedEngine("e0"), ScriptedEngine("e1"), adapters=(entry_of("x"),))
@@ -97,9 +97,9 @@ def test_an_adapter_that_an_engine_has_dropped_is_asked_for_again() -> None:
         engine.answer = once_more  # type: ignore[assignment]
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 2
-        await cluster.told()
+        await cluster.state_read()
         del engine.adapters["x"]  # and says so
-        await cluster.told()
+        await cluster.state_read()
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 3
 
@@ -114,7 +114,7 @@ def test_names_that_cannot_be_served_are_refused_here() -> None:
         assert code_of(await cluster.complete(model="loads")) == (503, "adapter_unavailable")
         status, body = await cluster.complete(model="broken")
         assert code_of((status, body)) == (400, "adapter_failed") and b"no such file" in body
-        await cluster.controller.tell(removed_adapters={"warehouse": 2})
+        await cluster.controller.publish(removed_adapters={"warehouse": 2})
         assert code_of(await cluster.complete(model="warehouse")) == (404, "model_not_found")
         assert not cluster.engines[0].received
 
@@ -132,7 +132,7 @@ def test_names_that_cannot_be_served_are_refused_here() -> None:
 def test_adapters_are_listed_with_copies_and_levels() -> None:
     async def work(cluster: GatewayCluster) -> None:
         await cluster.complete(model="x")
-        await cluster.told()
+        await cluster.state_read()
         _, models = await cluster.get("/v1/models")
         assert [(one["id"], one["parent"]) for one in models["data"]] == [
             (BASE, None), ("x", BASE), ("y", BASE),
@@ -160,7 +160,7 @@ def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[st
 
     async def work(cluster: GatewayCluster) -> None:
         await cluster.complete(model="x")
-        await cluster.told()
+        await cluster.state_read()
         heading = ["name", "level", "rank", "size", "engines", "files", "at"]
         x = ["x", "host", "8", "0.0", "MiB", "e0", "host", "-"]
         y = ["y", "disk", "8", "0.0", "MiB", "-", "agent"]

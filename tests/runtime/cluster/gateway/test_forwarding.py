@@ -70,7 +70,7 @@ def test_a_full_engine_is_left_once_and_a_full_cluster_says_when_to_come_again()
     async def work(cluster: GatewayCluster) -> None:
         full, other = cluster.engines
         other.queued_tokens = 10_000  # so that the full one is tried first
-        await cluster.told()
+        await cluster.state_read()
         assert (await cluster.complete())[0] == 200
         assert (len(full.received), len(other.received)) == (1, 1)
         assert await cluster.metric("gateway_engine_retries_total", engine="e0") == 1.0
@@ -90,7 +90,7 @@ def test_what_no_client_has_seen_is_tried_elsewhere(is_stream: bool) -> None:
         broken, whole = cluster.engines
         whole.queued_tokens = 10_000
         whole.answer = stream_at_once if is_stream else answer_at_once
-        await cluster.told()
+        await cluster.state_read()
         status, body = await cluster.complete(stream=is_stream)
         assert status == 200 and b"error" not in body
         assert (len(broken.received), len(whole.received)) == (1, 1)

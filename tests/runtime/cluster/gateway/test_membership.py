@@ -49,7 +49,7 @@ def test_an_engine_that_exits_is_ejected_at_once_and_its_streams_end_with_an_err
         gone, other = cluster.engines
         for full, free in ((other, gone), (gone, other)):
             full.queued_tokens, free.queued_tokens, free.answer = 10_000, 0, slow
-            await cluster.told()
+            await cluster.state_read()
             streams += [await begins(cluster) for _ in range(2)]
         num_lost = gone.num_open
         assert num_lost == other.num_open == 2
@@ -73,7 +73,7 @@ def test_an_engine_whose_beat_stops_is_ejected_and_three_beats_bring_it_back(
         stopped, other = cluster.engines
         other.queued_tokens, other.answer = 10_000, stream_at_once
         stopped.answer = Slow()
-        await cluster.told()
+        await cluster.state_read()
         begun = await begins(cluster)
 
         async def silent(request: web.Request) -> web.StreamResponse:
@@ -98,7 +98,7 @@ def test_an_engine_whose_beat_stops_is_ejected_and_three_beats_bring_it_back(
 def test_an_engine_that_refuses_connections_is_left_at_once() -> None:
     async def work(cluster: GatewayCluster) -> None:
         engine = cluster.engines[0]
-        await cluster.controller.tell(
+        await cluster.controller.publish(
             engines=(engine.card(engine_id="e2", url="http://127.0.0.1:1"),)
         )
         assert await cluster.metric("gateway_engine_usable", engine="e2") == 0.0
@@ -112,13 +112,13 @@ def test_a_draining_engine_gets_nothing_new_and_ends_what_it_has() -> None:
         draining, other = cluster.engines
         slow = draining.answer = Slow()
         other.queued_tokens = 10_000
-        await cluster.told()
+        await cluster.state_read()
         stream = await begins(cluster)
-        await cluster.controller.tell(engines=(draining.card(is_draining=True),))
+        await cluster.controller.publish(engines=(draining.card(is_draining=True),))
         for _ in range(3):
             assert (await cluster.complete())[0] == 200
         assert len(draining.received) == 1
-        await cluster.controller.tell(removed_engines=("e0",))
+        await cluster.controller.publish(removed_engines=("e0",))
         slow.goes_on.set()
         assert await stream == (200, EVENT + DONE)
 
@@ -176,7 +176,7 @@ def test_demand_and_ejections_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(controller_module, "_DEMAND_EVERY_S", 0.1)
 
     async def work(cluster: GatewayCluster) -> None:
-        await cluster.controller.tell(adapters=(entry_of("x"),))
+        await cluster.controller.publish(adapters=(entry_of("x"),))
         await cluster.complete(model="x", prompt=[1, 2, 3, 4])
         demand = cluster.controller.demand
         await eventually(lambda: any(one.prompt_tokens == {"x": 4} for one in demand))
@@ -193,9 +193,9 @@ def test_an_engine_that_comes_back_is_not_taken_for_the_one_that_left() -> None:
         (engine,) = cluster.engines
         slow = engine.answer = Slow()
         stream = await begins(cluster)
-        await cluster.controller.tell(removed_engines=("e0",))
+        await cluster.controller.publish(removed_engines=("e0",))
         assert (await cluster.complete())[0] == 503
-        await cluster.controller.tell(engines=(engine.card(),))
+        await cluster.controller.publish(engines=(engine.card(),))
         await cluster.usable(1)
         engine.answer = stream_at_once
         assert (await cluster.complete(stream=True))[0] == 200

@@ -9,7 +9,7 @@ import pytest
 from corun.runtime.cluster.launch.launcher import EXITED, READY, STARTING, EngineLauncher
 from corun.runtime.cluster.wire import EngineStatus
 from corun.runtime.errors import CorunError
-from support.launching import Launched, elsewhere, locally, seen, told
+from support.launching import Launched, elsewhere, locally, received_by, seen
 
 Make = Callable[[Path], AbstractAsyncContextManager[Launched]]
 each = pytest.mark.parametrize("make", [locally, elsewhere])
@@ -44,7 +44,7 @@ def test_what_is_started_is_listed_and_answers(make: Make, tmp_path: Path) -> No
         for engine_id in launched.ids:
             ready = await ready_one(launcher, engine_id)
             assert ready.url is not None
-            await asyncio.to_thread(told, ready.url)
+            await asyncio.to_thread(received_by, ready.url)
         assert all(one.state == READY and one.num_restarts == 0 for one in launcher.list())
 
     with_launcher(make, tmp_path, work)

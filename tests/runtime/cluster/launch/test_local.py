@@ -17,7 +17,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.devices import VisibleDevice
-from support.launching import DEADLINE_S, KEY, local_launcher, seen, told
+from support.launching import DEADLINE_S, KEY, local_launcher, received_by, seen
 from support.processes import line_of, program
 from support.serving import wait_until
 
@@ -52,7 +52,7 @@ def test_an_engine_gets_its_share_and_its_keys(
         await launcher.start("e")
         ready = await seen(launcher, lambda one: one.state == READY)
         assert ready.cpu_list == str(CPU) and ready.pid in psutil.pids()
-        found = await asyncio.to_thread(told, ready.url)
+        found = await asyncio.to_thread(received_by, ready.url)
         assert found["cpus"] == [CPU]
         assert (found["api_key"], found["admin_key"]) == (KEY, KEY)
         assert found["visible"] == "GPU-x"
