@@ -9,7 +9,7 @@ from math import gamma
 import numpy as np
 from numpy.typing import NDArray
 
-from .ask import Ask, Drawn, Ints
+from .draw_inputs import DrawInputs, Drawn, Ints
 from .popularity import draw_adapters, with_drawn_ranks
 from .tenants import Client, read_maf, read_servegen
 from .traces import RequestTrace, TraceError, read_azure, read_mooncake
@@ -32,84 +32,86 @@ _CONV_OUTPUT_TOKENS = (
 )  # fmt: skip
 
 
-def draw_columns(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def draw_columns(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """Draw all columns but the sessions that no trace has. Raises ``TraceError``."""
     if spec.arrivals.process == "trace":
         if spec.has_trace_sessions:
-            return _sessions(spec, ask)
+            return _sessions(spec, inputs)
         if spec.adapters.popularity == "maf":
-            return _functions(spec, ask)
+            return _functions(spec, inputs)
         if spec.adapters.popularity == "clients":
-            return _clients(spec, ask)
-    return _independent(spec, ask)
+            return _clients(spec, inputs)
+    return _independent(spec, inputs)
 
 
-def _independent(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def _independent(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """Adapters independent of lengths; arrivals as well, unless they keep the trace's clock."""
     source, is_own_clock = spec.lengths.source, spec.arrivals.process == "trace"
-    is_table = source == "azure-conv" and ask.traces is None and not is_own_clock
+    is_table = source == "azure-conv" and inputs.traces is None and not is_own_clock
     if is_table or source == "fixed":
-        prompt, output, p99_tokens = _conv_lengths(ask) if is_table else _fixed(spec.lengths, ask)
-        arrival_s = _arrivals(spec.arrivals, ask)
+        prompt, output, p99_tokens = (
+            _conv_lengths(inputs) if is_table else _fixed(spec.lengths, inputs)
+        )
+        arrival_s = _arrivals(spec.arrivals, inputs)
     else:
-        trace = _read_requests(source, ask)
-        own_s, picked = _window(trace, ask)
+        trace = _read_requests(source, inputs)
+        own_s, picked = _window(trace, inputs)
         if not is_own_clock:
-            picked = ask.rng.permutation(picked)
+            picked = inputs.rng.permutation(picked)
         prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
         p99_tokens = _p99(trace)
-        arrival_s = scaled(own_s, ask) if is_own_clock else _arrivals(spec.arrivals, ask)
-    adapters, ranks = draw_adapters(ask, spec.adapters)
+        arrival_s = scaled(own_s, inputs) if is_own_clock else _arrivals(spec.arrivals, inputs)
+    adapters, ranks = draw_adapters(inputs, spec.adapters)
     return Drawn(arrival_s, prompt, output, adapters, ranks, p99_tokens, has_trace=not is_table)
 
 
-def _read_requests(source: str, ask: Ask) -> RequestTrace:
+def _read_requests(source: str, inputs: DrawInputs) -> RequestTrace:
     if source == "mooncake":
-        return read_mooncake(ask.traces)
-    return read_azure(ask.traces, source.removeprefix("azure-"))
+        return read_mooncake(inputs.traces)
+    return read_azure(inputs.traces, source.removeprefix("azure-"))
 
 
-def _arrivals(spec: ArrivalSpec, ask: Ask) -> NDArray[np.float64]:
-    """Arrival times with independent gaps, at the average rate of ``ask``."""
-    mean_s = 1.0 / ask.rate_rps
+def _arrivals(spec: ArrivalSpec, inputs: DrawInputs) -> NDArray[np.float64]:
+    """Arrival times with independent gaps, at the average rate of ``inputs``."""
+    mean_s = 1.0 / inputs.rate_rps
     if spec.process == "gamma":
         shape = spec.cv**-2
-        return np.cumsum(ask.rng.gamma(shape, mean_s / shape, ask.num_requests))
+        return np.cumsum(inputs.rng.gamma(shape, mean_s / shape, inputs.num_requests))
     if spec.process == "poisson":
-        return np.cumsum(ask.rng.exponential(mean_s, ask.num_requests))
+        return np.cumsum(inputs.rng.exponential(mean_s, inputs.num_requests))
     assert spec.process == "on-off", spec.process
     on_share = spec.on_s / (spec.on_s + spec.off_s)
-    busy_s = np.cumsum(ask.rng.exponential(mean_s * on_share, ask.num_requests))
+    busy_s = np.cumsum(inputs.rng.exponential(mean_s * on_share, inputs.num_requests))
     off_s: NDArray[np.float64] = busy_s // spec.on_s * spec.off_s
     return busy_s + off_s
 
 
-def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def _sessions(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """Mooncake's conversations on their own clock, thinned to the rate by whole sessions.
 
     Beyond the rate of all conversations their clock runs faster. All turns of a session name one
     adapter. At its end the trace starts again with newly drawn sessions, which share nothing with
     earlier ones.
     """
-    trace = read_mooncake(ask.traces)
+    trace = read_mooncake(inputs.traces)
     period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
-    share = ask.rate_rps * period_s / len(trace)
+    share = inputs.rate_rps * period_s / len(trace)
     names, session = np.unique(trace.session, return_inverse=True)
     # Time stamps come in lumps; a request arrives at a random time of its lump.
     picks: list[Ints] = []
     arrivals: list[NDArray[np.float64]] = []
-    while sum(map(len, picks)) < ask.num_requests:
-        picked = np.flatnonzero((ask.rng.random(len(names)) < share)[session])
-        lumps_s = ask.rng.uniform(0.0, _LUMP_S, len(picked))
+    while sum(map(len, picks)) < inputs.num_requests:
+        picked = np.flatnonzero((inputs.rng.random(len(names)) < share)[session])
+        lumps_s = inputs.rng.uniform(0.0, _LUMP_S, len(picked))
         arrivals.append(trace.arrival_s[picked] + lumps_s + len(picks) * period_s)
         picks.append(picked)
     again = np.repeat(np.arange(len(picks)), [len(picked) for picked in picks])
     arrival_s, picked = np.concatenate(arrivals), np.concatenate(picks)
-    order = np.argsort(arrival_s, kind="stable")[: ask.num_requests]
+    order = np.argsort(arrival_s, kind="stable")[: inputs.num_requests]
     arrival_s = (arrival_s[order] - arrival_s[order[0]]) / max(1.0, share)
     picked, again = picked[order], again[order]
     _, session_ids = np.unique(session[picked] + len(names) * again, return_inverse=True)
-    adapters, ranks = draw_adapters(ask, spec.adapters, session_ids)
+    adapters, ranks = draw_adapters(inputs, spec.adapters, session_ids)
     num_hashes = 1 + max(max(one) for one in trace.hash_ids)
     return Drawn(
         arrival_s,
@@ -126,58 +128,58 @@ def _sessions(spec: WorkloadSpec, ask: Ask) -> Drawn:
     )
 
 
-def _functions(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def _functions(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """An adapter per Azure function: its calls per minute, Poisson within each minute.
 
     Calls are thinned to the rate, so the clock stays the trace's own.
     """
-    calls = read_maf(ask.traces)
-    trace = _read_requests(spec.lengths.source, ask)
+    calls = read_maf(inputs.traces)
+    trace = _read_requests(spec.lengths.source, inputs)
     num_minutes = int(calls.minute.max()) + 1
-    thinning = ask.rate_rps * 60.0 * num_minutes / calls.count.sum()
-    minute = first = int(ask.rng.integers(num_minutes))
+    thinning = inputs.rate_rps * 60.0 * num_minutes / calls.count.sum()
+    minute = first = int(inputs.rng.integers(num_minutes))
     arrivals: list[NDArray[np.float64]] = []
     functions: list[Ints] = []
-    while sum(map(len, arrivals)) < ask.num_requests:
+    while sum(map(len, arrivals)) < inputs.num_requests:
         here = calls.minute == minute % num_minutes
-        counts = ask.rng.poisson(calls.count[here] * thinning)
-        arrival_s = (minute - first + np.sort(ask.rng.random(counts.sum()))) * 60.0
+        counts = inputs.rng.poisson(calls.count[here] * thinning)
+        arrival_s = (minute - first + np.sort(inputs.rng.random(counts.sum()))) * 60.0
         arrivals.append(arrival_s)
-        functions.append(ask.rng.permutation(np.repeat(calls.function[here], counts)))
+        functions.append(inputs.rng.permutation(np.repeat(calls.function[here], counts)))
         minute += 1
-    arrival_s = np.concatenate(arrivals)[: ask.num_requests]
+    arrival_s = np.concatenate(arrivals)[: inputs.num_requests]
     adapters, ranks = with_drawn_ranks(
-        np.concatenate(functions)[: ask.num_requests], ask, spec.adapters.ranks
+        np.concatenate(functions)[: inputs.num_requests], inputs, spec.adapters.ranks
     )
-    _, picked = _window(trace, ask)
-    picked = ask.rng.permutation(picked)
+    _, picked = _window(trace, inputs)
+    picked = inputs.rng.permutation(picked)
     prompt, output = trace.prompt_tokens[picked], trace.output_tokens[picked]
     return Drawn(arrival_s, prompt, output, adapters, ranks, _p99(trace))
 
 
-def _clients(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def _clients(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """An adapter per ServeGen client: gaps of the client's own distribution, scaled to the rate."""
-    clients = read_servegen(ask.traces, spec.lengths.source.removeprefix("servegen-"))
+    clients = read_servegen(inputs.traces, spec.lengths.source.removeprefix("servegen-"))
     starts_s = np.unique(np.concatenate([client.window_s for client in clients]))
     total = sum(float(client.rate_rps.sum()) for client in clients)
-    slower = ask.rate_rps * len(starts_s) / total
-    first = int(ask.rng.integers(len(starts_s)))
+    slower = inputs.rate_rps * len(starts_s) / total
+    first = int(inputs.rng.integers(len(starts_s)))
     rows: list[tuple[float, int]] = []
     number = 0
-    while len(rows) < ask.num_requests:
+    while len(rows) < inputs.num_requests:
         start_s = starts_s[(first + number) % len(starts_s)]
         for index, client in enumerate(clients):
-            arrival_s = number * _WINDOW_S + _client_arrivals(client, start_s, slower, ask.rng)
+            arrival_s = number * _WINDOW_S + _client_arrivals(client, start_s, slower, inputs.rng)
             rows += [(time_s, index) for time_s in arrival_s.tolist()]
         number += 1
-    rows = sorted(rows)[: ask.num_requests]
+    rows = sorted(rows)[: inputs.num_requests]
     client_ids = np.array([index for _, index in rows])
     prompt, output = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     for index, client in enumerate(clients):
         for into, law in ((prompt, client.prompt_tokens), (output, client.output_tokens)):
-            shares = ask.rng.random(int((client_ids == index).sum()))
+            shares = inputs.rng.random(int((client_ids == index).sum()))
             into[client_ids == index] = np.interp(shares, law.shares, law.values)
-    adapters, ranks = with_drawn_ranks(client_ids, ask, spec.adapters.ranks)
+    adapters, ranks = with_drawn_ranks(client_ids, inputs, spec.adapters.ranks)
     arrival = np.array([time_s - rows[0][0] for time_s, _ in rows])
     return Drawn(arrival, prompt, output, adapters, ranks, float(np.quantile(output, 0.99)))
 
@@ -204,45 +206,45 @@ def _client_arrivals(
             times_s.append(now_s)
 
 
-def _window(trace: RequestTrace, ask: Ask) -> tuple[NDArray[np.float64], Ints]:
+def _window(trace: RequestTrace, inputs: DrawInputs) -> tuple[NDArray[np.float64], Ints]:
     """Consecutive requests from a random one on, which wrap around at the trace's end.
 
     Returns arrival times, counted from the first of them, and indices. The gap between the
     trace's last request and its first is the mean of all gaps.
     """
-    start = int(ask.rng.integers(len(trace)))
-    index = start + np.arange(ask.num_requests)
+    start = int(inputs.rng.integers(len(trace)))
+    index = start + np.arange(inputs.num_requests)
     period_s = trace.arrival_s[-1] + trace.arrival_s[-1] / max(1, len(trace) - 1)
     picked = index % len(trace)
     arrival_s = trace.arrival_s[picked] + (index // len(trace)) * period_s
     return arrival_s - arrival_s[0], picked
 
 
-def scaled(arrival_s: NDArray[np.float64], ask: Ask) -> NDArray[np.float64]:
-    """The same arrivals at the rate of ``ask``. Raises ``TraceError`` if they have none."""
+def scaled(arrival_s: NDArray[np.float64], inputs: DrawInputs) -> NDArray[np.float64]:
+    """The same arrivals at the rate of ``inputs``. Raises ``TraceError`` if they have none."""
     if len(arrival_s) == 1:
         return arrival_s
     if arrival_s[-1] <= 0.0:
         raise TraceError("all requests of the trace's part arrive at once: no rate to scale by")
     rate_rps = (len(arrival_s) - 1) / float(arrival_s[-1])
-    return arrival_s * (rate_rps / ask.rate_rps)
+    return arrival_s * (rate_rps / inputs.rate_rps)
 
 
 def _p99(trace: RequestTrace) -> float:
     return float(np.quantile(trace.output_tokens, 0.99))
 
 
-def _fixed(spec: LengthSpec, ask: Ask) -> tuple[Ints, Ints, float]:
+def _fixed(spec: LengthSpec, inputs: DrawInputs) -> tuple[Ints, Ints, float]:
     prompt, output = (
-        np.full(ask.num_requests, tokens, np.int64)
+        np.full(inputs.num_requests, tokens, np.int64)
         for tokens in (spec.prompt_tokens, spec.output_tokens)
     )
     return prompt, output, float(spec.output_tokens)
 
 
-def _conv_lengths(ask: Ask) -> tuple[Ints, Ints, float]:
+def _conv_lengths(inputs: DrawInputs) -> tuple[Ints, Ints, float]:
     def draw(values: tuple[int, ...]) -> Ints:
-        shares = ask.rng.random(ask.num_requests)
+        shares = inputs.rng.random(inputs.num_requests)
         return np.interp(shares, _QUANTILES, values).astype(np.int64)
 
     prompt, output = draw(_CONV_PROMPT_TOKENS), draw(_CONV_OUTPUT_TOKENS)

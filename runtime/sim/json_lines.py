@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..near_names import near_names
-from .ask import Ask, Drawn
+from .draw_inputs import DrawInputs, Drawn
 from .draws import scaled
 from .popularity import with_drawn_ranks
 from .traces import TraceError
@@ -21,7 +21,7 @@ _FIELDS = (*_NEEDED, "session", "rank")
 _TOO_MANY = 2**31
 
 
-def draw_json_lines(spec: WorkloadSpec, ask: Ask) -> Drawn:
+def draw_json_lines(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     """All or the first requests of ``spec.json_lines``, on their clock or scaled to a rate.
 
     A line has ``arrival_s``, ``model`` (the adapter), ``prompt_tokens`` and ``output_tokens``, and
@@ -35,12 +35,12 @@ def draw_json_lines(spec: WorkloadSpec, ask: Ask) -> Drawn:
     arrival_s = np.array([row["arrival_s"] for row in rows], dtype=np.float64)
     arrival_s -= arrival_s[0]
     if spec.rps is not None:
-        arrival_s = scaled(arrival_s, ask)
+        arrival_s = scaled(arrival_s, inputs)
     if spec.duration_s is not None:
         arrival_s = arrival_s[arrival_s < spec.duration_s]
         rows = rows[: len(arrival_s)]
     names, who = np.unique([row["model"] for row in rows], return_inverse=True)
-    adapters, ranks = with_drawn_ranks(who, ask, spec.adapters.ranks)
+    adapters, ranks = with_drawn_ranks(who, inputs, spec.adapters.ranks)
     output = np.array([row["output_tokens"] for row in rows])
     drawn = Drawn(
         arrival_s,

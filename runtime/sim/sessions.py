@@ -8,7 +8,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from .ask import Drawn
+from .draw_inputs import Drawn
 from .workload_spec import SessionSpec
 
 CONTENT_TOKENS = 16  # of a prompt that one id stands for

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .ask import Ask, Drawn
+from .draw_inputs import DrawInputs, Drawn
 from .draws import draw_columns
 from .json_lines import draw_json_lines
 from .recipes import RECIPES
@@ -65,11 +65,11 @@ def draw_workload(spec: WorkloadSpec, traces: Path | None) -> Workload:
     Raises ``TraceError`` if it needs a trace that is missing or invalid.
     """
     rng = np.random.default_rng(spec.seed)
-    ask = Ask(spec.rate_rps, spec.num_requests, traces, rng)
+    inputs = DrawInputs(spec.rate_rps, spec.num_requests, traces, rng)
     if spec.json_lines is not None:
-        drawn = draw_json_lines(spec, ask)
+        drawn = draw_json_lines(spec, inputs)
     else:
-        drawn = with_follow_ups(draw_columns(spec, ask), spec.sessions, rng)
+        drawn = with_follow_ups(draw_columns(spec, inputs), spec.sessions, rng)
     prompt = np.maximum(1, drawn.prompt_tokens // spec.lengths.prompt_divisor)
     output = np.maximum(1, drawn.output_tokens // spec.lengths.output_divisor)
     sessions = [None] * len(prompt) if drawn.session is None else drawn.session.tolist()

@@ -12,7 +12,7 @@ Adapters = tuple[Ints, tuple[int, ...]]  # the adapter of each request; ranks by
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DrawInputs:
     """How many requests to draw, and from which traces."""
 
     rate_rps: float
