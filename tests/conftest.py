@@ -1,4 +1,4 @@
-"""What every test gets: no network, GPU tests only with a GPU, and a time budget per folder."""
+"""Common setup of tests: no network, GPU tests only with a GPU, a time budget per folder."""
 
 import gc
 import logging
@@ -17,8 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # As many threads as processors in each of several processes would wait for one another at
-    # every barrier. Engines in processes of their own say how many they want.
+    # With one thread per processor in each of several processes, threads would wait for each other
+    # at every barrier. Engines in processes of their own set their own number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Profiles that engines measure and keep must not reach the user's own.
@@ -26,7 +26,7 @@ _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _ROOT = Path(__file__).parent.parent
-# Markers of what runs only with the option of that name.
+# Markers of tests that run only with the option of that name.
 _WITH_OPTION = {
     "full": "repeats other tests: make test-full",
     "clients": "installs clients: make test-clients",
@@ -73,8 +73,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests and all that they import stay until the end. A garbage collection that
-    # looks at them is slow, and tests ask for many.
+    # Thousands of tests with their imports live until the end. Garbage collections over them are
+    # slow, and tests request many.
     gc.collect()
     gc.freeze()
 
@@ -109,7 +109,7 @@ def repository() -> Path:
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
-    """For engines in this process on tiny models: more would wait for one another."""
+    """For engines in this process on tiny models: more threads would wait for each other."""
     import torch
 
     before = torch.get_num_threads()

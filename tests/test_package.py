@@ -1,4 +1,4 @@
-"""The package as its users import it."""
+"""The package as users import it."""
 
 import re
 import shutil

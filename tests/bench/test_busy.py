@@ -1,4 +1,4 @@
-"""What the benchmark beside competitors concludes from its cells, and what it keeps of them."""
+"""Verdicts and stored results of the benchmark beside competing processes."""
 
 import subprocess
 from collections.abc import Iterator

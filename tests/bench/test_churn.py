@@ -1,4 +1,4 @@
-"""Adapters that come, change and go under load; and what would be judged a leak."""
+"""Adapters that are added, changed and removed under load; and the rule for leaks."""
 
 import pytest
 from churn import Load, Tally, judge, run

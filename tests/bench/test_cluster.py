@@ -1,4 +1,4 @@
-"""What ``cluster.py`` measures with: an engine and clients that cost little, and the judging."""
+"""The parts of ``cluster.py``: a cheap engine, cheap clients, and verdicts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The measurement of cold starts: its control flow with a tiny model, and what it judges."""
+"""The measurement of cold starts: control flow with a tiny model, and verdicts."""
 
 import json
 import os

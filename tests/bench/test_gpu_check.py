@@ -1,4 +1,4 @@
-"""The questions to a GPU: on a GPU of threads that may go wrong, limits, and what they decide."""
+"""The questions to a GPU, on a GPU of threads with faults; limits; and decisions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What others disturb is measured again."""
+"""Disturbed measurements are repeated."""
 
 from collections.abc import Sequence
 

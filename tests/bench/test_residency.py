@@ -1,4 +1,4 @@
-"""The measurement of what it costs to tell where adapters are: control flow, and judgement."""
+"""The measurement of the cost of residency reports: control flow and verdicts."""
 
 import pytest
 import residency

@@ -1,4 +1,4 @@
-"""The measurement of what scheduling costs: its control flow, and what it judges."""
+"""The measurement of scheduling's cost: control flow and verdicts."""
 
 import pytest
 import scheduler

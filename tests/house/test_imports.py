@@ -53,9 +53,9 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.slices",
         # How a thread is pinned is the same on both sides.
         "cpu_workers.affinity",
-        # For how long threads of this process wait for cores.
+        # Waiting time of this process's threads for cores.
         "cpu_workers.run_queue",
-        # What the machine offers this process, and how its cores are shared: plain data, policy.
+        # Resources of the machine, and the division of its cores: plain data, policy.
         "runtime.machine",
         # How transfers share a link: simulations share it the same way. Pure.
         "profiles.link",

@@ -1,4 +1,4 @@
-"""One name for one thing, and no private names of others: neither in the product nor in tests."""
+"""One name for one thing, and no private names of other libraries, in product and tests."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from support.product import ROOT, files_of, name_of, product_files, tree_of
 _DOCUMENTED = {"_exit", "_fields", "_replace", "_typeshed"}
 # Of other libraries, which tests alone use: ctypes' referenced object.
 _OF_OTHERS_IN_TESTS = {"_obj", "_schema", "_global_mapping"}
-# They put a mistake into one method of a class and see it found.
+# They patch a mistake into one method of a class and check that it is found.
 _MISTAKES = {"tests/gpu/coexec/test_arrival_symbolic.py"}
 _PRIVATE = re.compile(r"_[a-z]\w*")  # a private constant is a time or a limit, which may be cut
 _PATCHED = re.compile(r"corun\..*\._[a-z]\w*")
@@ -57,7 +57,7 @@ def _private_names_of_others(path: Path, own: set[str]) -> Iterator[str]:
 
 
 def test_private_names_of_others_are_listed() -> None:
-    """With the reason, in CONTRIBUTING.md; but for those that Python itself documents."""
+    """They are in CONTRIBUTING.md with a reason, except those that Python itself documents."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.partition("## Private names of other libraries")[2].partition("\n## ")[0]
     own = _own_names()
@@ -111,7 +111,7 @@ def _patched_names(call: ast.Call) -> Iterator[str]:
 
 
 def test_tests_reach_for_nothing_private() -> None:
-    """What a test must see, a part shows: its results, ``check_invariants``, ``is_idle``, counts.
+    """Parts show the state that tests must see: results, ``check_invariants``, ``is_idle``, counts.
 
     The parts of a whole engine are in ``EngineAssembly.parts``.
     """

@@ -1,4 +1,4 @@
-"""How large things get, where output goes, and what packages and documents must have."""
+"""Limits of sizes, places of output, and the contents of packages and documents."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Nothing is in the product that only tests use; a benchmark counts as a user."""
+"""The product has nothing that only tests use; a benchmark counts as a user."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ from support.product import (
 )
 
 _WORD = re.compile(r"\w+")
-# What a part shows of its state, which the product itself has no reason to ask.
+# Shown state that only tests read.
 _SHOWN_TO_TESTS = {
     "CpuDevice.num_events",
     "DecodeGraphs.num_verified",
@@ -33,7 +33,7 @@ def _users() -> tuple[Path, ...]:
 
 
 def _bases_of_others(node: ast.ClassDef, own: set[str]) -> bool:
-    """Whether it has a base that is not the product's, which calls its methods by name."""
+    """Whether it has a base outside the product, which calls its methods by name."""
     names = {ast.unparse(base).partition("[")[0] for base in node.bases}
     return bool(names - own - {"Protocol", "Generic"})
 

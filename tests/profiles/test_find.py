@@ -1,4 +1,4 @@
-"""Which profile an engine uses: the one that fits, and what is said of one that does not."""
+"""The choice of a profile: one that fits, and warnings about one that does not."""
 
 import logging
 from collections.abc import Callable

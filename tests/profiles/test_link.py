@@ -1,4 +1,4 @@
-"""The shared lane: parts that follow each other, and transfers that nobody waits for."""
+"""The shared lane: parts that follow each other, and prefetches."""
 
 from fractions import Fraction
 
@@ -64,7 +64,7 @@ _TRANSFERS = st.lists(
 
 @given(_TRANSFERS)
 def test_shares_are_those_of_a_fluid(transfers: list[tuple[int, list[int], bool]]) -> None:
-    """Against the same in steps so small that nothing happens within one, in exact numbers."""
+    """Compare with exact arithmetic in steps that are smaller than any event."""
     lane = SharedLane(4.0)
     for index, (start_s, parts, is_demand) in enumerate(sorted(transfers)):
         lane.start(index, parts, float(start_s), is_demand=is_demand)

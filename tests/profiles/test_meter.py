@@ -1,4 +1,4 @@
-"""How many seconds are left, on a clock that the test moves."""
+"""The remaining seconds, on a clock that the test moves."""
 
 from corun.profiles.meter import Meter, Report
 from support.fake_clock import FakeClock

@@ -1,4 +1,4 @@
-"""What invocations and adapters cost, by their tokens."""
+"""Costs of invocations and adapters, by number of tokens."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Saved profiles: there and back, and what makes one useless."""
+"""Saved profiles: writing and reading, and reasons for refusal."""
 
 import json
 from dataclasses import replace

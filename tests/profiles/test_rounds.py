@@ -1,4 +1,4 @@
-"""Repeats in turn, and what is left out where time is short: on a clock that only cases move."""
+"""Repeats in turn, and cases left out where time is short, on a clock that only cases move."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Records in files: read as they were written, and found anew where they cannot be read."""
+"""Records in files: read as they were written, and computed again where they cannot be read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Policies are told what they decide with; they ask no mechanism."""
+"""Policies get their inputs as arguments; they call no mechanism."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tiny configurations of the model types that people bring, whether they are served or not."""
+"""Tiny configurations of common model types, whether corun serves them or not."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ def _sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-# By model type: what differs of the text model, the tower, and the wrapper itself.
+# By model type: the differing fields of the text model, the tower and the wrapper itself.
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (_sections(2, 3, 3), {**_VISUAL, "embed_dim": 32, "hidden_size": 64}, {}),
     "qwen2_5_vl": (_sections(2, 3, 3), _VISUAL, {}),
@@ -140,6 +140,6 @@ def base_config(model_type: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """What transformers' own users make a model with that writes text."""
+    """The class of transformers that makes a text-generating model."""
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText

@@ -1,4 +1,4 @@
-"""Whole clusters of real processes: those of the command, and those with engines that simulate."""
+"""Whole clusters of real processes, as the command starts them, or with simulating engines."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 def static_card(url: str) -> EngineCard:
-    """A ``corun serve`` that others run."""
+    """A ``corun serve`` outside the cluster's supervision."""
     return EngineCard(engine_id=url, url=url)
 
 

@@ -1,7 +1,7 @@
 """A whole engine with real CPU workers behind a paced link, in the calling thread, step by step.
 
-What the engine decides can be replaced (``chunks``), what its loads wait for can be held
-(``hold_loads``), so that every state of a cold request can be had without a look at the clock.
+Decisions of the engine can be replaced (``chunks``) and its loads can be held (``hold_loads``), so
+tests reach every state of a cold request without a clock.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from support.worker_pool import supervisor, table_of, workers
 
 @contextlib.contextmanager
 def pool_with(num_workers: int, delta_backend: str | None) -> Iterator[None]:
-    """More workers than the options can ask for on this machine, and a table if it is clear."""
+    """More workers than the options permit on this machine, and a table for a fixed back end."""
 
     def changed(**options: Any) -> PoolConfig:
         config = PoolConfig(**options)
@@ -69,7 +69,7 @@ Chunks = Callable[[Request, int], ColdChunk | None]  # of a request, with at mos
 
 @dataclass
 class Answer:
-    """What came of one request."""
+    """The result of one request."""
 
     adapter: str | None
     prompt: tuple[int, ...]
@@ -80,7 +80,7 @@ class Answer:
 
 
 class ColdEngine:
-    """See the module. One at a time in a process: it takes the process's workers for its own."""
+    """See the module. One at a time in a process: all workers of the process count as its own."""
 
     def __init__(
         self, model: Path, adapters: Mapping[str, Path], directory: Path, *,

@@ -1,4 +1,4 @@
-"""A base that says the alphabet, and adapters that change nothing of what it says."""
+"""A base model that generates the alphabet, and adapters that do not change its output."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ _SIZE = 64
 
 
 def save_base(directory: Path, *, chat_template: str) -> Path:
-    """Save the model: after "a" it says "b", "c" and "d", and again; after ">" it ends."""
+    """Save the model: after "a" it generates "b", "c" and "d", repeated; after ">" it ends."""
     backend = Tokenizer(models.BPE(_IDS, [], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(_WORDS[:3]))

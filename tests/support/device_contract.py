@@ -1,4 +1,4 @@
-"""What every device with real tensors must do. A device's tests derive from ``DeviceContract``.
+"""The contract of devices with real tensors. A device's tests derive from ``DeviceContract``.
 
 Streams are held by waits on words that the test stores itself, so that what is concurrent is
 certain and nothing depends on time.

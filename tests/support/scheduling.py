@@ -29,7 +29,7 @@ BLOCK_BYTES = 100
 
 
 def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
-    """Of an adapter that takes so much on the device."""
+    """Facts of an adapter of this size on the device."""
     return AdapterFacts(content, 8, num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What the fake executor lets pass, and what it catches: blocks in several tables."""
+"""Correct plans that the fake executor accepts, and mistakes that it finds in block tables."""
 
 import pytest
 from corun.runtime.plan import Outcome, RequestId

@@ -1,4 +1,4 @@
-"""What the KV of the fake device lets pass, and what it catches: copies, and freed memory."""
+"""Correct uses of KV that the fake device accepts, and mistakes with copies and freed memory."""
 
 from typing import Any
 

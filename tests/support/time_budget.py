@@ -1,4 +1,4 @@
-"""A pytest plugin: the tests of a folder may take so many seconds together."""
+"""A pytest plugin that limits the total seconds of the tests of a folder."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ import pytest
 
 
 class TimeBudget:
-    """Sums the durations of tests per folder and tells where a budget is exceeded.
+    """Sums the durations of tests per folder and reports exceeded budgets.
 
-    Only that: how long a test takes is also the affair of what else the machine does.
+    It only reports: durations also depend on other programs of the machine.
 
     ``budgets_s`` maps a folder, relative to pytest's root, to wall-clock seconds. A test counts
     to the nearest folder above it that has a budget, with its set-up and tear-down.

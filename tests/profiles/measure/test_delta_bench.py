@@ -1,4 +1,4 @@
-"""Deltas on one core: what is measured of which shapes, in this process and in one of its own."""
+"""Deltas on one core: measured shapes and samples, in this process and in one of its own."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How long measuring will take, and which sizes are measured."""
+"""The estimated duration of measuring, and the measured sizes."""
 
 import pytest
 from corun.profiles.measure.effort import EFFORTS, QUICK, THOROUGH

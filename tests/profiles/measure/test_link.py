@@ -1,4 +1,4 @@
-"""The link that is measured is the one that the options pace, timed by what the streams mark."""
+"""The measured link has the pace of the options; marks on streams give the times."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def test_a_paced_link_is_found_again() -> None:
 
 
 class CountedCopies:
-    """A stopwatch that shows what the copies so far are said to have taken, and nothing else."""
+    """A stopwatch that shows the nominal time of the copies so far."""
 
     def __init__(
         self, device: Any, *, byte_s: float, copy_s: float, disturbed_s: float = 0.0
@@ -62,7 +62,7 @@ class CountedCopies:
         return self._byte_s * self.num_bytes + self._copy_s * self.num_copies
 
     def synchronize(self) -> None:
-        """Everything is known."""
+        """All marks have their times."""
 
     def between_s(self, first: float, then: float) -> float:
         return then - first + next(self._disturbances_s)
@@ -73,7 +73,7 @@ Measure = Callable[..., tuple[LinkTimes, CountedCopies]]
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measure]:
-    """Measures memory as a link by a stopwatch of its own; two rounds and one to warm up."""
+    """Measures memory as a link by a stopwatch of its own; two rounds and a warm-up."""
     device = make_device(_CPU, DeviceOptions())
 
     def measure(*concurrency: int, **seconds: float) -> tuple[LinkTimes, CountedCopies]:
@@ -102,7 +102,7 @@ def test_copies_are_timed_by_marks_around_many_bytes(measure: Measure) -> None:
 def test_a_link_on_which_size_costs_nothing_is_told(
     measure: Measure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It happens where other programs take longer than the copies: a profile is still made."""
+    """Other programs may take longer than the copies: a profile is still made."""
     times, _ = measure(1, byte_s=0.0, copy_s=2.0**-17)
     assert "larger copies take no longer on the link (1048576 bytes 7.63 us" in caplog.text
     assert times.model.latency_s == 0.0

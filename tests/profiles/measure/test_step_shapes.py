@@ -1,4 +1,4 @@
-"""Which steps are measured, and that a machine is found again in its own times."""
+"""The measured steps; fitting the times of a machine gives the same machine."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ def _step_s(shape: StepShape, model: MachineModel = _TRUTH) -> float:
 
 
 def _curves() -> tuple[Curve, Curve]:
-    """What forwards alone show of the machine: with their attention, without the host."""
+    """The machine as forwards alone show it: with attention, without the host."""
     prefill_s, decode_s = _TRUTH.step_s, _TRUTH.decode_step_s
     assert decode_s is not None
     key_s, decode_key_s = _TRUTH.prefill_s_per_token_key, _TRUTH.decode_s_per_key

@@ -26,7 +26,7 @@ class _Counter:
 
 
 class _Inner:
-    """Remembers what it was asked."""
+    """Records its calls."""
 
     is_repeatable = False
 

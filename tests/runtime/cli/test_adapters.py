@@ -1,4 +1,4 @@
-"""``corun adapters``: the table, and what it says when there is no server."""
+"""``corun adapters``: the table, and the error without a server."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""``corun cluster`` and its like: what is wrong is said in one line before anything is started."""
+"""``corun cluster`` and related commands: mistakes give one line before any process is started."""
 
 import importlib.metadata
 import os

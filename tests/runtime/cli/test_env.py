@@ -1,4 +1,4 @@
-"""``corun env`` says what a bug report needs."""
+"""``corun env`` prints the facts for a bug report."""
 
 import subprocess
 import sys

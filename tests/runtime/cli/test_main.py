@@ -1,4 +1,4 @@
-"""The command line: what is parsed, what is refused, and how fast help comes."""
+"""The command line: parsing, refusals, and the time of ``--help``."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def _configs(*argv: str) -> tuple[EngineConfig, ServeConfig]:
 
 
 def _fails(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> str:
-    """Run a command line that is wrong; return the one line that says why."""
+    """Run an invalid command line; return its one line of error."""
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""``corun profile --url``: from the command line to the file, and what it refuses."""
+"""``corun profile --url``: from the command line to the file, and its refusals."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``corun simulate`` and ``corun plan`` from end to end, small, and what they refuse."""
+"""``corun simulate`` and ``corun plan`` from end to end, small, and their refusals."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_a_comparison_over_loads(
     assert seeds == [1, 2]
     names = {"first_tokens.png", "memory.png", "parts.png", "load.png"}
     assert names <= {path.name for path in out.iterdir()}
-    # What was stopped goes on: nothing is run again.
+    # An interrupted study continues without repeating runs.
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
     assert main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == before
@@ -63,7 +63,7 @@ def test_a_comparison_over_loads(
     other = [*arguments[:-2], "--requests", "20", "--out", str(out)]
     assert main(other) == 2
     assert "results of another study" in capsys.readouterr().err
-    # What that has no picture of is not left there from before.
+    # Pictures that the new study does not draw are removed.
     assert main(["simulate", "--workload", workload, *SMALL, *other[-4:], "--force"]) == 0
     assert "load.png" not in {path.name for path in out.iterdir()}
     assert "Simulated" in capsys.readouterr().out

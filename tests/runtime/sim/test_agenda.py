@@ -1,4 +1,4 @@
-"""What is due when, and in which order."""
+"""The order of events."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The search ends at a load that is borne, near one that is not, wherever it begins."""
+"""From any start, the search ends at a load that is sustained, near one that is not."""
 
 import pytest
 from corun.runtime.sim.capacity import NoLimitError, largest_rate

@@ -1,4 +1,4 @@
-"""Many servers on one clock: one alone is a replay, two are worked out by hand, none loses any."""
+"""Many servers on one clock: one equals a replay, two are computed by hand, no request is lost."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -234,7 +234,7 @@ def test_without_any_server_requests_stay_unfinished() -> None:
 
 
 def test_what_waits_is_moved_and_keeps_its_arrival() -> None:
-    """All come to one server at first: the other one has not joined."""
+    """All requests go to one server at first, before the other one joins."""
     requests = workload(*((0.01 * index, index % 3, 500, 40) for index in range(60)))
     machine = replace(A40, max_num_seqs=4)
     lives = (LIFE, replace(LIFE, joins_s=2.0))

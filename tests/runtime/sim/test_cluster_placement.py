@@ -1,4 +1,4 @@
-"""Files follow a plan, and plans what came."""
+"""Files follow a plan, and plans follow demand."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def test_it_plans_by_what_came_in_the_steps_before() -> None:
     placement.note("a", 10, 2)
     placement.step(ids)
     placement.step(ids)
-    assert policy.told[0] == [6.0, 6.0]  # what is known before anything has come
+    assert policy.told[0] == [6.0, 6.0]  # the expected demand before the first request
     (a, b), (later, _) = policy.told[1:]
     assert b < 6.0 and later < a
 

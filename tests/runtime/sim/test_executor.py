@@ -1,4 +1,4 @@
-"""The latency executor against closed forms: all times are exact and worked out by hand."""
+"""The latency executor against closed forms: all times are exact and computed by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Stores of adapters' files: bytes are kept within, last copies stay, copies come one by one."""
+"""Stores of adapters' files: the size limit holds, last copies stay, copies run one by one."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_a_server_that_leaves_hands_its_last_copies_over() -> None:
     stores.put(1, "a")
     assert stores.last_copies(0) == ["b"]
     stores.hand_over(0, [1, 2], 0.0)
-    stores.hand_over(0, [1, 2], 0.0)  # it is under way
+    stores.hand_over(0, [1, 2], 0.0)  # the copy is running
     assert stores.complete_copy(1, 2.0) == "b" and stores.last_copies(0) == []
     used = stores.close(0)
     assert (used.most_files, used.largest_bytes) == (2, 30)
@@ -54,7 +54,7 @@ def test_a_server_that_leaves_hands_its_last_copies_over() -> None:
 
 
 def test_the_most_files_at_once_count_from_the_first_plan_on() -> None:
-    """What is there before is where a simulation begins, and what is there at its end is chance."""
+    """The initial files are arbitrary, so they do not count."""
     stores = FileStores(SIZES, [100, 100], bytes_per_s=10.0)
     for name in SIZES:
         stores.put(0, name)

@@ -1,4 +1,4 @@
-"""Logs of requests: what is taken from them, and what is wrong with one is said by its line."""
+"""Logs of requests: their fields, and errors with the number of the line."""
 
 import json
 from pathlib import Path

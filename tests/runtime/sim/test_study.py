@@ -1,4 +1,4 @@
-"""Simulated runs side by side: what follows one of them waits for no other."""
+"""Simulated runs in parallel: a follow-up run waits for no other run."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where the time of first tokens goes: it adds up under every policy, and each part occurs."""
+"""Parts of the time to first tokens: they add up under every policy, and each part occurs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +23,7 @@ OPTIONS = SimulationOptions(
 
 
 def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
-    """Serve a workload that is too much, and hold each request to its own clock."""
+    """Serve an overload, and check the parts of each request against its own clock."""
     clock = VirtualClock()
     workload = make_workload("S1", rate_rps=1.5, num_requests=200, seed=7, traces=None)
     options = replace(OPTIONS, scheduling_policy=policy, max_steps_in_flight=max_steps_in_flight)

@@ -1,4 +1,4 @@
-"""Traces: the public originals and parquet files say the same, and what is wrong is said."""
+"""Traces: public originals and parquet files give the same requests; mistakes are reported."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

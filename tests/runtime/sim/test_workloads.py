@@ -1,4 +1,4 @@
-"""Recipes: what they promise of a workload, with and without traces."""
+"""Recipes: the properties of their workloads, with and without traces."""
 
 import itertools
 import json
