@@ -1,21 +1,21 @@
-"""Is a server a good guest on a machine where others compute, and are others its good guests?
+"""How do a server and other programs on the same machine affect each other?
 
 ``corun serve`` over HTTP, after every adapter has been read, in several variants that take turns:
-as it is, with so many threads given, the same of another checkout (``--against``), and another
-project's server (``--peer``). Parts, each for weights in bfloat16, 8 and 4 bits:
+with default options, with fixed numbers of threads, the same from another checkout (``--against``),
+and another project's server (``--peer``). Parts, each for weights in bfloat16, 8 and 4 bits:
 
     speed    1, 8 and 16 clients, over the other checkout
     reading  the gap of one request over a plain read of the weights (bfloat16)
     replay   decode steps that are replayed, over those that are not
     busy     8 requests and one stream, quiet, beside one and two spinning processes per core, and
              in a control group with a quota of 1.5 CPUs
-    again    how long after competitors have ended it takes to full speed
-    start    servers that start beside competitors, against one of a quiet start, once all is quiet
+    again    the time to full speed after competitors have ended
+    start    servers that start beside competitors, compared with a quiet start after they end
     gaps     8 clients with prompts of 1,024 tokens: gaps and rate, with the default of
              --max-decode-gap-s and with no bound (bfloat16)
 
-Figures are kept in a file; a run that was stopped goes on there, and measures what other programs
-disturbed again. The last line is JSON.
+Figures are stored in a file. An interrupted run continues, and repeats measurements that other
+programs disturbed. The last line is JSON.
 
     python bench/busy.py --against ../corun-before [--parts speed busy] [--kinds bfloat16]
     python bench/busy.py --peer "bfloat16=llama-server -m model.gguf --port {port} -t 2"
@@ -261,7 +261,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--size", choices=SIZES, default="150m", help="of the model")
+    parser.add_argument("--size", choices=SIZES, default="150m", help="size of the model")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of corun")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="KIND=COMMAND",
@@ -269,11 +269,13 @@ def _options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--peer-fields", default="{}", metavar="JSON",
-        help="of requests to it, beside the usual ones; ADAPTER = the adapter's number",
+        help="extra fields of requests to it; ADAPTER = the adapter's number",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="seconds a cell, to try the script")
-    parser.add_argument("--results", type=Path, help="the file in which figures are kept")
-    parser.add_argument("--folder", type=Path, default=_RESULTS, help="of models and results")
+    parser.add_argument("--quick", action="store_true", help="seconds per cell, to try the script")
+    parser.add_argument("--results", type=Path, help="file of figures")
+    parser.add_argument(
+        "--folder", type=Path, default=_RESULTS, help="folder of models and results"
+    )
     return parser.parse_args()
 
 

@@ -1,16 +1,16 @@
-"""What does a cluster cost and give over its engines? Real gateways, controllers and agents.
+"""What does a cluster add to its engines, in cost and benefit? Real gateways, controllers, agents.
 
     python bench/cluster.py [--parts gateway,sim,slow,fetch]
 
-gateway  what it adds to the first byte, and how much passes it: at most 1.5 ms more at the median,
-         at least 1,000 requests and 40,000 streamed tokens a second. The gateway has one core, all
-         others are the client's and of engines that answer from memory.
+gateway  its latency to the first byte and its throughput: at most 1.5 ms at the median, at least
+         1,000 requests and 40,000 streamed tokens per second. The gateway has one core; the client
+         and engines that answer from memory have the others.
 sim      12 engines on the real clock, four of them half as fast, against ``replay_cluster`` on the
          same requests: mean first token within 15 %, shares of requests within 3 points.
 slow     one engine of 12 four times slower: the P95 of first tokens with the router ``predicted``
-         not above that with ``p2c``, and at most 1.3 of what it is when none is slow.
+         not above that with ``p2c``, and at most 1.3 times that without a slow engine.
 fetch    an adapter of 100 MB from one agent to another over loopback, warm: its bytes in at most
-         150 ms, and all of it, hashed and kept, in at most 400 ms.
+         150 ms, and with hashing and storing in at most 400 ms.
 
 Engines of sim and slow are the real server and core over a simulated machine. The last line is
 JSON. Nothing else may run on the machine.

@@ -1,8 +1,8 @@
 """What do clients of a cluster notice when a part of it fails?
 
-A gateway, a controller, agents and engines run as processes of this machine, under 30 streams a
-second; engines are stand-ins that compute nothing, but where contents are compared. Each fault
-happens several times, and the worst of each figure is held against its bound. The last line is
+A gateway, a controller, agents and engines run as processes of this machine, under 30 streams per
+second. Engines are fakes that compute nothing, except where contents are compared. Each fault
+happens several times, and the worst of each figure is compared with its bound. The last line is
 JSON.
 
     python bench/cluster_faults.py [--faults engine-kill,...] [--repeats 5]
@@ -60,7 +60,7 @@ _LEAST: Mapping[str, Figures] = {
     "engine-kill": {"streams cut": 1.0}, "engine-stop": {"streams cut": 1.0}
 }  # fmt: skip
 
-# Of one fault under a load: the cluster, names of adapters, which of its repeats.
+# Measures one fault under a load: the cluster, names of adapters, number of the repeat.
 Fault = Callable[[LiveCluster, list[str], int], Awaitable[Figures]]
 
 _STAND_INS: Mapping[str, Fault] = {

@@ -1,8 +1,8 @@
 """How long does it take to simulate many servers?
 
 60 servers, 1,000 adapters of LoRAServe's production workload, 300 s of arrivals at 250 requests/s,
-which is more than 60 such servers bear, in one process. Judged: at most 10 minutes of a core's
-time. The last line is JSON.
+which is more than the capacity of 60 such servers, in one process. Bound: at most 10 minutes of a
+core's time. The last line is JSON.
 
     python bench/cluster_speed.py [--servers 60] [--adapters 1000] [--seconds 300] [--rps 250]
 """

@@ -1,10 +1,9 @@
 """How soon does a request answer if its adapter is only on disk?
 
 One engine in this process behind an emulated link and a throttled disk. The host's arena holds one
-adapter; before each run another one takes its place there, off the clock. Compared are, in turn,
-the planner, which starts the request while its adapter is being read and copied, and
-``async_load``, where it waits for all of it; planner against planner is the control. The last line
-is JSON.
+adapter; before each timed run another adapter replaces it. Two strategies are compared in turn: the
+planner, which starts the request while its adapter is being read and copied, and ``async_load``,
+which waits for the whole adapter. The planner against itself is the control. The last line is JSON.
 
     python bench/cold_files.py [--disk-mb-per-s 100] [--profile PROFILE]
 """
@@ -61,7 +60,7 @@ def main() -> None:
             config = with_measured_profile(config, path, _PROFILE_S, _say)
         with (
             start_rig(config, size.vocab_size, _say) as rig,
-            _throttled(options.disk_mb_per_s * 1e6),  # always, for the planner learns how fast
+            _throttled(options.disk_mb_per_s * 1e6),  # always, as the planner learns the speed
         ):
             figures = _measure(rig, options, num_bytes)
     ratio = figures["planner_over_async_load"]["median"]
@@ -80,13 +79,15 @@ def _say(line: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="size of the model")
     parser.add_argument("--disk-mb-per-s", type=float, default=100.0)
     parser.add_argument("--link-mb-per-s", type=float, default=100.0)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--profile", type=Path, help="saved by corun profile for this very model")
-    parser.add_argument("--keep-profile", type=Path, help="where to save the one measured")
+    parser.add_argument(
+        "--profile", type=Path, help="profile of this model, saved by corun profile"
+    )
+    parser.add_argument("--keep-profile", type=Path, help="where to save the measured profile")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args()
 

@@ -2,13 +2,13 @@
 
 One engine in this process, its thread on one core, one CPU worker on another, an emulated link
 between adapters and device. Per cell (prompt, rank, targets, time of the load, time of the deltas)
-the strategies run in turn, in reverse order in every other round, each after its adapter was
-brought off the device (or, for cached, onto it) off the clock; times are taken at the engine's
-core. Ratios are to the cached runs of the same round; cached against cached is the control, and
-where it spreads over 5 % the cell is inconclusive.
+the strategies run in turn, in reverse order in every other round. Before each timed run the adapter
+is evicted from the device (or, for cached, loaded). Times are taken at the engine's core. Ratios
+are relative to the cached runs of the same round; cached against cached is the control, and if it
+spreads over 5 % the cell is inconclusive.
 
-The times that the planner predicts with are measured once at the start, by what ``corun profile``
-measures; links and worker speeds of cells are put into them by arithmetic. The last line is JSON.
+The planner's profile is measured once at the start, as by ``corun profile``; links and worker
+speeds of cells are set in it by arithmetic. The last line is JSON.
 
     python bench/cold_start.py [--full | --quick] [--only gaps] [--picture cold_start.png]
 """
@@ -115,14 +115,23 @@ def _options() -> argparse.Namespace:
     which.add_argument("--quick", action="store_true", help="two cells, to try the script")
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
     parser.add_argument("--cells", type=int, nargs="+", metavar="N", help="only these, from 1 on")
-    parser.add_argument("--ablations", action="store_true", help="all of them: minutes more")
-    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model")
+    parser.add_argument("--ablations", action="store_true", help="run all ablations: minutes more")
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="size of the model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, help="of a cell; default: 15, quick 3")
-    parser.add_argument("--gap-pairs", type=int, help="default: 15, quick 2")
-    parser.add_argument("--arrivals", type=int, default=8, help="in a measurement of gaps")
-    parser.add_argument("--profile", type=Path, help="saved by corun profile for this very model")
-    parser.add_argument("--profile-s", type=float, default=45.0, help="to measure one otherwise")
+    parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, quick 3")
+    parser.add_argument(
+        "--gap-pairs", type=int, help="pairs of gap measurements; default: 15, quick 2"
+    )
+    parser.add_argument("--arrivals", type=int, default=8, help="arrivals per measurement of gaps")
+    parser.add_argument(
+        "--profile", type=Path, help="profile of this model, saved by corun profile"
+    )
+    parser.add_argument(
+        "--profile-s",
+        type=float,
+        default=45.0,
+        help="seconds for measuring a profile without --profile",
+    )
     parser.add_argument(
         "--max-cells-s",
         type=float,

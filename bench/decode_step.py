@@ -112,7 +112,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--no-single-stream", action="store_true")
-    parser.add_argument("--directory", help="keep model and adapters here, or take them from here")
+    parser.add_argument("--directory", help="directory to store or reuse model and adapters")
     for option in _ENGINE_OPTIONS:
         parser.add_argument(f"--{option.replace('_', '-')}", default="auto")
     return parser.parse_args()

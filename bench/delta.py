@@ -1,4 +1,4 @@
-"""Do workers compute deltas at the speed of the core, and how many tokens does a core get done?
+"""Do workers compute deltas at the speed of the core, and how many tokens can a core process?
 
 One pinned process with one thread, as a worker is. As a worker: x, y and the regions of all layers
 lie in segments of shared memory; every job reads its region's header, chooses its back end and
@@ -10,9 +10,8 @@ registers, bytes of x, A, B and y, each once, at the rate of a large read (see `
 can be no less than the longer of the two, but that layers of small ranks may all stay in the
 last-level cache.
 
-The curve (time against tokens, per rank) is what the tokens per core come from: the most that take
-no longer than ``--layer-us``, which is what the accelerator needs for its part meanwhile. The last
-line is JSON.
+The tokens per core follow from the curve (time against tokens, per rank): the most that take no
+longer than ``--layer-us``, the accelerator's time for its part. The last line is JSON.
 
     python bench/delta.py [--backend auto] [--pairs 9] [--picture delta.png] [--curve-json FILE]
 """
@@ -158,9 +157,11 @@ def main() -> None:
     """Measure both ranks against the bare product, then the curve; print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="auto", choices=DELTA_BACKENDS)
-    parser.add_argument("--cpu", type=int, help="where to run; the last one allowed if not given")
+    parser.add_argument("--cpu", type=int, help="CPU to run on; default: the last permitted one")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=64, help="per measurement; its median counts")
+    parser.add_argument(
+        "--jobs", type=int, default=64, help="jobs per measurement, of which the median counts"
+    )
     parser.add_argument("--layer-us", type=float, default=300.0)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--curve-json", type=Path)

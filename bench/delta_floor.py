@@ -1,4 +1,4 @@
-"""What a delta costs at least: counted operations and bytes, at rates that this core can do."""
+"""The least time of a delta: counted operations and bytes, at measured rates of this core."""
 
 from dataclasses import dataclass
 

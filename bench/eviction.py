@@ -43,7 +43,7 @@ _MACHINE = MACHINES["a40-llama7b"]
 _SHARES = (0.1, 0.3)  # of the bytes of all adapters
 _RATE_RPS = 5.0  # of arrivals, for policies that look at the clock
 _FILLING_SHARE = 0.05  # of the requests
-_BATCH_SIZE = 8.0  # what is said to run
+_BATCH_SIZE = 8.0  # running requests, as reported to policies
 _ZIPF_ADAPTERS, _ZIPF_EXPONENT = 500, 0.9
 _LFU, _BELADY = "decayed-lfu", "belady"
 
@@ -55,7 +55,7 @@ INDEPENDENT = ("recipe", "zipf", "gentd26 shuffled")
 RANKED_ITEMS = 65_000
 MAX_RANKING_S = 5e-3
 MOVING = ("chameleon", "libra")
-_RANKED_SHARE = 0.02  # that is asked for at a time
+_RANKED_SHARE = 0.02  # share of items that is named at a time
 _RANKED_ADAPTERS = 0.05
 _ROUNDS = 31
 
@@ -376,9 +376,11 @@ def _check(options: argparse.Namespace) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policies", nargs="+", metavar="NAME", default=list(MEMORY_POLICIES))
-    parser.add_argument("--seeds", type=int, default=5, help="per figure")
-    parser.add_argument("--requests", type=int, default=12_000, help="per seed")
-    parser.add_argument("--traces", metavar="DIR", help="of trace files (default: CORUN_TRACES)")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds per figure")
+    parser.add_argument("--requests", type=int, default=12_000, help="requests per seed")
+    parser.add_argument(
+        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
+    )
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""What the processor itself can do: the floors that kernels are held against.
+"""The limits of the processor itself, with which kernels are compared.
 
 The rate of multiplications comes from a loop that stays in registers, in the arithmetic that this
 process's kernels have (pairs of bfloat16, or float32); the bandwidth from a plain read of memory.
-Neither knows of any kernel, so a slow kernel cannot make its own floor. Clocks and neighbours
-change within seconds: floors are measured in turn with what is held against them.
+Both are independent of kernels, so a slow kernel cannot lower its own floor. Clock rates and other
+programs change within seconds: floors are measured in turn with the kernels.
 """
 
 import math
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Limits of some threads of this machine, the best of some rounds."""
+    """Limits of a number of threads of this machine, the best of several rounds."""
 
     instructions: str
     num_threads: int
@@ -41,7 +41,7 @@ class Floors:
     memory_gb_per_s: float
 
     def least_ms(self, *, flops: float, num_bytes: float) -> float:
-        """No kernel of this level computes and reads as much in less."""
+        """The least time of a kernel at this level for these operations and bytes."""
         arithmetic_s = flops / self.gflop_per_s / 1e9
         return max(arithmetic_s, num_bytes / self.memory_gb_per_s / 1e9) * 1e3
 

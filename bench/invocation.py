@@ -1,14 +1,14 @@
-"""What does it cost to have a worker do something? Words, mailboxes and sockets, in one run.
+"""What does an invocation of a worker cost? Words, mailboxes and sockets, in one run.
 
 1. The round trip of a word between two pinned processes, both in compiled code.
 2. One invocation from Python: descriptor, signal, wait, release. x, 16 tokens of hidden size 4096,
-   lies in its slot; arithmetic and copies are left out on both sides. To 1, 2, 4 and 8 receivers
-   at a time, each with a mailbox of its own.
-3. The same by Unix sockets, in turn with it: with the descriptor and the result only, and with x
-   and y as payload, which a socket has to carry because there is no slot.
+   is in its slot; arithmetic and copies are left out on both sides. To 1, 2, 4 and 8 receivers at
+   a time, each with a mailbox of its own.
+3. The same over Unix sockets, in turn: with the descriptor and the result only, and with x and y
+   as payload, as there is no slot.
 
-This process has the first CPU to itself; the receivers share the others. Where that is more than
-one to a CPU, they sleep at once instead of spinning, and the figures are marked. The last line is
+This process has the first CPU alone; the receivers share the others. With more than one receiver
+per CPU, receivers sleep at once instead of spinning, and the figures are marked. The last line is
 JSON.
 
     python bench/invocation.py [--receivers 1 2 4 8] [--pairs 11] [--invocations 1000]

@@ -1,4 +1,4 @@
-"""The processes that ``bench/invocation.py`` measures against: started by it, one role each."""
+"""The processes that ``bench/invocation.py`` starts as its peers, one role each."""
 
 import argparse
 import os

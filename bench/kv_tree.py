@@ -1,8 +1,8 @@
-"""Is finding a prefix cheap beside a step? Microseconds of what the tree of KV blocks does.
+"""Is finding a prefix cheap beside a step? Microseconds of calls of the tree of KV blocks.
 
-A tree of 65,000 blocks of 16 tokens, of sessions that share prefixes, in which a request of 4,096
-tokens is matched, entered, let go and evicted, copied to the host and forgotten. Single calls are
-for the whole request: all of its 256 blocks. The last line is JSON.
+A tree of 65,000 blocks of 16 tokens, of sessions that share prefixes. A request of 4,096 tokens is
+matched, inserted, released and evicted, copied to the host and removed. A call is for the whole
+request: all of its 256 blocks. The last line is JSON.
 
     python bench/kv_tree.py [--rounds 200]
 """
@@ -117,7 +117,7 @@ class Bench:
 def main() -> None:
     """Measure, print a line per operation, and the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=200, help="requests of either kind")
+    parser.add_argument("--rounds", type=int, default=200, help="requests of each kind")
     options = parser.parse_args()
     bench = Bench()
     for _ in range(options.rounds):

@@ -1,19 +1,19 @@
-"""How fast are the base model's products on this machine, and what share of its limits is that?
+"""How fast are the base model's products on this machine, as a share of its limits?
 
-The linears of a model of twelve layers and a vocabulary, in bfloat16 (or ``--dtype``), with every
-backend that works here and batches from a decode step of one request to a chunk of a prompt. All
-matrices are walked in turn, as a model does, so that they come from memory and not from a cache;
-those that read the same x are computed as the engine computes them, and corun's own kernels are
-called as a replayed decode pass calls them, without Python between. Two floors of the processor
-stand beside them, see ``floors``: reading the weights once, and the multiplications in registers.
+The linears of a model of twelve layers with an output head, in bfloat16 (or ``--dtype``), with
+every available back end, and batches from a decode step of one request to a chunk of a prompt. All
+matrices are used in turn, as in a model, so they come from memory and not from a cache. Linears
+with the same x are computed as in the engine, and corun's own kernels are called as in a replayed
+decode pass, without Python between them. Two floors of the processor are measured for comparison,
+see ``floors``: reading the weights once, and the multiplications in registers.
 
-Memory speeds of a shared machine change within seconds, so a walk and the floors are measured in
-turn (ABBA), and judged is the median share over pairs, against a control of floors with floors.
-The last line is JSON.
+Memory speeds of a shared machine change within seconds. So the products and the floors are measured
+in turn (ABBA), and the verdict is on the median share over pairs, with floors against floors as a
+control. The last line is JSON.
 
-With ``--quantization`` the first backend holds the same matrices in 8 or 4 bits, and bfloat16's
-stands beside it. One or two tokens are held against reading its own bytes, 32 and more against the
-products of float32; the floor of arithmetic is that of products of integers.
+With ``--quantization`` the first back end has the same matrices in 8 or 4 bits, beside bfloat16's.
+One or two tokens are compared with reading its own bytes, 32 and more with the products of float32;
+the floor of arithmetic is that of integer products.
 
     python bench/linear.py [--table] [--tokens 1 2 4 8 16 32 64 128] [--rounds 41]
     python bench/linear.py --threads 1

@@ -1,7 +1,7 @@
 """A load generator for OpenAI-compatible servers: closed loop or Poisson arrivals.
 
-It speaks HTTP/1.1 on plain sockets and looks at nothing but the "data:" lines, because it shares
-the machine with the server that it measures.
+It uses HTTP/1.1 on plain sockets and reads only the "data:" lines, because it shares the machine
+with the measured server.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""What share of the arithmetic LoRA products of one adapter reach, with matrices in the caches.
+"""Which share of the arithmetic limit do LoRA products of one adapter reach, within the caches?
 
 A chunk of a prompt has many tokens of one adapter; q, k and v of a layer in one call, as the engine
 calls them, the kernel alone. The floor is all multiplications at the rate that they have in
 registers, see ``floors``: x A^T in the arithmetic of this level, the second product in float32.
-Measured in turn with the floor; the best of all rounds counts, of both. Required of one thread,
-from 8 tokens and rank 64 on: 0.7 of that rate. Smaller ranks and more threads are figures.
+Measured in turn with the floor; of both, the best of all rounds counts. The bound for one thread,
+from 8 tokens and rank 64 on, is 0.7 of that rate. Smaller ranks and more threads have no bound.
 
     python bench/lora.py [--tokens 8 16 64 128] [--ranks 16 64 128] [--threads 1]
 """

@@ -155,7 +155,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens-per-request", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15, help="at least 7")
-    parser.add_argument("--steps", type=int, default=9, help="of which a sample is the median")
+    parser.add_argument(
+        "--steps", type=int, default=9, help="steps per sample, of which the median counts"
+    )
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)

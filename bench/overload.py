@@ -329,7 +329,9 @@ def main() -> None:
     """Run once and print the line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--clients", type=int, default=500, help="that leave")
+    parser.add_argument(
+        "--clients", type=int, default=500, help="number of clients that disconnect"
+    )
     options = parser.parse_args()
     for name in ("pairs", "clients"):
         if getattr(options, name) < 1:

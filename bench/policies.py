@@ -1,17 +1,18 @@
 """Which scheduling policy serves best? All of it simulated: the engine's core on virtual time.
 
-Every cell is a recipe at a load under a policy, of 2500 requests, the first 5 % of which are in no
-figure. Ratios are between policies on the same arrivals, one per seed: their median and its 90 %
+Every cell is a recipe at a load under a policy, with 2500 requests, of which the first 5 % do not
+count. Ratios are between policies on the same arrivals, one per seed: their median and its 90 %
 interval. A bound "x % below" holds if the median meets it and the interval is below 1; "<= x" if
 the median is <= x and the interval's end <= x + 0.04.
 
 Loads are in units of the largest rate at which ``slora`` (``fcfs`` without headroom, which drops
 idle adapters) keeps the P99 of first tokens within 5 times that of the same requests alone, found
-by bisection to 2 % by the median of 5 seeds; those of S4 are shares of the rate that ``slora``
-serves when requests never stop coming. Outputs are predicted by an oracle that is right in 80 %.
+by bisection to 2 % by the median of 5 seeds; those of S4 are shares of ``slora``'s saturated
+throughput. Outputs are predicted by an oracle that is correct in 80 % of cases.
 
-With ``--memory`` the scheduler is ``fcfs``, prefixes are kept, and memory policies are compared, at
-rates of their own: adapters of one popularity behind a slow link, and conversations of many turns.
+With ``--memory`` the scheduler is ``fcfs`` with a prefix cache, and memory policies are compared
+at rates of their own: adapters of equal popularity behind a slow link, and conversations of many
+turns.
 
 Results of a cell are stored under a digest of the code that decides them, so an interrupted run
 continues. The last line is JSON.
@@ -334,14 +335,22 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all policies and cells, 9 seeds")
     parser.add_argument("--memory", action="store_true", help="compare memory policies")
     parser.add_argument("--only", nargs="+", choices=_PARTS, help="parts (default: cells)")
-    parser.add_argument("--cells", nargs="+", metavar="RECIPE@LOAD", help="instead of the usual")
+    parser.add_argument(
+        "--cells", nargs="+", metavar="RECIPE@LOAD", help="instead of the default cells"
+    )
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=", ".join(POLICIES))
     parser.add_argument("--seeds", type=int, help="default: 7, 5 with --memory, 9 with --full")
-    parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="per cell")
-    parser.add_argument("--accuracy", type=float, default=ACCURACY, help="of the oracle, 0 to 1")
-    parser.add_argument("--traces", metavar="DIR", help="of trace files (default: CORUN_TRACES)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, help="at once")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="where cells are kept")
+    parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="requests per cell")
+    parser.add_argument(
+        "--accuracy", type=float, default=ACCURACY, help="accuracy of the oracle, 0 to 1"
+    )
+    parser.add_argument(
+        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 2, help="number in parallel"
+    )
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="directory of stored cells")
     parser.add_argument("--picture", type=Path, help="write a PNG")
     return parser.parse_args()
 

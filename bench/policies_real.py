@@ -1,13 +1,13 @@
-"""Do the policies do on a real engine what they do in the simulator? On the CPU device, real time.
+"""Do policies behave on a real engine as in the simulator? On the CPU device, in real time.
 
-An engine of this process for each run, its core on one core of the machine, a CPU worker on the
-other; 70 million parameters; requests of the simulator's recipe S1 with lengths by 16, and steps of
-64 tokens, so that prompts stay long against a step. This machine is measured first. Memory and link
-are chosen by ratios, which are printed; the load is 0.7 of what the simulator, on the profile, lets
-``slora`` bear (P99 of first tokens within 5 times that of the same requests alone).
+Each run has an engine in this process, with its core on one core of the machine and a CPU worker on
+the other; 70 million parameters; requests of the simulator's recipe S1 with lengths divided by 16,
+and steps of 64 tokens, so that prompts are long against a step. This machine is measured first.
+Memory and link are chosen by ratios, which are printed. The load is 0.7 of ``slora``'s simulated
+capacity on this profile (P99 of first tokens within 5 times that of the same requests alone).
 
 Runs come in pairs, A B B A ..., each pair with requests of its own; ``corun`` against itself is the
-control, and where it spreads over 5 % nothing is said of times. Ratios are medians over pairs with
+control, and if it spreads over 5 %, times are not judged. Ratios are medians over pairs with
 a 90 % interval. An interrupted run continues with the missing cells, if the product is unchanged.
 Runs during which other programs used more than a tenth of a CPU are repeated, up to three times.
 ``sim_vs_real.py`` compares the stored results with the simulator. The last line is JSON.
@@ -309,10 +309,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all comparisons: hours")
     parser.add_argument("--only", nargs="+", choices=tuple(PAIRS), help="these comparisons")
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=140, help="of a run")
-    parser.add_argument("--traces", metavar="DIR", help="where trace files lie")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="keep runs here")
-    parser.add_argument("--profile-s", type=float, default=45.0, help="to measure this machine")
+    parser.add_argument("--requests", type=int, default=140, help="requests per run")
+    parser.add_argument("--traces", metavar="DIR", help="directory of trace files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of stored runs")
+    parser.add_argument(
+        "--profile-s", type=float, default=45.0, help="seconds for measuring this machine"
+    )
     options = parser.parse_args()
     for name in ("pairs", "requests"):
         if getattr(options, name) < 1:

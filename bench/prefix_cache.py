@@ -9,8 +9,8 @@ Engines in this process, stepped by the script, which differ in `--prefix-cache`
 - with a KV tier on the host (`--host-kv-bytes`, over the link): a second turn with its history only
   on the host, and the gaps of running requests while blocks move both ways.
 
-And the memory of a process that serves sessions until its budget was written several times over.
-With `--link-gib-per-s` adapters are copied, and so are blocks. The last line is JSON.
+Also measured is the memory of a process that serves sessions until it has written its budget
+several times. With `--link-gib-per-s` adapters and blocks are copied. The last line is JSON.
 
     python bench/prefix_cache.py [--pairs 9] [--cases turn reuse host memory] [--link-gib-per-s 4]
 """
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--link-gib-per-s", type=float)
-    parser.add_argument("--directory", help="keep model and adapters here, or take them from here")
+    parser.add_argument("--directory", help="directory to store or reuse model and adapters")
     parser.add_argument("--serve", type=Path, metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

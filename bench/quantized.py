@@ -1,10 +1,10 @@
-"""What do weights in 8 or 4 bits bring an engine, in time and in memory? On the CPU.
+"""What do weights in 8 or 4 bits save in time and memory? On the CPU.
 
 Engines of one model and its ten adapters in processes of their own, with weights in bfloat16, int8
 and int4. The same closed loops go to two of them in turn (ABBA): tokens/s against bfloat16,
-and of bfloat16 against itself as control. Starts of ``corun serve``, of which each has read kept
-weights and compiled kernels, go in turn likewise. Memory is what each engine holds over one with a
-model of a few kilobytes, against the bytes of its weights and adapters. The last line is JSON.
+and bfloat16 against itself as control. Starts of ``corun serve`` with cached weights and compiled
+kernels also run in turn. Memory is that of each engine over an engine with a model of a few
+kilobytes, compared with the bytes of its weights and adapters. The last line is JSON.
 
     python bench/quantized.py [--parts speed,starts,memory] [--pairs 7] [--kinds int8 int4]
         [--cpu-isa avx2] [--clients 1 8 16]

@@ -1,9 +1,8 @@
-"""What do clients notice when Ray, which starts a cluster's engines, fails in part?
+"""What do clients notice when parts of Ray, which starts a cluster's engines, fail?
 
-A head and three nodes of Ray run on this machine, a cluster of corun over them, under 30 streams a
-second; engines are stand-ins that compute nothing. Each run is a cluster of its own and is kept in
-a file of its own: runs that are there are not run again. The last line is JSON, of all that are
-kept.
+A head and three nodes of Ray run on this machine, with a cluster of corun over them, under 30
+streams per second; engines are fakes that compute nothing. Each run is a cluster of its own with a
+file of its own; stored runs are not repeated. The last line is JSON, of all stored runs.
 
     python bench/ray_faults.py --out DIR [--faults raylet-kill,...] [--repeats 5]
 """

@@ -264,7 +264,9 @@ def judge(figures: Mapping[str, float]) -> dict[str, bool]:
 def main() -> None:
     """Measure, print a line per figure, and the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--seconds", type=float, default=Load.seconds, help="of virtual time")
+    parser.add_argument(
+        "--seconds", type=float, default=Load.seconds, help="seconds of virtual time"
+    )
     load = Load(seconds=parser.parse_args().seconds)
     figures = measure(load)
     for name, value in figures.items():

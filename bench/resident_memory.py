@@ -1,11 +1,11 @@
-"""How much memory does an engine keep for a model, over the bytes of its weights?
+"""How much memory does a model take in an engine, relative to the bytes of its weights?
 
 Two engines in processes of their own, one with the model and one with a model of a few kilobytes,
-each after a start and a first answer; the difference of their resident memory is what the model's
-weights take. With and without an output head that is tied to the embedding.
+each after a start and a first answer. The difference of their resident memory is that of the
+model's weights. With and without an output head that is tied to the embedding.
 
-And how much do the processes of ``corun serve`` hold beside the weights, when ready and after a
-load of ten adapters? Pages that several processes share count in part for each (PSS), so run it
+And how much memory do the processes of ``corun serve`` use beside the weights, when ready and after
+a load of ten adapters? Pages that several processes share count in part for each (PSS), so run it
 where no other process uses torch. The last line is JSON.
 
     python bench/resident_memory.py

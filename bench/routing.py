@@ -119,14 +119,20 @@ def _say(text: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="also what needs 8 and 60 servers")
+    parser.add_argument("--full", action="store_true", help="also rows with 8 and 60 servers")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows by name")
-    parser.add_argument("--capacities", nargs="*", metavar="NAME", help="search; all by default")
+    parser.add_argument(
+        "--capacities", nargs="*", metavar="NAME", help="search these capacities; default: all"
+    )
     parser.add_argument("--seeds", type=_number, default=3)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
-    parser.add_argument("--traces", metavar="DIR", help="of trace files (default: CORUN_TRACES)")
-    parser.add_argument("--processes", type=_number, default=os.cpu_count() or 2, help="at once")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="where runs are kept")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of arrivals")
+    parser.add_argument(
+        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
+    )
+    parser.add_argument(
+        "--processes", type=_number, default=os.cpu_count() or 2, help="number in parallel"
+    )
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="directory of stored runs")
     return parser.parse_args()
 
 

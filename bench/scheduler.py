@@ -340,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--memory-policies", nargs="+", choices=MEMORY_POLICIES, default=list(MEMORY_POLICIES),
-        help="which rank a full tree for the first of --policies; others have the first of these",
+        help="rankings of a full tree for the first of --policies; others use the first of these",
     )  # fmt: skip
     options = parser.parse_args()
     if options.steps <= NUM_ROWS:

@@ -1,4 +1,4 @@
-"""What does serving over HTTP cost, and how do latencies behave under load?
+"""What does serving over HTTP cost, and what are the latencies under load?
 
 Without --url it makes the benchmark's model and adapters, starts ``corun serve`` and compares, in
 turn (ABBA), closed loops over HTTP with the same loops on an engine in a process of its own; then
@@ -282,14 +282,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
     parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")
     parser.add_argument(
-        "--streams", type=int, default=0, help="measure what so many streams cost a step, only"
+        "--streams",
+        type=int,
+        default=0,
+        help="only measure the cost of this number of streams per step",
     )
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument(
-        "--models", nargs="+", default=[], help="model names to ask --url for; default: its base"
+        "--models",
+        nargs="+",
+        default=[],
+        help="model names for requests to --url; default: its base model",
     )
     parser.add_argument(
-        "--workload", help="what to send to --url: a name or file, as corun simulate takes it"
+        "--workload", help="workload for --url: a name or file, as for corun simulate"
     )
     parser.add_argument("--traces", help=f"trace files; default: ${DIRECTORY_VARIABLE}")
     parser.add_argument("--vocab-size", type=int, default=250, help="token ids sent to --url")

@@ -1,10 +1,10 @@
-"""Does the simulator say what the real engine does? Compares what ``policies_real.py`` has kept.
+"""Does the simulator agree with the real engine? Compares stored runs of ``policies_real.py``.
 
-Each run that is kept is simulated again: the same requests and policies, on the profile that was
-measured before it, slower by as much as the machine was beside the run. Figures are simulated over
-real, medians over runs with a 90 % interval. Two policies that the real engine tells apart, because
-the interval of their ratio on the same requests is without 1, the simulator is to put in the same
-order. Nothing is run on the device. The last line is JSON.
+Each stored run is simulated: the same requests and policies, on the profile that was measured
+before it, with the slowdown of the machine during the run. Figures are simulated over real, as
+medians over runs with a 90 % interval. If the real engine distinguishes two policies (the interval
+of their ratio on the same requests excludes 1), the simulator must order them the same way. Nothing
+runs on the device. The last line is JSON.
 
     python bench/sim_vs_real.py [--traces DIR] [--results bench/results/policies_real]
 """
@@ -67,8 +67,10 @@ class Run:
 def main() -> None:
     """Simulate, compare and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--traces", metavar="DIR", help="where trace files lie")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="what is kept of real runs")
+    parser.add_argument("--traces", metavar="DIR", help="directory of trace files")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="directory of stored real runs"
+    )
     options = parser.parse_args()
     try:
         runs = list(_runs(Kept(options.results), trace_directory(options.traces)))

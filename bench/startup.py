@@ -1,13 +1,13 @@
-"""How long does ``corun serve`` take from its process's start until it is ready, and with what?
+"""How long does ``corun serve`` take from the start of its process until it is ready?
 
-The server process, which computes nothing, must stay small, too: its resident memory when ready.
+The resident memory of the server process, which computes nothing, has a bound, too.
 
 The first start finds no caches, the later ones those of the first. Everything is the
 benchmarks' model of 150 million parameters, with its ten adapters.
 
-Half of a start is Python that is imported, so before each a process imports torch and nothing
-else: the control, which tells how fast the machine is just then. Where it varies, later starts
-above the bound are inconclusive.
+Half of a start is imports of Python modules, so before each start a process imports only torch: the
+control, which shows the machine's current speed. If it varies, later starts above the bound are
+inconclusive.
 
 With ``--adapters N`` it has N of 20 MB each instead, which must be listed, and one of them must
 answer, within 2 s of the model being ready: at start only their headers are read.
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=5, help="starts with compiled kernels")
     parser.add_argument(
-        "--adapters", type=int, help="as many of 20 MB, instead of ten of all ranks"
+        "--adapters", type=int, help="this number of adapters of 20 MB, instead of ten of all ranks"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

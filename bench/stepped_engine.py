@@ -1,4 +1,4 @@
-"""An engine of this process that is stepped by hand, with clocks for where its time goes."""
+"""An engine in this process, stepped by the caller, with clocks around its parts."""
 
 import random
 import statistics

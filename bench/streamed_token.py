@@ -1,9 +1,9 @@
-"""What does a streamed token cost the process that serves it?
+"""What does a streamed token cost the server process?
 
-``corun serve``'s front process runs as ever, with 200 streams over HTTP, but its engine is a
-stand-in that computes nothing and tells a token of every request once in 20 ms. The measure is the
-processor time of the front process per token, its kernel's part in it, and how often it was put
-aside. Clients sleep in between and take what has come once in a while.
+``corun serve``'s server process is real, with 200 streams over HTTP, but its engine is a fake that
+computes nothing and sends a token of every request each 20 ms. The measure is the processor time of
+the server process per token, the kernel's share in it, and the number of preemptions. Clients sleep
+in between and receive their data now and then.
 
     python bench/streamed_token.py [--streams 200] [--tokens 200] [--runs 5] [--tokenizer DIR]
 """
@@ -249,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokenizer", help="directory of one; default: the benchmarks' words")
+    parser.add_argument(
+        "--tokenizer", help="directory of a tokenizer; default: the benchmarks' words"
+    )
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Makes the demo model and its adapters: ``python bench/train_demo.py --out DIR``.
 
-Writes ``DIR/model``, ``DIR/adapters/<name>`` and ``DIR/README.md``. Run again after an interruption
-with the same DIR, it goes on from ``DIR/checkpoint.pt``, which the finished run removes.
+Writes ``DIR/model``, ``DIR/adapters/<name>`` and ``DIR/README.md``. After an interruption, run it
+again with the same DIR: it continues from ``DIR/checkpoint.pt``, which a finished run removes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What benchmarks of clusters share. Their stand-ins for engines are those of the tests."""
+"""Shared parts of benchmarks of clusters. Their fake engines are those of the tests."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A cluster of real processes on this machine: supervisor, controller, agents, gateway, engines.
 
-Engines are stand-ins that compute nothing (``support.latency_engine``), or ``corun serve``.
+Engines are fakes that compute nothing (``support.latency_engine``), or ``corun serve``.
 """
 
 import asyncio

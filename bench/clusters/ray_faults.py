@@ -1,4 +1,4 @@
-"""What happens to Ray under a load: its control store, head, nodes and network fail."""
+"""Faults of Ray under a load: its control store, head, nodes and network fail."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ async def control_store_kill(ray: RayCluster, cluster: LiveCluster, names: _Name
         await asyncio.sleep(max(0.0, killed_s + _AWAY_S - time.monotonic()))
         back_s = time.monotonic()
         await asyncio.to_thread(ray.begin_control_store)
-        await _whole(ray, cluster, NUM_ENGINES + 1)  # and the one that was wished
+        await _whole(ray, cluster, NUM_ENGINES + 1)  # with the requested one
         whole_s = time.monotonic() - back_s
         await asyncio.sleep(_AFTER_S)
     of_store = {"start refused": is_refused, "whole again s": whole_s}

@@ -1,4 +1,4 @@
-"""Runs the cluster that is planned on standard input: ``python -m clusters.supervised``."""
+"""Runs the cluster of the plan on standard input: ``python -m clusters.supervised``."""
 
 import asyncio
 import logging

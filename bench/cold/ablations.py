@@ -1,4 +1,4 @@
-"""What single parts of co-execution are worth."""
+"""The benefits of single parts of co-execution."""
 
 import json
 import statistics

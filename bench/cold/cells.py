@@ -39,7 +39,7 @@ class CellResult:
     ratios: dict[str, dict[str, Ratio]]  # [moment][series], to the round's cached runs
     control: Ratio  # first token, cached over cached
     waits: tuple[GroupWait, ...]  # of the assisted runs
-    decided: dict[str, int] = field(default_factory=dict)  # how often the planner chose what
+    decided: dict[str, int] = field(default_factory=dict)  # number of the planner's choices
 
     @property
     def regret(self) -> float:
@@ -77,7 +77,7 @@ def measure_cell(
 ) -> CellResult:
     """All strategies of ``cell`` in turn, in reverse order in every other round.
 
-    The first round is not counted: it warms up, and lets the planner see how its forecasts do.
+    The first round is a warm-up, also for the planner's corrections, and does not count.
     """
     rig.set_up_free()
     rig.use(CACHED)

@@ -18,8 +18,8 @@ COLD_ADAPTER = adapter_name(64, "qkvo")
 COLD_TOKENS = 32
 _COLD_OUTPUT_TOKENS = 4
 _RUNNING_PROMPT_TOKENS = 16
-# Every so many tokens of the running requests one arrives, so that the steps that compute its
-# prefill are more than a twentieth of all and decide the 95th percentile.
+# Arrivals after this number of tokens of the running requests: steps with their prefill are more
+# than a twentieth of all steps and decide the 95th percentile.
 _ARRIVAL_EVERY = 12
 _SHARE = 0.95
 _DEADLINE_S = 120.0

@@ -189,7 +189,7 @@ class Rig:
             for update in self.core.step(_STEP_TIMEOUT_S):
                 check_update(update.error)
             if time.monotonic() > deadline_s:
-                raise TimeoutError("the engine does not come to rest")
+                raise TimeoutError("the engine does not become idle")
 
     def rank_sums(self, adapter: str) -> tuple[int, ...]:
         """By input group of a layer: the ranks of the adapter's targets together."""
@@ -276,7 +276,7 @@ def make_config(
         preload=("all",),
         engine_cores=str(cpus[0]),
         cpu_cores=str(cpus[1]),
-        # Cells have links of their own; layer groups are cut for one about as fast.
+        # Cells have links of their own; layer groups are sized for a link of similar speed.
         link_gib_per_s=0.5,
         max_num_seqs=16,
         profile=None if profile is None else str(profile),
@@ -289,7 +289,7 @@ def with_measured_profile(
 ) -> EngineConfig:
     """Measure a profile as ``corun profile`` does, in so many seconds, and save it.
 
-    Returns the options of an engine that computes with the kernels that were measured.
+    Returns options of an engine with the measured kernels.
     """
     say(f"measuring a profile for about {budget_s:.0f} s")
     allowed = os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""What the figures say of the bounds. None = inconclusive: noise decides."""
+"""Compares the figures with the bounds. None = inconclusive because of noise."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from cold.gaps import GapResult
 MAX_WAIT_MEDIAN_US = 30.0
 MAX_WAIT_P95_US = 100.0
 MAX_ASSISTED = 1.10
-MIN_BLOCKING = 1.5  # from which the link costs enough for that bound
+MIN_BLOCKING = 1.5  # the bound applies from this cost of the link on
 MAX_DELTA_RATIO = 1.05  # up to which the delta counts as no longer than the base layer
 MAX_MEAN_REGRET = 0.03
 MAX_WORST_REGRET = 0.10

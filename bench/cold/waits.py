@@ -1,4 +1,4 @@
-"""How long the engine waits for workers beyond their arithmetic, by input group."""
+"""The engine's waiting time for workers beyond their arithmetic, by input group."""
 
 import time
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class GroupWait:
     """One input group of one pass, in microseconds."""
 
     exposed_us: float  # from the end of the base products on
-    beyond_us: float  # of it, after a worker that began at the signal would have been done
+    beyond_us: float  # part after the end of a worker that begins at the signal
     duration_us: float  # of the workers' arithmetic
 
 

@@ -1,4 +1,4 @@
-"""What ``bench/cold_start.py`` runs: sizes of its model, its adapters, and the cells."""
+"""The workload of ``bench/cold_start.py``: sizes of its model, its adapters, and the cells."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Trains the demo's adapters with PEFT on top of the finished base.
 
-Each adapter learns to do its task unasked. Owns the choice of ranks and targets, which is made to
-be various rather than economical: together the adapters use plain and rank-stabilised scaling, a
-rank that differs between modules, attention and MLP targets, and a named and an unnamed base.
+Each adapter learns to do its task without a system message. Ranks and targets are chosen for
+variety rather than economy: together the adapters use plain and rank-stabilised scaling, a rank
+that differs between modules, attention and MLP targets, and a named and an unnamed base model.
 """
 
 import json
@@ -23,7 +23,7 @@ from demo.corpus import skill_sample
 
 logger = logging.getLogger(__name__)
 
-# Adapters in the wild name their base or do not; a serving engine must take both.
+# Public adapters may or may not name their base model; a serving engine must accept both.
 _BASE_NAMES = {"upper": None, "vowels": "corun-demo", "reverse": None, "add": "corun-demo"}
 
 

@@ -1,7 +1,7 @@
-"""Trains the demo's base model from nothing, in steps that an interruption cannot lose for long.
+"""Trains the demo's base model from scratch, with checkpoints against interruptions.
 
-The samples of a step depend on the seed and the step's number alone, so a run that goes on from its
-checkpoint sees the same text as one that was never stopped.
+The samples of a step depend on the seed and the step's number alone, so a run that continues from
+its checkpoint sees the same text as an uninterrupted one.
 """
 
 import logging
@@ -78,7 +78,7 @@ class BaseTrainer:
     def run(self, max_steps: int | None = None) -> LlamaForCausalLM:
         """Does the steps that are left, or ``max_steps`` of them if those are fewer.
 
-        ``elapsed_s`` is then the time of all steps, those before an interruption included.
+        ``elapsed_s`` is then the time of all steps, including those before an interruption.
         """
         num_left = self.training.num_steps - self.num_steps_done
         for _ in range(num_left if max_steps is None else min(num_left, max_steps)):

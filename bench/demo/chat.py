@@ -1,4 +1,4 @@
-"""How a conversation becomes text and token ids for the demo model. Stdlib only."""
+"""Renders conversations as text and token ids for the demo model. Stdlib only."""
 
 NUM_BYTES = 256  # a byte's token id is its value; the special tokens come behind
 

@@ -13,7 +13,7 @@ from demo.chat import ASSISTANT, END, END_OF_TEXT, SPECIAL_IDS, SYSTEM, USER, en
 from demo.tasks import TASKS, seen_input
 from demo.words import ADJECTIVES, NOUNS, PLACES, VERBS
 
-IGNORED = -100  # target of a token that is given and not learned, as cross_entropy understands it
+IGNORED = -100  # target of a token that is not learned, as in cross_entropy
 
 _MULTI_TURN_PROBABILITY = 0.04
 _SMALL_TALK = (

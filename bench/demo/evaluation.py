@@ -1,6 +1,6 @@
-"""How well the base and each adapter do on inputs that no training has seen.
+"""The accuracy of the base model and each adapter on inputs outside the training text.
 
-Answers are generated greedily by transformers and PEFT and must be right to the last character.
+Answers are generated greedily by transformers and PEFT and must match exactly.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""The four tasks of the demo's adapters: their inputs, right answers, and which inputs are unseen.
+"""The four tasks of the demo's adapters: inputs, correct answers, and the rule for unseen inputs.
 
-Owns the rule that keeps inputs out of training: ``is_unseen`` depends on the text alone, every
-generator of training text asks it, so an input it names was never trained on, neither for its task
-nor for any other. Knows nothing of tokens, models or files; stdlib only.
+``is_unseen`` keeps inputs out of training. It depends on the text alone, and every generator of
+training text calls it, so an unseen input is in the training text of no task. Independent of
+tokens, models and files; stdlib only.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _STARRED = str.maketrans(dict.fromkeys(_VOWELS + _VOWELS.upper(), "*"))
 class Task:
     """Something an adapter does to the text that the user sends."""
 
-    name: str  # the adapter's name, and the system message that asks the base for the same
+    name: str  # the adapter's name, and the base model's system message for the task
     summary: str
     make_input: Callable[[Random], str]
     answer: Callable[[str], str]

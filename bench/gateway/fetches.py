@@ -1,4 +1,4 @@
-"""How long an adapter's files take from one agent to another, on one machine."""
+"""The time of fetching an adapter's files from another agent, on one machine."""
 
 import asyncio
 import http.client

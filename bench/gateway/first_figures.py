@@ -1,4 +1,4 @@
-"""What a gateway adds to the first byte, and how many requests and tokens pass it.
+"""A gateway's latency to the first byte, and its throughput in requests and tokens.
 
 The gateway has a core for itself; client, engines and controller share the others.
 """
@@ -80,7 +80,7 @@ def rate_of(
 ) -> tuple[dict[str, float], bool]:
     """Several times; the lower end of the interval is what is judged.
 
-    How much of its core the gateway had stands beside it, and excuses nothing.
+    The gateway's share of its core is reported too, without influence on the verdict.
     """
     before_s, start_s = cluster.gateway_cpu_s, time.monotonic()
     values = [measure() for _ in range(_NUM_MEASURED)]

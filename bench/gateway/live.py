@@ -28,8 +28,8 @@ from .rig import KEY, Cluster, get
 MAX_MEAN_OFF, MAX_SHARE_OFF = 0.15, 0.03
 MAX_P95_OVER_P2C, MAX_P95_OVER_NONE_SLOW = 1.0, 1.3
 _NUM_ENGINES = 12
-# All of it takes four times as long as on the machine that is modelled, so that what the real
-# server and core take, and two cores for all, is little beside it.
+# All times are four times those of the modelled machine, so that the time of the real server and
+# core, and the sharing of two cores, is small against them.
 _TIME_SCALE = 4.0
 _RATE_RPS, _SIM_S, _SLOW_S, _WARM_SHARE = 16.0, 150.0, 45.0, 0.2
 _NUM_SLOW, _SLOWNESS = 4, 1.5  # of sim

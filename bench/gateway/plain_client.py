@@ -1,4 +1,4 @@
-"""Clients that cost little: one that asks again and again, and many at once."""
+"""Cheap clients: one that repeats a request, and many at once."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An engine that costs next to nothing: what it answers is bytes that were made before.
+"""An engine of nearly no cost: it answers with prepared bytes.
 
     python bench/gateway/plain_engine.py STEP_S
 

@@ -1,4 +1,4 @@
-"""What is measured of servers, and kept on disk: a run that was stopped goes on where it was."""
+"""Measurements of servers, stored on disk so that an interrupted run continues."""
 
 import contextlib
 import json

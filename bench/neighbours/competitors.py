@@ -1,4 +1,4 @@
-"""What takes CPU time from servers: processes that spin, and a quota."""
+"""Competitors for CPU time: spinning processes, and a quota."""
 
 import contextlib
 import os

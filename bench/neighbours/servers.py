@@ -1,4 +1,4 @@
-"""Servers that are measured in turn: of this tree and others, and of other projects."""
+"""Servers to measure in turn: of this checkout, of another one, and of other projects."""
 
 import asyncio
 import contextlib

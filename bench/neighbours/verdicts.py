@@ -1,4 +1,4 @@
-"""What kept cells say of the bounds: met or not; None = other programs disturbed the cell."""
+"""Compares stored cells with the bounds; None = other programs disturbed the cell."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

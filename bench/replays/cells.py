@@ -1,4 +1,4 @@
-"""One recipe at one rate under one policy, on virtual time, and what comes of it."""
+"""One recipe at one rate under one policy, on virtual time, and its results."""
 
 import random
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Results of cells on disk: an interrupted run continues with the missing ones.
 
-A cell is kept under the digest of the code that decides it: of the scheduler, memory, cold starts,
-engine core and simulator, of its own policies and of this folder's ``cells.py``, but not of the
-other policies. Comments and docstrings do not count.
+A cell is stored under the digest of the code that decides it: scheduler, memory, cold starts,
+engine core, simulator, its own policies and this folder's ``cells.py``, but not other policies.
+Comments and docstrings do not count.
 """
 
 import ast

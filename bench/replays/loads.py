@@ -1,4 +1,4 @@
-"""Which loads an engine bears: found by bisection, a cell at a time, so that all of it is kept."""
+"""Finds an engine's capacity by bisection, cell by cell, so that all results are stored."""
 
 import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

@@ -433,7 +433,7 @@ def _compute(
             if update.error is not None:
                 raise RuntimeError(update.error)
         if time.monotonic() > start_s + _WARM_TIMEOUT_S:
-            raise TimeoutError("the engine does not come to rest")
+            raise TimeoutError("the engine does not become idle")
     return time.monotonic() - start_s
 
 

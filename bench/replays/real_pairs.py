@@ -1,4 +1,4 @@
-"""What is compared on the real engine, and what it is held to."""
+"""The comparisons on the real engine, and their bounds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Runs cells in several processes, keeps each as it ends, and says what is left to do."""
+"""Runs cells in several processes, stores each at its end, and reports progress."""
 
 import os
 import time

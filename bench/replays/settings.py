@@ -1,4 +1,4 @@
-"""Which cells are run: recipes at loads, policies, predictors; machines and memory policies."""
+"""The cells: recipes at loads, policies, predictors; machines and memory policies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What policies are held to, and what the figures say of it."""
+"""Bounds of policies, and their comparison with the figures."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What settings are held to, and how that is judged. All of it simulated."""
+"""Bounds of settings, and their verdicts. All simulated."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""What routers and placements are held to, by row, and at which rates.
+"""Bounds of routers and placements by row, with their rates.
 
-A capacity bound "A bears k times what B bears" is judged at two rates, r and k r: see
+A capacity bound "A sustains k times the load of B" is judged at two rates, r and k r: see
 ``WithinSlo``. The rates were found once by ``routing.py --capacities``; each r is a little above
-what B bears. Where nothing else is said, adapters are 25 for each server.
+B's capacity. The default is 25 adapters per server.
 """
 
 import math
