@@ -1,4 +1,4 @@
-"""A clock that only sleeping moves."""
+"""A clock that advances only by sleeping."""
 
 
 class FakeClock:

@@ -1,6 +1,6 @@
-"""A controller over real HTTP among agents, engines and gateways that only answer.
+"""A controller over real HTTP among scripted agents, engines and gateways.
 
-An adapter's directory is a text here: it is its content, and the digest is made of it.
+An adapter's directory is a text here: it is the content, and the digest is computed from it.
 """
 
 import asyncio
@@ -77,12 +77,12 @@ _Answer = TypeVar("_Answer")
 
 
 def digest_of(content: str) -> str:
-    """What names a content."""
+    """The digest of a content."""
     return sha256(content.encode()).hexdigest()
 
 
 def profile_of(base_fingerprint: str = "base-1", dtype: str = "float32") -> EngineProfile:
-    """What an engine is."""
+    """The card of an engine."""
     return EngineProfile(
         model="base", base_fingerprint=base_fingerprint, dtype=dtype, max_model_len=2048,
         max_num_batched_tokens=512, max_num_seqs=16, block_size=16, adapter_bytes_per_rank=1000,
@@ -92,7 +92,7 @@ def profile_of(base_fingerprint: str = "base-1", dtype: str = "float32") -> Engi
 
 @dataclass(slots=True)
 class FakeEngine:
-    """What it serves, by name; and an agent's revisions of that."""
+    """An engine: the adapters that it serves, with an agent's revisions of them."""
 
     profile: EngineProfile = field(default_factory=profile_of)
     incarnation: str = "one"
@@ -148,7 +148,7 @@ class FakeEngine:
 
 @dataclass(slots=True)
 class FakeAgent:
-    """Answers as an agent does, about files that are texts."""
+    """Answers as an agent, for files that are texts."""
 
     agent_id: str
     engines: dict[str, FakeEngine] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class FakeAgent:
     unloaded: list[Unload] = field(default_factory=list)
     changed: list[EngineChange] = field(default_factory=list)
     asked: list[Ensure] = field(default_factory=list)
-    # Called before each answer of ``ensure``; raises what shall be answered.
+    # Called before each answer of ``ensure``; an exception becomes the answer.
     on_ensure: Callable[[Ensure], Any] | None = None
     unreadable: set[str] = field(default_factory=set)  # contents
     store_bytes: int = 10**9
@@ -182,7 +182,7 @@ class FakeAgent:
         )
 
     def report(self) -> AgentReport:
-        """What it tells."""
+        """Its report."""
         engines = [
             EngineStatus(
                 engine_id=engine_id, url=one.url, state=one.state, pid=one.pid, cpu_list=""
@@ -245,7 +245,7 @@ class FakeAgent:
 
 @dataclass(slots=True)
 class FakeGateway:
-    """Listens to the table, and says so."""
+    """Follows the table, and acknowledges changes."""
 
     gateway_id: str
     engines: dict[str, EngineCard] = field(default_factory=dict)
@@ -256,7 +256,7 @@ class FakeGateway:
     acknowledges: bool = True
 
     async def listen(self, session: ClientSession, url: str) -> None:
-        """Until the stream ends, which raises."""
+        """Follow the table until the stream ends, which raises."""
         table_url = f"{url}{TABLE_PATH}?gateway={self.gateway_id}"
         async for change in read_events(session, table_url, TableChange, silent_s=2.0):
             self.take(change)
@@ -265,7 +265,7 @@ class FakeGateway:
                 await call(session, url + ACKS_PATH, ack, dict, timeout_s=TIMEOUT_S)
 
     def take(self, change: TableChange) -> None:
-        """Go by a change."""
+        """Apply a change."""
         if change.is_whole:
             self.engines, self.agents, self.adapters, self.shares = {}, {}, {}, {}
         self.engines |= {one.engine_id: one for one in change.engines}
@@ -283,7 +283,7 @@ class FakeGateway:
 
 
 class RunningCluster:
-    """A controller, and those around it."""
+    """A controller with its agents, engines and gateways."""
 
     def __init__(self, url: str, session: ClientSession, stack: contextlib.AsyncExitStack) -> None:
         self.url = url
@@ -291,7 +291,7 @@ class RunningCluster:
         self._stack = stack
 
     async def agent(self, agent_id: str, *engine_ids: str, **fields: Any) -> FakeAgent:
-        """One more, which has reported its engines, ready."""
+        """One more, which has reported its engines as ready."""
         agent = FakeAgent(agent_id, **fields)
         for engine_id in engine_ids:
             agent.engines[engine_id] = await self.engine()
@@ -316,7 +316,7 @@ class RunningCluster:
         return gateway
 
     async def report(self, agent: FakeAgent) -> AgentOrders:
-        """Have an agent report once, and go by the answer."""
+        """Have an agent report once, and apply the answer."""
         orders = await self.post(AGENTS_PATH, agent.report(), AgentOrders)
         agent.orders, agent.released = orders, agent.copies - set(orders.keep)
         return orders
@@ -334,41 +334,41 @@ class RunningCluster:
         return await self.post(ADAPTERS_PATH, change, AdapterEntry)
 
     async def engines(self, action: str, **fields: Any) -> ClusterStatus:
-        """Change which engines there are."""
+        """Add or remove engines."""
         return await self.post(ENGINES_PATH, EngineChange(action=action, **fields), ClusterStatus)
 
     async def demand(self, prompt_tokens: dict[str, int], **fields: Any) -> None:
-        """What a gateway has seen."""
+        """Report the demand of a gateway."""
         demand = GatewayDemand(
             gateway_id="g0", prompt_tokens=prompt_tokens, output_tokens={}, **fields
         )
         await self.post(DEMAND_PATH, demand, dict)
 
     async def status(self) -> ClusterStatus:
-        """What there is."""
+        """The controller's status."""
         return await call(
             self._session, self.url + STATUS_PATH, None, ClusterStatus, timeout_s=TIMEOUT_S
         )
 
     async def metrics(self) -> str:
-        """What the controller shows."""
+        """The controller's metrics."""
         async with self._session.get(f"{self.url}/metrics") as response:
             assert response.status == 200
             return await response.text()
 
     async def has_engines(self, engine_ids: set[str]) -> None:
-        """Wait until these are there, and no others."""
+        """Wait until exactly these are members."""
         await self.until(lambda status: _ids(status) == engine_ids)
 
     async def until(self, condition: Callable[[ClusterStatus], bool]) -> ClusterStatus:
-        """Wait for what the status says."""
+        """Wait until a status meets ``condition``; return it."""
         async with asyncio.timeout(TIMEOUT_S):
             while not condition(status := await self.status()):
                 await asyncio.sleep(0.01)
         return status
 
     async def post(self, path: str, body: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        """Ask the controller."""
+        """Send a request to the controller."""
         return await call(self._session, self.url + path, body, kind, timeout_s=TIMEOUT_S)
 
 
@@ -384,7 +384,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def settings_of(state_dir: Path, port: int, **fields: Any) -> ControllerSettings:
-    """Of a controller that places nothing on its own."""
+    """Settings of a controller without placement."""
     values: dict[str, Any] = {
         "cluster_key": KEY, "host": "127.0.0.1", "port": port, "state_dir": str(state_dir),
         "placement": "everywhere", "placement_interval_s": 3600.0, "min_copies": {},
@@ -397,7 +397,7 @@ def settings_of(state_dir: Path, port: int, **fields: Any) -> ControllerSettings
 async def running_controller(
     state_dir: Path, outlive: contextlib.AsyncExitStack | None = None, **fields: Any
 ) -> AsyncIterator[RunningCluster]:
-    """A controller in this process, over real HTTP; others end with it, or with ``outlive``."""
+    """A controller in this process, over real HTTP; other parts end with it or with ``outlive``."""
     stop = asyncio.Event()
     with bind("127.0.0.1", 0) as kept:
         port = kept.getsockname()[1]

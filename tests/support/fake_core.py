@@ -1,7 +1,7 @@
 """Core and adapters of an engine process without a model; a tokenizer with bytes as token ids.
 
-The fake answers a prompt with its own bytes (an adapter upper-cases them), then the end token.
-What a prompt begins with may ask for trouble: see ``FakeCore``.
+The fake answers a prompt with its own bytes (an adapter upper-cases them), then the end token. The
+beginning of a prompt may cause failures: see ``FakeCore``.
 """
 
 import os
@@ -51,7 +51,7 @@ SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
 DIE = "DIE"  # the next step finds its device lost, and so does closing the engine
 FAIL = "FAIL"  # the request fails, the engine goes on
-LONG = "LONG"  # the step takes so long
+LONG = "LONG"  # the duration of a slow step
 LONG_STEP_S = 1.0
 
 FAILING_MODEL = "model-that-cannot-be-loaded"
@@ -74,7 +74,7 @@ class FakeCore:
         self._has_changes = False  # cleared by a step that finds nothing to do
         self._fd = os.eventfd(0)
         self.seeds: list[int | None] = []
-        self.held: tuple[AddRequest, ...] = ()  # when it was asked for stats
+        self.held: tuple[AddRequest, ...] = ()  # at the last request of statistics
         self.is_lost = False
 
     @property
@@ -319,7 +319,7 @@ def model_info(model_path: str) -> ModelInfo:
 def build(
     config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
 ) -> FakeAssembly:
-    """The factory; ``config.model`` is the tokenizer's directory or asks for trouble."""
+    """The factory; ``config.model`` is the tokenizer's directory or the name of a failure."""
     on_progress("pretending to load")
     if config.model == FAILING_MODEL:
         raise ModelError(f"cannot load {config.model}")

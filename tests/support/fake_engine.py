@@ -77,7 +77,7 @@ class FakeTokenizer:
 
 
 def expected_text(prompt: str, num_tokens: int, *, adapter: str = "base", choice: int = 0) -> str:
-    """Return what the fake engine says: the same characters over and over."""
+    """Return the fake engine's output: the same characters, repeated."""
     phrase = f'{adapter}/{choice}/{prompt[-8:]}€\n"{{ '
     return (phrase * (num_tokens // len(phrase) + 1))[:num_tokens]
 
@@ -91,7 +91,7 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        """Go back to how a new engine is."""
+        """Reset to the state of a new engine."""
         self.error: CorunError | None = None
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
@@ -118,16 +118,16 @@ class FakeEngine:
         self.hold_after_first = True  # held requests give their first output
         self.dies_silently = False  # requests do not notice that the engine is dead
         self.num_open = 0
-        self.num_continued = 0  # outputs asked for after a first one
+        self.num_continued = 0  # requests for outputs after a first one
         self.num_aborted = 0
-        self.num_asked = 0  # for stats
+        self.num_asked = 0  # requests of statistics
         self.num_heartbeats = 0
         self.num_requests_sent = 0
         self.num_requests_received = 0
         self.machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
         self.seen_predictions: list[int | None] = []
-        self.seen_special_tokens: list[bool] = []  # asked for around prompts that were text
+        self.seen_special_tokens: list[bool] = []  # option of each text prompt
 
     def get_model_info(self) -> ModelInfo:
         return ModelInfo(

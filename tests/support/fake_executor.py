@@ -37,7 +37,7 @@ from support.fake_kv import FakeKv, KvRow, KvSequence
 _USABLE = ("resident",)
 _USABLE_COLD = ("loading", "resident")
 VOCAB_SIZE = 97
-GARBAGE_TOKEN = -1  # sampled from what must not count; must never be seen outside
+GARBAGE_TOKEN = -1  # sampled by void rows; must never leave the engine
 
 # Of a request's row that starts at a position; a cause = RETRY because of it.
 OutcomeOf = Callable[[RequestId, int], Outcome | RetryCause]
@@ -76,7 +76,7 @@ def expected_output(
 
 @dataclass
 class _Known:
-    """What the executor keeps of a request."""
+    """The executor's state of a request."""
 
     new: NewRequest
     kv: KvSequence
@@ -236,12 +236,12 @@ class FakeExecutor:
         else:
             self._remove(transfer.adapter_id)
 
-    def tell(self, result: Result) -> None:
+    def deliver(self, result: Result) -> None:
         """Let ``poll`` return this."""
         self._results.append(result)
 
     def progress_transfer(self, transfer_id: int, num_groups: int) -> None:
-        """Let layer groups of a load arrive; ``poll`` tells of it."""
+        """Let layer groups of a load arrive; ``poll`` reports them."""
         assert transfer_id in self.transfers
         self._results.append(TransferProgress(TransferId(transfer_id), num_groups))
 
@@ -365,7 +365,7 @@ class FakeExecutor:
             known.poisoned_from = row.start
 
     def _counts(self, row: _Row) -> bool:
-        """Whether nothing has happened so far because of which the row would come to nothing."""
+        """Whether the row is still valid: no event so far has made it void."""
         known = self._known.get(row.request_id)
         if known is None or known.is_lost:  # has ended while it was in flight, or is about to
             return False

@@ -1,4 +1,4 @@
-"""A hub of models on this machine: as much of its HTTP as a download of files needs."""
+"""A model hub on this machine: the part of its HTTP API that downloads use."""
 
 import hashlib
 import json

@@ -27,7 +27,7 @@ class KvSequence:
 
 @dataclass(frozen=True)
 class KvRow:
-    """What a row of a step does to KV. It reads all of its blocks and writes to the last ones."""
+    """A row of a step: it reads all of its blocks and writes to the last ones."""
 
     request_id: RequestId
     start: int
@@ -58,14 +58,14 @@ class FakeKv:
     def announce(
         self, request_id: RequestId, namespace: Hashable, token_ids: Iterable[int]
     ) -> KvSequence:
-        """There is a new request."""
+        """Add a request."""
         sequence = self._sequences[request_id] = KvSequence(namespace, [])
         for token_id in token_ids:
             self.append(sequence, token_id)
         return sequence
 
     def forget(self, request_id: RequestId) -> None:
-        """A request has ended; what it has computed stays in its blocks."""
+        """Remove a request that has ended; its blocks keep their contents."""
         self._sequences.pop(request_id, None)
 
     def append(self, sequence: KvSequence, token_id: int) -> None:
@@ -75,12 +75,12 @@ class FakeKv:
         sequence.prefix_ids.append(prefix_id)
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
-        """The memory of blocks goes back to the machine."""
+        """Give the memory of blocks back to the machine."""
         for block_id in block_ids:
             self._blocks.pop(block_id, None)
 
     def begin(self, copy: KvTransfer) -> None:
-        """A copy begins; until its end there is garbage where it goes to."""
+        """Begin a copy; until its end its destination contains garbage."""
         assert len(copy.block_ids) == len(copy.host_slots) > 0
         assert len(set(copy.block_ids)) == len(set(copy.host_slots)) == len(copy.block_ids)
         assert all(0 <= block_id < self.num_blocks for block_id in copy.block_ids)
@@ -90,7 +90,7 @@ class FakeKv:
         self._spoil_target(copy)
 
     def finish(self, copy: KvTransfer, error: str | None) -> None:
-        """A copy has ended, and has moved what it copies if ``error`` is None."""
+        """End a copy, which has moved its contents if ``error`` is None."""
         del self.copies[copy.transfer_id]
         if error is not None:
             return
@@ -190,7 +190,7 @@ class FakeKv:
             assert not holders, f"{request_id} writes to block {block_id}, which {holders} have"
 
     def _check_copy(self, copy: KvTransfer) -> None:
-        """Two copies at once share nothing but what both read."""
+        """Check that concurrent copies share only blocks that both read."""
         is_to_host = copy.direction is Direction.TO_HOST
         for other in self.copies.values():
             has_slots_to_read = not is_to_host and other.direction is Direction.TO_DEVICE

@@ -27,7 +27,7 @@ def quantize_in_four_bits(
     name: str, matrix: torch.Tensor, *, kind: str = "nf4", block_size: int = 64,
     nested: bool = True, storage: torch.dtype = torch.uint8,
 ) -> tuple[Tensors, torch.Tensor]:  # fmt: skip
-    """What stands on disk for a matrix called ``name``, and what that is dequantised to."""
+    """The tensors on disk for a matrix ``name``, and their dequantised values."""
     table = torch.tensor(TABLES[kind])
     flat = matrix.float().flatten()
     num_blocks = math.ceil(len(flat) / block_size)
@@ -69,7 +69,7 @@ def quantize_in_four_bits(
 
 
 def four_bit_config(**fields: Any) -> dict[str, Any]:
-    """What config.json says of it."""
+    """The entry in config.json."""
     return {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
@@ -82,7 +82,7 @@ def store_in_four_bits(
     directory: Path, target: Path, *, skipped: tuple[str, ...] = ("lm_head",),
     dtype: torch.dtype = torch.bfloat16, transposed: bool = False, **options: Any,
 ) -> Path:  # fmt: skip
-    """Write a model's linears in 4 bits to ``target``, and what is left of them to ``directory``.
+    """Write a model's linears in 4 bits to ``target``, and dequantised again to ``directory``.
 
     ``skipped``: parts of names of weights that stay in full. ``transposed``: the model stores its
     linears transposed; they are quantised as others. ``options``: of ``quantize_in_four_bits``.

@@ -1,4 +1,4 @@
-"""Files of adapters that are read again tensor by tensor, as a test lets them be."""
+"""Adapter files with gates: a test controls the reading of each tensor."""
 
 import itertools
 import threading
@@ -19,10 +19,10 @@ TIMEOUT_S = 30.0
 
 
 class FileGate:
-    """While it is closed, a tensor of a registered adapter is taken only when it is let."""
+    """While it is closed, each tensor of a registered adapter needs a permit."""
 
     def __init__(self, *, holds_registrations: bool = False) -> None:
-        """``holds_registrations``: files are held when they are read for the first time, too."""
+        """``holds_registrations``: the first reading of files needs permits, too."""
         self.num_taken = 0  # tensors, of files that were read again
         self.holds_registrations = holds_registrations
         self._is_open = True
@@ -38,12 +38,12 @@ class FileGate:
         self._passes.release(num_tensors)
 
     def wrap(self, source: OpenAdapter) -> AdapterReader:
-        """What is read from ``source``, but when the gate says so."""
+        """The tensors of ``source``, read when the gate permits."""
         return _GatedReader(source, self)
 
     @contextmanager
     def before_files(self) -> Iterator[None]:
-        """Of engines that are built and run inside."""
+        """Gate the files of engines that are built and run inside."""
         with mock.patch.object(
             adapter_wiring, "open_adapter", lambda *a, **b: self.wrap(open_adapter(*a, **b))
         ):
@@ -58,7 +58,7 @@ class FileGate:
 
 
 class FolderGate(FileGate):
-    """One process closes it, opens it and lets; another one takes."""
+    """A gate that one process controls and another one passes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(holds_registrations=True)

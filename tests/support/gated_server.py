@@ -1,4 +1,4 @@
-"""``corun serve``, but files are read and adapters copied as another process lets them be."""
+"""``corun serve`` with gates for reading files and copying adapters, under a test's control."""
 
 import os
 import sys
@@ -24,10 +24,10 @@ _patches = ExitStack()  # until the process ends
 
 
 class GatedServer(Served):
-    """A server with gates, which are open at first."""
+    """A server with gates, initially open."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        """``folder``: where the processes meet."""
+        """``folder``: of files through which the processes communicate."""
         self.files, self.link = _gates(folder)  # a tensor at a time; a layer group at a time
         paths = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {

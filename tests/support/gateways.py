@@ -1,4 +1,4 @@
-"""A gateway over real HTTP, among a controller and engines that do what a test says."""
+"""A gateway over real HTTP, with a scripted controller and scripted engines."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]  # AssertionErro
 
 @dataclass(slots=True)
 class Received:
-    """A request that an engine has got."""
+    """A request that an engine has received."""
 
     path: str
     body: bytes
@@ -69,7 +69,7 @@ class Received:
 
 
 def usage_json(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """As an answer ends."""
+    """The end of an answer."""
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
 
 
@@ -105,7 +105,7 @@ def refuse(status: int, code: str) -> Answer:
 
 
 async def hang_up(request: web.Request) -> web.StreamResponse:
-    """Close the connection without a word."""
+    """Close the connection without an answer."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
@@ -113,7 +113,7 @@ async def hang_up(request: web.Request) -> web.StreamResponse:
 
 @dataclass(slots=True)
 class ScriptedEngine:
-    """Its state beats until ``is_beating`` is False; ``answer`` says what becomes of requests."""
+    """Reports its state while ``is_beating``; ``answer`` handles its requests."""
 
     engine_id: str
     answer: Answer = answer_at_once
@@ -144,7 +144,7 @@ class ScriptedEngine:
         )
 
     def card(self, **changes: Any) -> EngineCard:
-        """As the table has it."""
+        """Its entry in the table."""
         fields = {"engine_id": self.engine_id, "url": self.url, "agent_id": self.agent_id}
         return EngineCard(**(fields | changes))
 
@@ -225,7 +225,7 @@ class ScriptedController:
     demand: list[GatewayDemand] = field(default_factory=list)
     changes: list[AdapterChange] = field(default_factory=list)
     asked: list[Ensure] = field(default_factory=list)
-    # Called before ``ensure`` is answered; raises what shall be.
+    # Called before ``ensure`` is answered; an exception becomes the answer.
     on_ensure: Callable[[Ensure], Awaitable[None]] | None = None
     adapters: dict[str, AdapterEntry] = field(default_factory=dict)
     sequence: int = 0
@@ -258,7 +258,7 @@ class ScriptedController:
 
     @property
     def num_streams(self) -> int:
-        """Gateways that listen."""
+        """The number of connected gateways."""
         return len(self._streams)
 
     def end(self) -> None:
@@ -267,7 +267,7 @@ class ScriptedController:
             transport.abort()  # type: ignore[attr-defined]
 
     async def publish(self, **fields: Any) -> None:
-        """Send gateways a change, and wait until they go by it."""
+        """Send a change to gateways, and wait until they have applied it."""
         self.sequence += 1
         self.adapters |= {one.name: one for one in fields.get("adapters", ())}
         for stream in self._streams:
@@ -336,7 +336,7 @@ def entry_of(name: str, revision: int = 1, **changes: Any) -> AdapterEntry:
 
 
 class GatewayCluster:
-    """A running gateway, its client, and those around it."""
+    """A running gateway with its client, controller and engines."""
 
     def __init__(
         self, url: str, session: ClientSession, controller: ScriptedController,
@@ -351,13 +351,13 @@ class GatewayCluster:
         self, *, path: str = "/v1/completions", headers: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> tuple[int, bytes]:  # fmt: skip
-        """Ask, and return status and body."""
+        """Send a request; return status and body."""
         body = {"prompt": "Once upon a time", "max_tokens": 3} | fields
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             return response.status, await response.read()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Ask, and return status and JSON, or text of what is none."""
+        """Send a request; return status and JSON, or the text of other bodies."""
         async with self.session.get(self.url + path) as response:
             is_json = response.content_type == "application/json"
             return response.status, await (response.json() if is_json else response.text())
@@ -378,7 +378,7 @@ class GatewayCluster:
         await asyncio.sleep(_STATE_EVERY_S)
 
     async def num_usable(self) -> int:
-        """Engines that are sent requests."""
+        """The number of engines that get requests."""
         return round(await self.metric("gateway_engine_usable"))
 
     async def metric(self, name: str, **labels: str) -> float:

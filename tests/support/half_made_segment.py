@@ -24,7 +24,7 @@ print("made", flush=True)
 
 @dataclass(frozen=True)
 class HalfMade:
-    """The stopped process, which goes on at the next line that it reads, and the name."""
+    """The stopped process, which continues at the next line that it reads, and the name."""
 
     creator: subprocess.Popen[str]
     name: str  # in /dev/shm

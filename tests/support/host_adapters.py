@@ -25,9 +25,9 @@ BACKENDS = {"numba": NumbaLora, "torch": TorchLora}
 
 
 class Host:
-    """Everything between the files of adapters and the table of the kernels.
+    """The path of adapters from their files to the kernels' table.
 
-    With the account of the host's memory, and what engine and manager do between the two.
+    With the account of the host's memory, and the parts of engine and manager between the two.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Host:
         architecture: str = "llama3-rope", gate: FileGate | None = None,
         idle_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """``gate``: holds what is read again. ``idle_bytes``: see ``HostCache``."""
+        """``gate``: delays repeated reads. ``idle_bytes``: see ``HostCache``."""
         self.target_map: TargetMap = build_target_map(make_model(architecture))
         self.table = LoraTable(len(self.target_map.targets), 8, "cpu")
         self.backend = BACKENDS[backend](self.table, dtype=dtype)
@@ -56,7 +56,7 @@ class Host:
         self._loads: list[tuple[HostPlace, str]] = []  # under way, or read in place
 
     def register(self, path: Path) -> RegisteredAdapter:
-        """What the adapter manager does; its place is kept if the account says so."""
+        """Register as the adapter manager does; the account decides whether the place stays."""
         place: HostPlace | None = None
 
         def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
@@ -115,13 +115,13 @@ class Host:
         self.carry_out()
 
     def evict_idle(self) -> None:
-        """Take everything out of the arena that nothing uses."""
+        """Remove all unused contents from the arena."""
         self.cache.keep_within(0)
         self.cache.keep_within(self.arena.capacity_bytes)
         self.carry_out()
 
     def carry_out(self) -> None:
-        """Do what the account has decided; then both agree."""
+        """Carry out the account's decisions, and check that both agree."""
         self.adapters.evict(self.cache.take_evictions())
         self.cache.check_invariants()
         self.arena.check_invariants()

@@ -63,7 +63,7 @@ class HostTier:
         self.fill(0)
 
     def fill(self, seed: int) -> torch.Tensor:
-        """Write something else to every block; returns it, [blocks, bytes]."""
+        """Write new contents to every block; returns them, [blocks, bytes]."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.pool.num_blocks, self.pool.block_bytes)
         contents = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -71,7 +71,7 @@ class HostTier:
         return contents
 
     def block(self, number: int) -> torch.Tensor:
-        """What a block holds."""
+        """The contents of a block."""
         return self.pool.bytes_of(number, 1).cpu().clone()
 
     def start(
@@ -87,7 +87,7 @@ class HostTier:
         return self.transfers.take_results(is_link_wanted=is_link_wanted)
 
     def wait(self, num_results: int = 1) -> list[TransferResult]:
-        """Go on as the engine does until so many have ended."""
+        """Run as the engine does until ``num_results`` transfers have ended."""
         results = self.take()
         deadline_s = time.monotonic() + TIMEOUT_S
         while len(results) < num_results:
@@ -96,7 +96,7 @@ class HostTier:
         return results
 
     def move(self, direction: Direction, pairs: dict[int, int]) -> None:
-        """One transfer from its start to its end, which must be good."""
+        """Run one transfer, which must succeed."""
         self.start(99, direction, pairs)
         assert self.wait() == [TransferResult(TransferId(99))]
 

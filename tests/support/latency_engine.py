@@ -1,8 +1,8 @@
 """``corun serve`` over a machine that is simulated on the real clock: many fit on two cores.
 
-Real are the HTTP server, the front end, the engine's core and its policies, and adapters' files and
-their digests; all requests get the same token, as often as they ask for, when a model of the
-machine says. Run as ``COMMAND serve MODEL …`` with ``environment`` of its settings.
+The HTTP server, the front end, the engine's core with its policies, and adapters' files with their
+digests are real. All requests get the same token, up to their maximum, at the times of a model of
+the machine. Run as ``COMMAND serve MODEL …`` with ``environment`` of its settings.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from corun.runtime.sim.machines import MACHINES, Factors, SimulatedMachine, slow
 TESTS = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-P", "-m", "support.latency_engine")
 FACTORY = "support.latency_engine:build"
-VOCAB_SIZE = 1 << 20  # so that prompts of token ids are what they like
+VOCAB_SIZE = 1 << 20  # so that prompts may have any token ids
 BASE_FINGERPRINT = "latency"
 _VARIABLE = "CORUN_TEST_LATENCY"
 _START_TIMEOUT_S = 60.0
@@ -55,7 +55,7 @@ _A_NAME = re.compile(r"base_model\.model\.(.*layers\.(\d+)\..*)\.lora_A\.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySettings:
-    """What such an engine is."""
+    """Settings of such an engine."""
 
     machine: SimulatedMachine | str = "a40-llama7b"  # a name is one of ``MACHINES``
     slowness: float = 1.0  # factor by which steps are slower than the machine's model, undisclosed
@@ -66,7 +66,7 @@ class LatencySettings:
     own_process: bool = False  # of the engine, apart from the HTTP server
 
     def environment(self) -> dict[str, str]:
-        """Of a process of ``COMMAND``."""
+        """The environment of a process of ``COMMAND``."""
         paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {
             _VARIABLE: msgspec.json.encode(self).decode(),
@@ -101,12 +101,12 @@ class LatencyServer:
         return self._process.pid
 
     def log(self) -> str:
-        """What it has written to stderr."""
+        """Its output on stderr."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode()
 
     def wait_ready(self) -> Self:
-        """Wait for the line of the log that says where it serves."""
+        """Wait for the line of the log with its address."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while (found := _URL.search(self.log())) is None:
             assert self._process.poll() is None and time.monotonic() < deadline_s, self.log()
@@ -149,7 +149,7 @@ def save_tiny_adapter(directory: Path, *, rank: int = 8, seed: int = 0) -> Path:
 
 
 class _Core(EngineCore):
-    """Is woken when its executor, which has no descriptor that says so, has something to tell."""
+    """Wakes for results of its executor, which has no descriptor for them."""
 
     executor: LatencyExecutor
 
@@ -160,7 +160,7 @@ class _Core(EngineCore):
 
 
 class _Files:
-    """Reads any adapter for any model; what it takes on the machine, the machine says."""
+    """Reads any adapter for any model; the machine decides its size."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
@@ -196,7 +196,7 @@ def _target_map(directory: Path) -> TargetMap:
 
 
 class _Host:
-    """There is nothing but the account."""
+    """The account without contents."""
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         pass
@@ -206,7 +206,7 @@ class _Host:
 
 
 class _Endless(Mapping[RequestId, int]):
-    """Requests end when they have as many tokens as they ask for."""
+    """Requests end at their maximum number of tokens."""
 
     def __getitem__(self, request_id: RequestId) -> int:
         return 1 << 40
@@ -282,7 +282,7 @@ def _model_info(config: EngineConfig, name: str, machine: SimulatedMachine) -> M
 
 
 def _tokenizer() -> TokenizerSpec:
-    """Words are unknown, but for the one that is generated."""
+    """All words but the generated one are unknown."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"</s>": END_TOKEN, "token": ORDINARY_TOKEN, "<unk>": 2}

@@ -1,4 +1,4 @@
-"""Launchers of bare engines, for what all launchers have in common."""
+"""Launchers of bare engines, for tests of all launchers."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from .simulation import MODEL
 KEY = "a-key"
 DEADLINE_S = 20.0
 BARE_ENGINE = (sys.executable, "-S", str(Path(__file__).with_name("bare_engine.py")))
-# What a bare engine says of itself.
+# The state that a bare engine reports.
 os.environ["BARE_ENGINE_PROFILE"] = msgspec.json.encode(
     EngineProfile(
         model="bare", base_fingerprint="f", dtype="float32", max_model_len=128,
@@ -66,13 +66,13 @@ class Launched(Protocol):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """What they are called."""
+        """Their names."""
 
     def kill(self, engine_id: str) -> None:
         """End an engine, as a machine would."""
 
     async def revive(self, engine_id: str) -> None:
-        """Have it run again."""
+        """Start it again."""
 
 
 class LaunchedLocally:
@@ -143,7 +143,7 @@ async def locally(directory: Path) -> AsyncIterator[Launched]:
 
 @contextlib.asynccontextmanager
 async def elsewhere(directory: Path) -> AsyncIterator[Launched]:
-    """A launcher of what others run."""
+    """A launcher of engines that other programs run."""
     engines = [StaticEngine(directory) for _ in range(2)]
     try:
         async with make_session(KEY) as session:

@@ -1,7 +1,7 @@
-"""Scheduler, executor and loads of an engine on the CPU device, with a link that a test holds.
+"""Scheduler, executor and loads of an engine on the CPU device, with a link that a test controls.
 
-Real are all parts but the model and the sampler: a pass computes the adapters' deltas of every
-layer and compares them with what PEFT says.
+All parts are real but the model and the sampler: a pass computes the adapters' deltas of every
+layer and compares them with PEFT's.
 """
 
 import functools
@@ -94,7 +94,7 @@ class HeldLink(PacedLink):
 
 @functools.cache
 def _files() -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[int, torch.Tensor]]]:
-    """A directory per content; and by target what ones times its delta matrix are."""
+    """A directory per content; and by target the product of ones and its delta matrix."""
     directory = tempfile.TemporaryDirectory()
     target_map = build_target_map(make_model("llama3-rope"))
     sums: dict[str, dict[int, torch.Tensor]] = {}
@@ -119,7 +119,7 @@ def _target_map() -> Any:
 
 
 class _ColdStarts(RandomColdStarts):
-    """Counts on workers now and then, though there are none; not again for a row retried."""
+    """Plans rows for workers now and then, though there are none; not for retried rows."""
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
@@ -151,7 +151,7 @@ class _Table(LoraTable):
 
 
 class _Runner:
-    """Computes deltas of ones, and notes of each pass for which packed tokens they are right."""
+    """Computes deltas of ones, and records for each pass the tokens with correct ones."""
 
     def __init__(self, engine: "LoadingEngine") -> None:
         self._engine = engine
@@ -205,7 +205,7 @@ class _Sampler:
 
 
 def random_memory(rng: random.Random) -> MemoryPlan:
-    """Blocks, and room for one to three adapters, which may be theirs alone."""
+    """Blocks, and room for one to three adapters, optionally in a slab of their own."""
     kv_bytes, room_bytes = _NUM_BLOCKS * BLOCK_BYTES, rng.choice((1, 2, 3)) * device_bytes("a")
     if rng.random() < 0.5:
         return MemoryPlan(kv_bytes + room_bytes, _NUM_BLOCKS, 64)
@@ -214,14 +214,14 @@ def random_memory(rng: random.Random) -> MemoryPlan:
 
 
 def staging_bytes() -> int:
-    """What goes off a slab for the buffers of loads."""
+    """Bytes of a slab that buffers of loads take."""
     layout = AdapterLayout(_target_map(), PACKED, torch.float32)
     return _NUM_LANES * layout.max_region_bytes(_MAX_RANK)
 
 
 @functools.cache
 def device_bytes(name: str) -> int:
-    """What an adapter takes on the device."""
+    """Bytes of an adapter on the device."""
     device = CpuDevice()
     backend = TorchLora(LoraTable(len(_target_map().targets), 1, "cpu"), dtype=torch.float32)
     host = HostAdapters(
@@ -296,11 +296,11 @@ class LoadingEngine:
         self.served[name] = adapter_id
 
     def unload(self, name: str) -> None:
-        """Requests that came before are still served."""
+        """Unload a version; earlier requests are still served."""
         self._retired.add(self.served.pop(name))
 
     def ask(self, name: str, num_tokens: int, version: AdapterId | None = None) -> None:
-        """Of the version that is served, or of another one that is not unloaded."""
+        """Request tokens of the served version, or of ``version``."""
         self._num_requests += 1
         adapter_id = self.served[name] if version is None else version
         request = make_request(
@@ -315,7 +315,7 @@ class LoadingEngine:
         del self.live[request_id]
 
     def step(self, timeout_s: float = 0.0) -> None:
-        """One turn of the engine's loop, which waits so long for something to happen."""
+        """One turn of the engine's loop, which waits up to ``timeout_s`` for an event."""
         self._now_s += 1.0
         self._drop()
         plan = self.scheduler.schedule(self._now_s)
@@ -334,7 +334,7 @@ class LoadingEngine:
                 self.host.remove_content(self.digests[name])
 
     def drain(self) -> None:
-        """Come to the end of everything, and let all adapters go."""
+        """Complete all requests and transfers, and evict all adapters."""
         self.link.is_open, self.link.num_to_fail = True, 0
         deadline_s = time.monotonic() + TIMEOUT_S
         for name in tuple(self.served):
@@ -362,12 +362,12 @@ class LoadingEngine:
         self.device.close()
 
     def content_of(self, adapter: DeviceAdapter) -> str:
-        """What was fetched as this adapter, newest first."""
+        """The newest content that was fetched as this adapter."""
         arrivals = reversed(self._arrivals)
         return next(name for arrival, name in arrivals if arrival.adapter is adapter)
 
     def _submit(self, plan: StepPlan) -> None:
-        # A pass may wait for copies; they come by themselves then.
+        # A pass may wait for copies, which then run without the test.
         is_held = not self.link.is_open
         kinds = {batch.kind for batch in plan.sub_batches}
         self.link.is_open |= SubBatchKind.ASSISTED in kinds
@@ -378,7 +378,7 @@ class LoadingEngine:
         self.link.is_open = not is_held
 
     def _check(self, plan: StepPlan, result: StepResult) -> None:
-        """All tokens that count are right, and no pass ran that was not planned."""
+        """Check that all valid tokens are correct, and that only planned passes ran."""
         retried = {row.request_id for row in result.rows if row.outcome is Outcome.RETRY}
         passes, blocks = self._runner.passes, self._first_blocks
         for batch in plan.sub_batches:
@@ -418,7 +418,7 @@ class LoadingEngine:
         return load
 
     def _read(self, path: str) -> AdapterFacts:
-        """What the adapter manager does with a directory."""
+        """Register a directory as the adapter manager does."""
         place = None
 
         def make_room(layer_bytes: Sequence[int]) -> HostPlace | None:
@@ -436,7 +436,7 @@ class LoadingEngine:
         )
 
     def _check_host(self) -> None:
-        """What the account has is there, but for what waits to be read or to be evicted."""
+        """Check the account against the arena, except contents to be read or evicted."""
         self.host.arena.check_invariants()
         cache = self.memory.host
         assert cache is not None

@@ -1,4 +1,4 @@
-"""Machines of all shapes, as they tell of themselves."""
+"""Facts of machines of all shapes."""
 
 from corun.runtime.machine.facts import MachineFacts, NumaNode
 

@@ -1,4 +1,4 @@
-"""Items of memory policies, and facts that say the same of all."""
+"""Items of memory policies, and facts that are equal for all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

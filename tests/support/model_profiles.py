@@ -1,4 +1,4 @@
-"""A made-up profile that fits a model and this machine, so that no test has to measure one."""
+"""An invented profile for a model and this machine, so that no test has to measure one."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ _DELTA_S = Curve((1.0, 512.0), (1e-5, 1e-3))
 
 @dataclass(frozen=True)
 class Figures:
-    """What a made-up machine is like."""
+    """Properties of an invented machine."""
 
     step_s: Curve = _STEP_S
     delta_s: Curve = _DELTA_S  # of one input group, at a rank sum of 16
@@ -34,7 +34,7 @@ class Figures:
 
 
 def save_made_up_profile(config: EngineConfig, path: Path, figures: Figures | None = None) -> Path:
-    """Write a profile that an engine with these options takes without a word."""
+    """Write a profile that an engine with these options accepts without a warning."""
     figures = figures or Figures()
     subject = _subject(config)
     num_layers, groups = subject.shape.num_layers, subject.shape.groups

@@ -1,4 +1,4 @@
-"""Truth for what the engine computes: transformers + PEFT, run plainly."""
+"""Reference results for the engine: plain transformers + PEFT."""
 
 import copy
 import warnings

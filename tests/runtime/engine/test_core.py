@@ -453,7 +453,7 @@ def test_what_has_changed_while_it_slept_is_known_before_the_next_step() -> None
     engine.add(1)
     assert ends_of(engine.run()) == {1: "length"}
     assert cold_starts.log == []
-    engine.executor.tell(WorkersChanged(3))
+    engine.executor.deliver(WorkersChanged(3))
     engine.add(2)
     engine.core.step()
     assert cold_starts.log[:2] == ["3 workers", "step"]
