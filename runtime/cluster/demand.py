@@ -33,7 +33,7 @@ class PlacementSteps:
         """
         self._forecast.add(tokens_per_s)
 
-    def note(self, adapter: str, prompt_tokens: int, output_tokens: int) -> None:
+    def record(self, adapter: str, prompt_tokens: int, output_tokens: int) -> None:
         """So many of its tokens have come, or been generated."""
         self._prompt_tokens[adapter] += prompt_tokens
         self._output_tokens[adapter] += output_tokens
@@ -52,9 +52,9 @@ class PlacementSteps:
         self._prompt_tokens.clear()
         self._output_tokens.clear()
 
-    def forget(self, adapter: str) -> None:
+    def remove(self, adapter: str) -> None:
         """There is no such adapter any more."""
-        self._forecast.forget(adapter)
+        self._forecast.remove(adapter)
 
     def demand_of(self, name: str, rank: int, num_bytes: int) -> AdapterDemand:
         """One adapter with what is expected of it in the next step."""

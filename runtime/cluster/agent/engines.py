@@ -14,7 +14,7 @@ from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..launch.launcher import EXITED, READY, STARTING, EngineLauncher
 from ..wire import EngineStatus
-from .engine_notes import EngineNotes
+from .engine_list import EngineListFile
 from .served import ServedAdapters
 
 _RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by how often in a row
@@ -31,14 +31,14 @@ class EngineFleet:
     """Keeps as many engines running as are wanted. On one event loop; run with ``running``."""
 
     def __init__(
-        self, launcher: EngineLauncher, agent_id: str, connect: Connect, notes: EngineNotes
+        self, launcher: EngineLauncher, agent_id: str, connect: Connect, list_file: EngineListFile
     ) -> None:
         self.changed = asyncio.Event()  # set when there is news to report; whoever reports clears
         self.failed: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
         self._launcher = launcher
         self._connect = connect
         self._agent_id = agent_id
-        self._notes = notes
+        self._list_file = list_file
         self._num_ids = 0
         self._wanted: dict[str, int] = {}  # how often in a row it was started again
         self._served: dict[str, ServedAdapters] = {}
@@ -78,11 +78,11 @@ class EngineFleet:
 
     async def begin(self, number: int) -> None:
         """Start so many, or those that an earlier process of this agent had."""
-        noted = self._notes.read()
-        if noted is None:
+        saved = self._list_file.read()
+        if saved is None:
             await self.add(number)
             return
-        self._num_ids, engine_ids = noted
+        self._num_ids, engine_ids = saved
         for engine_id in engine_ids:
             await self._start(engine_id)
 
@@ -91,14 +91,14 @@ class EngineFleet:
         for _ in range(number):
             await self._start(f"{self._agent_id}-{self._num_ids}")
             self._num_ids += 1
-            self._note()
+            self._save()
 
     def drain(self, engine_id: str, drain_timeout_s: float) -> None:
         """Have an engine end when its requests have; raises ``HttpError`` if there is none."""
         if all(status.engine_id != engine_id for status in self._launcher.list()):
             raise HttpError(404, f"there is no engine {engine_id!r} here", code="unknown_engine")
         if self._wanted.pop(engine_id, None) is not None:
-            self._note()
+            self._save()
         self._tasks.begin(self._stop(engine_id, drain_timeout_s))
 
     async def drain_all(self, drain_timeout_s: float) -> None:
@@ -112,8 +112,8 @@ class EngineFleet:
         self._wanted[engine_id] = 0
         self.changed.set()
 
-    def _note(self) -> None:
-        self._notes.write(self._num_ids, list(self._wanted))
+    def _save(self) -> None:
+        self._list_file.write(self._num_ids, list(self._wanted))
 
     async def _stop(self, engine_id: str, drain_timeout_s: float) -> None:
         await self._launcher.stop(engine_id, drain_timeout_s=drain_timeout_s)

@@ -33,7 +33,7 @@ class Fetcher:
         self._release = release
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    async def have(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
+    async def ensure(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
         """Return when the store has ``entry``; ``sources``: peers' URLs, the best first.
 
         Whoever waits may be cancelled; the fetch goes on for the others.

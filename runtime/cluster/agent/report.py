@@ -25,15 +25,15 @@ class Leader:
     def __init__(self, controller_url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.controller_url = controller_url
         self._clock = clock
-        self._heard_s = clock() - _LED_S
+        self._answered_s = clock() - _LED_S
 
-    def answers(self) -> None:
+    def on_answer(self) -> None:
         """It has just answered."""
-        self._heard_s = self._clock()
+        self._answered_s = self._clock()
 
     def follow(self, controller_url: str) -> None:
         """Report to another one. Raises ``HttpError`` while the one before answers."""
-        if controller_url != self.controller_url and self._clock() - self._heard_s < _LED_S:
+        if controller_url != self.controller_url and self._clock() - self._answered_s < _LED_S:
             text = f"this agent reports to the controller at {self.controller_url}, which answers"
             raise HttpError(409, text, code="led_elsewhere")
         self.controller_url = controller_url
@@ -44,22 +44,22 @@ async def report_forever(
     changed: asyncio.Event, store: AdapterFileStore, release: Release,
 ) -> None:  # fmt: skip
     """Report, and do as the answers say. Without a controller, what is here goes on."""
-    is_heard = True
+    is_connected = True
     while True:
         changed.clear()
         try:
             url = leader.controller_url + AGENTS_PATH
             report = make()
             orders = await call(session, url, report, AgentOrders, timeout_s=_TIMEOUT_S)
-            leader.answers()
+            leader.on_answer()
         except HttpError as error:
-            if is_heard:
+            if is_connected:
                 _logger.warning("the controller does not hear: %s", error)
-            is_heard = False
+            is_connected = False
         else:
-            if not is_heard:
+            if not is_connected:
                 _logger.info("the controller hears again")
-            is_heard = True
+            is_connected = True
             # What has come since that report is not in the answer, and so stays.
             store.released = report.copies.keys() - set(orders.keep)
             await store.drop_unneeded(orders.unneeded, release)

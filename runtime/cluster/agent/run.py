@@ -16,7 +16,7 @@ from ..launch.local import LocalLauncher
 from ..process import EXIT_FAILED, EXIT_USAGE, exit_words
 from ..settings import AgentSettings
 from .app import AgentRoutes, AgentState
-from .engine_notes import EngineNotes
+from .engine_list import EngineListFile
 from .engines import EngineFleet
 from .fetch import Fetcher
 from .report import Leader, report_forever
@@ -91,7 +91,7 @@ def _make_state(
             launcher,
             settings.agent_id,
             connect,
-            EngineNotes(directory / "engines.json", settings.run_id),
+            EngineListFile(directory / "engines.json", settings.run_id),
         ),
         fetcher=Fetcher(store, settings.cluster_key, release),
         core_division="\n".join(settings.division.lines()),

@@ -47,7 +47,7 @@ class ServedAdapters:
         """
         served = self._names.get(entry.name)
         if served is None or served.revision < entry.revision:
-            await self._fetcher.have(entry, sources)  # not under the lock: a newer one may come
+            await self._fetcher.ensure(entry, sources)  # not under the lock: a newer one may come
             async with self._lock(entry.name):
                 served = await self._load(entry, sources)
         return Ensured(incarnation=self._incarnation, revision=served.revision)
@@ -109,14 +109,14 @@ class ServedAdapters:
         if self._gone.get(entry.name, -1) > entry.revision:
             raise UnknownModelError(f"the adapter {entry.name!r} is unloaded", param="model")
         for _ in range(2):  # a copy that turns out to be damaged is fetched again
-            async with self._store.held(entry.digest) as path:
+            async with self._store.in_use(entry.digest) as path:
                 if path is not None:
                     await self._load_from(str(path), entry)
                     if served is not None and served.digest != entry.digest:
                         self._leave(entry.name, served)
                     served = self._names[entry.name] = _Name(entry.revision, entry.digest)
                     return served
-            await self._fetcher.have(entry, sources)
+            await self._fetcher.ensure(entry, sources)
         raise HttpError(
             503, f"the files of {entry.name!r} were here and are gone", code="adapter_unavailable"
         )

@@ -82,7 +82,7 @@ class AdapterFileStore:
         self.released: Set[str] = frozenset()
         self._clock = clock
         self._adapters, self._incoming = directory / "adapters", directory / "incoming"
-        self._lock_file = _take(directory)
+        self._lock_file = _lock_directory(directory)
         shutil.rmtree(self._incoming, ignore_errors=True)
         for path in (self._adapters, self._incoming):
             path.mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ class AdapterFileStore:
         return self._adapters / check_digest(digest)
 
     @asynccontextmanager
-    async def held(self, digest: str) -> AsyncIterator[Path | None]:
+    async def in_use(self, digest: str) -> AsyncIterator[Path | None]:
         """Keep a copy here inside, verified once in this process; None if there is none."""
         copy = self._copies.get(digest)
         if copy is None:
@@ -295,7 +295,7 @@ def _new_directory(parent: Path) -> str:
         raise StoreFullError(f"cannot write {parent} (--state-dir): {error.strerror}") from None
 
 
-def _take(directory: Path) -> IO[bytes]:
+def _lock_directory(directory: Path) -> IO[bytes]:
     """Return the locked file that makes ``directory`` this process's own."""
     file = None
     try:

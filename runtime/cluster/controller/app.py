@@ -42,7 +42,7 @@ from .table import RoutingTable, Subscriber
 
 _COMMENT_EVERY_S = 0.5
 _SEND_TIMEOUT_S = 2.0
-_NOTE_USE_EVERY_S = 60.0
+_STORE_USE_EVERY_S = 60.0
 _METRICS_PATH = "/metrics"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -106,7 +106,7 @@ class ControllerRoutes:
         subscriber = table.subscribe(gateway_id)
         try:
             while subscriber.is_open and not self._is_ending:
-                change = table.take(subscriber)
+                change = table.next_change(subscriber)
                 if change is not None:
                     await stream.send(change)
                 elif not await _woken(subscriber):
@@ -126,7 +126,7 @@ class ControllerRoutes:
     async def demand(self, request: web.Request) -> web.Response:
         """What a gateway has seen in the last second."""
         demand = await read_struct(request, GatewayDemand)
-        self._parts.placing.note(demand)
+        self._parts.placing.record(demand)
         self._parts.members.eject(demand)
         return web.json_response({})
 
@@ -144,7 +144,7 @@ class ControllerRoutes:
             parts.placing.planned_digests(agent_id),
             parts.placing.placed_digests(),
         )
-        if is_new or now_s - self._used_s.get(agent_id, 0.0) > _NOTE_USE_EVERY_S:
+        if is_new or now_s - self._used_s.get(agent_id, 0.0) > _STORE_USE_EVERY_S:
             try:
                 parts.registry.set_copies(
                     agent_id, parts.pool.stored(agent_id, report.copies, now_s)
@@ -165,7 +165,7 @@ class ControllerRoutes:
         change = await read_struct(request, AdapterChange)
         entry = await self._parts.changes.apply(change)
         if change.action == "unload":
-            self._parts.placing.forget(change.name)
+            self._parts.placing.remove(change.name)
         return struct_response(entry)
 
     async def engines(self, request: web.Request) -> web.Response:
@@ -177,7 +177,7 @@ class ControllerRoutes:
         """How it is with other machines, answered by what is to be started there."""
         report = await read_struct(request, MachinesReport)
         num_engines = len(self._parts.table.engines)
-        return struct_response(self._parts.machines.hear(report, num_engines))
+        return struct_response(self._parts.machines.apply_report(report, num_engines))
 
     async def status(self, request: web.Request) -> web.Response:
         """What there is."""

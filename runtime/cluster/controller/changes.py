@@ -79,8 +79,8 @@ class AdapterChanges:
             code="invalid_value", param="action",
         )  # fmt: skip
 
-    async def keep_unloading(self) -> None:
-        """Go on telling those who could not be told that a name is gone. Runs for ever."""
+    async def retry_unloads(self) -> None:
+        """Go on telling those who could not be notified that a name is gone. Runs for ever."""
         await asyncio.sleep(_BACK_S)
         while True:
             await asyncio.sleep(_AGAIN_S)
@@ -200,34 +200,34 @@ class AdapterChanges:
         await self._table.confirmed(_ACKS_TIMEOUT_S)
         try:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
-                await self._tell_unloaded(entry.name)
+                await self._send_unloads(entry.name)
         except (HttpError, TimeoutError) as error:
             _logger.warning("%r is gone, but not from all engines yet: %s", entry.name, error)
         return entry
 
     async def _try_to_unload(self, name: str) -> None:
         try:
-            await self._tell_unloaded(name)
+            await self._send_unloads(name)
         except HttpError as error:
             _logger.debug("%s is not unloaded everywhere yet: %s", name, error)
 
-    async def _tell_unloaded(self, name: str) -> None:
-        """Tell those who do not know. Raises what the first one answers who cannot be told."""
+    async def _send_unloads(self, name: str) -> None:
+        """Tell those who do not know. Raises what the first one answers who cannot be notified."""
         if name not in self._unloads:
             return  # it is loaded again
-        revision, told = self._unloads[name]
+        revision, notified = self._unloads[name]
         targets = self._commands.targets()
         failed: HttpError | None = None
-        for target in sorted(targets - told):
+        for target in sorted(targets - notified):
             try:
                 await self._commands.unload(target, name, revision)
             except HttpError as error:
                 failed = failed or error
             else:
-                told.add(target)
+                notified.add(target)
         if failed is not None:
             raise failed
-        if self._unloads.get(name) == (revision, told):
+        if self._unloads.get(name) == (revision, notified):
             del self._unloads[name]
             self._registry.unloaded(name, revision)
 

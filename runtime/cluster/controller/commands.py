@@ -70,7 +70,7 @@ class Commands:
         """
         agents = self._members.live_agents()
         if not agents:
-            return None, await asyncio.to_thread(_look_at, path)
+            return None, await asyncio.to_thread(_inspect, path)
         errors: list[HttpError] = []
         for agent in sorted(agents, key=lambda one: (not one.engines, one.agent_id)):
             try:
@@ -172,7 +172,7 @@ class Commands:
                 current = self._table.adapters.get(entry.name)
                 if current is not None and current.revision > entry.revision:
                     entry = current
-                digest = (await asyncio.to_thread(_look_at, entry.source)).digest
+                digest = (await asyncio.to_thread(_inspect, entry.source)).digest
                 if digest != entry.digest:
                     raise AdapterError(
                         f"{entry.source} has changed since it was loaded as {entry.name!r}; load "
@@ -212,7 +212,7 @@ class Commands:
         return await call(self._session, agent.url + path, body, kind, timeout_s=timeout_s)
 
 
-def _look_at(path: str) -> CheckedAdapter:
+def _inspect(path: str) -> CheckedAdapter:
     from ..agent.files import describe, rank_of  # numpy, which a start would wait for
 
     directory = Path(path).expanduser()

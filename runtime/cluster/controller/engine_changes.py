@@ -23,7 +23,7 @@ _ACKS_TIMEOUT_S = 2.0
 _MOVE_TIMEOUT_S = 120.0
 _KEPT_TIMEOUT_S = 5.0  # for an agent to say that it keeps what it was given
 _END_TIMEOUT_S = 600.0  # of requests on an engine that others run
-_LOOK_EVERY_S = 0.1
+_POLL_EVERY_S = 0.1
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class EngineChanges:
                 code="invalid_value", param="action",
             )  # fmt: skip
 
-    def look(self) -> None:
+    def move_leaving(self) -> None:
         """Begin to move the last copies of agents that leave on their own."""
         for agent_id in self._members.leaving():
             if self._last_copies(agent_id):
@@ -102,7 +102,7 @@ class EngineChanges:
             await self._table.confirmed(_ACKS_TIMEOUT_S)
             if card.agent_id is None:
                 self._registry.remove_engine(card.url)
-                self._tasks.begin(self._forget_when_idle(card))
+                self._tasks.begin(self._remove_when_idle(card))
                 return
             if card.agent_id in self._members.leaving():
                 await self._move(card.agent_id)
@@ -129,15 +129,15 @@ class EngineChanges:
                 self._members.undrain(engine_id)
             raise
 
-    async def _forget_when_idle(self, card: EngineCard) -> None:
+    async def _remove_when_idle(self, card: EngineCard) -> None:
         """Whoever runs it may end it then."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 while await self._is_busy(card.engine_id):
-                    await asyncio.sleep(_LOOK_EVERY_S)
+                    await asyncio.sleep(_POLL_EVERY_S)
         except (CorunError, TimeoutError) as error:
             _logger.warning("engine %s is removed while it may be busy: %s", card.engine_id, error)
-        self._members.forget(card.engine_id)
+        self._members.remove_engine(card.engine_id)
 
     async def _is_busy(self, engine_id: str) -> bool:
         load = (await self._commands.state(engine_id)).load
@@ -176,7 +176,7 @@ class EngineChanges:
         try:
             async with asyncio.timeout(_KEPT_TIMEOUT_S):
                 while self._members.num_reports(agent_id) < wanted:
-                    await asyncio.sleep(_LOOK_EVERY_S)
+                    await asyncio.sleep(_POLL_EVERY_S)
         except TimeoutError:
             raise UnreachableError(f"agent {agent_id!r} is silent") from None
 
@@ -190,6 +190,6 @@ class EngineChanges:
         try:
             async with asyncio.timeout(_KEPT_TIMEOUT_S):
                 while not self._pool.is_kept(digest):
-                    await asyncio.sleep(_LOOK_EVERY_S)
+                    await asyncio.sleep(_POLL_EVERY_S)
         except TimeoutError:
             raise UnreachableError(f"nobody says that it keeps the last copy of {name!r}") from None

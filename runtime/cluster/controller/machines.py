@@ -25,13 +25,13 @@ class Machines:
         self._registry = registry  # has the wishes, too: a controller may end before they are taken
         self._clock = clock
         self._report: MachinesReport | None = None
-        self._heard_s = 0.0
+        self._reported_s = 0.0
         # Set once it is taken.
         self._wishes = {wish: asyncio.Event() for wish in registry.wishes()}
 
-    def hear(self, report: MachinesReport, num_engines: int) -> MachinesOrders:
+    def apply_report(self, report: MachinesReport, num_engines: int) -> MachinesOrders:
         """Take a report; return what is to be started. ``num_engines``: that are ready."""
-        self._report, self._heard_s = report, self._clock()
+        self._report, self._reported_s = report, self._clock()
         for wish in report.taken:
             if wish in self._wishes:
                 self._registry.end_wish(wish)
@@ -41,7 +41,7 @@ class Machines:
     def state(self) -> MachinesReport | None:
         """The last report, and nobody up if it is old; None if agents run nowhere else."""
         report = self._report
-        if report is None or self._clock() - self._heard_s < _SILENT_S:
+        if report is None or self._clock() - self._reported_s < _SILENT_S:
             return report
         return msgspec.structs.replace(
             report, is_up=False, num_supervised=0, reason=report.reason or "it is silent", taken=()

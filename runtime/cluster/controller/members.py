@@ -33,7 +33,7 @@ from .table import RoutingTable
 
 _AGENT_SILENT_S = 2.0
 _AGENT_GONE_S = 60.0  # without engines: nobody expects it back
-_ASK_AGAIN_S = 0.5
+_RETRY_AFTER_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Members:
         self._session = session
         self._clock = clock
         self._on_base = on_base
-        self._heard_s: dict[str, float] = {}
+        self._reported_s: dict[str, float] = {}
         self._num_reports = Counter[str]()
         self._pids: dict[str, int] = {}  # of engines in the table
         self._drained: dict[str, int] = {}  # engines told to drain, and their pids
@@ -78,7 +78,7 @@ class Members:
     def silent(self) -> set[str]:
         """Agents that have said nothing for too long."""
         limit_s = self._clock() - _AGENT_SILENT_S
-        return {agent_id for agent_id, heard_s in self._heard_s.items() if heard_s < limit_s}
+        return {agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s}
 
     def live_agents(self) -> list[AgentReport]:
         """All others."""
@@ -119,17 +119,17 @@ class Members:
         """Take what an agent says of its engines and copies."""
         agent_id = report.agent_id
         self.reports[agent_id] = report
-        self._heard_s[agent_id] = self._clock()
+        self._reported_s[agent_id] = self._clock()
         self._num_reports[agent_id] += 1
         self._table.put_agent(
             AgentCard(agent_id=agent_id, url=report.url, digests=tuple(sorted(report.copies)))
         )
         for engine in report.engines:
-            self._take(agent_id, engine)
+            self._apply_status(agent_id, engine)
         now = {engine.engine_id for engine in report.engines}
         for card in list(self._table.engines.values()):
             if card.agent_id == agent_id and card.engine_id not in now:
-                self.forget(card.engine_id)
+                self.remove_engine(card.engine_id)
 
     def eject(self, demand: GatewayDemand) -> None:
         """Take which engines a gateway does not send to."""
@@ -147,11 +147,11 @@ class Members:
                     "engine %s is gone: its agent is silent, and no gateway reaches it",
                     card.engine_id,
                 )
-                self.forget(card.engine_id)
+                self.remove_engine(card.engine_id)
         with_engines = {card.agent_id for card in self._table.engines.values()}
         for agent_id in silent - with_engines:
-            if self._heard_s[agent_id] < self._clock() - _AGENT_GONE_S:
-                del self._heard_s[agent_id]
+            if self._reported_s[agent_id] < self._clock() - _AGENT_GONE_S:
+                del self._reported_s[agent_id]
                 self.reports.pop(agent_id, None)
                 self._table.remove_agent(agent_id)
 
@@ -174,7 +174,7 @@ class Members:
         if card is not None:
             self._table.put_engine(msgspec.structs.replace(card, is_draining=False))
 
-    def forget(self, engine_id: str) -> None:
+    def remove_engine(self, engine_id: str) -> None:
         """It is gone."""
         self._table.remove_engine(engine_id)
         self.profiles.pop(engine_id, None)
@@ -209,7 +209,7 @@ class Members:
         """
         for agent in agents:
             self._table.put_agent(agent)
-            self._heard_s[agent.agent_id] = self._clock()
+            self._reported_s[agent.agent_id] = self._clock()
         for one in known:
             # Whether it drains, its agent says.
             self._join(msgspec.structs.replace(one.card, is_draining=False), one.pid, one.profile)
@@ -232,12 +232,12 @@ class Members:
 
     # How an engine comes in.
 
-    def _take(self, agent_id: str, engine: EngineStatus) -> None:
+    def _apply_status(self, agent_id: str, engine: EngineStatus) -> None:
         engine_id = engine.engine_id
         known = self._table.engines.get(engine_id)
         if engine.url is None or engine.state not in (READY, DRAINING):
             if known is not None:
-                self.forget(engine_id)
+                self.remove_engine(engine_id)
             return
         if self._drained.get(engine_id, engine.pid) != engine.pid:
             del self._drained[engine_id]  # it was started again since
@@ -249,7 +249,7 @@ class Members:
             self._table.put_engine(card)
             return
         if known is not None:
-            self.forget(engine_id)  # it was started again
+            self.remove_engine(engine_id)  # it was started again
         if not is_draining and self._refused.get(engine_id, (0, ""))[0] != engine.pid:
             self._begin_probe(card, engine.pid)
 
@@ -278,7 +278,7 @@ class Members:
                 _logger.debug("engine %s does not say yet what it is: %s", card.engine_id, error)
                 if card.agent_id is not None:
                     return  # its agent reports it again, at the URL that it has then
-                await asyncio.sleep(_ASK_AGAIN_S)
+                await asyncio.sleep(_RETRY_AFTER_S)
             else:
                 self._join(card, pid, profile)
                 return

@@ -66,22 +66,22 @@ class Placing:
         self._commands = commands
         self._clock = clock
         self._unsaved: Counter[tuple[str, bool]] = Counter()  # tokens by name, and if of outputs
-        self._noted: Counter[tuple[str, bool]] = Counter()
+        self._recorded: Counter[tuple[str, bool]] = Counter()
         self._steps: PlacementSteps | None = None
         self._began_s = time.monotonic()  # the step that is under way
         self._is_carried_out = False  # what is planned
 
-    def note(self, demand: GatewayDemand) -> None:
+    def record(self, demand: GatewayDemand) -> None:
         """A gateway has seen so many tokens."""
         for is_output, tokens in ((False, demand.prompt_tokens), (True, demand.output_tokens)):
             for name, number in tokens.items():
                 self._unsaved[name, is_output] += number
-                self._noted[name, is_output] += number
+                self._recorded[name, is_output] += number
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """There is no such adapter any more."""
         if self._steps is not None:
-            self._steps.forget(name)
+            self._steps.remove(name)
 
     def restore(self) -> None:
         """Go by the last step before a restart, until the next."""
@@ -103,7 +103,7 @@ class Placing:
         names = {name for one in engine_ids for name in self.planned.get(ServerId(one), ())}
         return {one.digest for one in self._table.adapters.values() if one.name in names}
 
-    async def keep_saving(self) -> None:
+    async def save_forever(self) -> None:
         """Write demand down, every second. Runs for ever."""
         while True:
             await asyncio.sleep(_FLUSH_EVERY_S)
@@ -123,7 +123,7 @@ class Placing:
             self._unsaved.update(unsaved)
             _logger.warning("demand is not noted yet: %s", error)
 
-    async def keep_placing(self) -> None:
+    async def place_forever(self) -> None:
         """Plan and carry out, step by step. Runs for ever."""
         while True:
             await asyncio.sleep(self._settings.every_s)
@@ -141,12 +141,12 @@ class Placing:
         steps = self._steps
         if steps is None:
             steps = self._steps = await self._begin(engines, adapters)
-            self._noted.clear()  # the registry has it
-        noted, self._noted = self._noted, Counter()
+            self._recorded.clear()  # the registry has it
+        recorded, self._recorded = self._recorded, Counter()
         now_s = time.monotonic()
         lasted_s, self._began_s = now_s - self._began_s, now_s
-        for (name, is_output), number in noted.items():
-            steps.note(name, *((0, number) if is_output else (number, 0)))
+        for (name, is_output), number in recorded.items():
+            steps.record(name, *((0, number) if is_output else (number, 0)))
         steps.end_step(lasted_s)
         demand = [steps.demand_of(one.name, one.rank, one.num_bytes) for one in adapters]
         shares = await self._plan(steps, demand, self._servers(engines))

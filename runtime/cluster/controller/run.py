@@ -98,10 +98,10 @@ async def _parts(
 def _work(parts: ControllerParts) -> list[Coroutine[None, None, None]]:
     """What goes on beside requests."""
     return [
-        parts.changes.keep_unloading(),
-        parts.placing.keep_saving(),
-        parts.placing.keep_placing(),
-        _keep_sweeping(parts),
+        parts.changes.retry_unloads(),
+        parts.placing.save_forever(),
+        parts.placing.place_forever(),
+        _sweep_forever(parts),
     ]
 
 
@@ -122,13 +122,13 @@ def _restore(parts: ControllerParts) -> None:
     parts.members.restore(parts.registry.members(), agents, parts.registry.engines())
 
 
-async def _keep_sweeping(parts: ControllerParts) -> None:
+async def _sweep_forever(parts: ControllerParts) -> None:
     """Notice who is silent and who leaves, and write down who is there. Runs for ever."""
     stored = parts.members.stored()
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
         parts.members.sweep()
-        parts.engine_changes.look()
+        parts.engine_changes.move_leaving()
         if (now := parts.members.stored()) != stored:
             try:
                 parts.registry.set_members(*now)

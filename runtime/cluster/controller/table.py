@@ -108,12 +108,12 @@ class RoutingTable:
             del self.subscribers[subscriber.gateway_id]
         self._acknowledged.set()
 
-    def take(self, subscriber: Subscriber) -> TableChange | None:
+    def next_change(self, subscriber: Subscriber) -> TableChange | None:
         """What it does not have yet; None if it has all."""
         subscriber.wake.clear()
         since, subscriber.sent = subscriber.sent, self.sequence
         if since == 0:
-            return self.whole()
+            return self.snapshot()
         return None if since == self.sequence else self._since(since)
 
     def acknowledge(self, gateway_id: str, sequence: int) -> None:
@@ -142,7 +142,7 @@ class RoutingTable:
                 )  # fmt: skip
                 self.unsubscribe(subscriber)
 
-    def whole(self) -> TableChange:
+    def snapshot(self) -> TableChange:
         """All of it."""
         return TableChange(
             sequence=self.sequence, is_whole=True, engines=tuple(self.engines.values()),

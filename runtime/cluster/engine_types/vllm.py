@@ -66,7 +66,7 @@ class VllmEngineType:
         """What was measured, of a server that is still like that."""
         assert card.measured is not None
         measured, server = card.measured, card.measured.server
-        name, seen = await look_at(session, card.url)
+        name, seen = await inspect_server(session, card.url)
         unlike = server.seen.unlike(seen)
         if unlike is not None:
             raise HttpError(
@@ -105,7 +105,7 @@ class VllmEngineType:
 
         They are as old as its last step: what was sent since the last time is not in them yet.
         """
-        told: dict[str, PlacedAdapter] = {}
+        published: dict[str, PlacedAdapter] = {}
         before, beat = 0, 0
         while True:
             started_s = time.monotonic()
@@ -120,11 +120,11 @@ class VllmEngineType:
                 beat=beat,
                 is_ready=metrics.is_awake,
                 load=load_of(metrics, sent),
-                adapters=tuple(one for name, one in placed.items() if told.get(name) != one),
-                removed=tuple(name for name in told if name not in placed),
+                adapters=tuple(one for name, one in placed.items() if published.get(name) != one),
+                removed=tuple(name for name in published if name not in placed),
                 accepted={sent.gateway_id: Accepted(last=min(before, sent.last_number))},
             )
-            told, before = placed, number
+            published, before = placed, number
             await asyncio.sleep(max(0.0, _EVERY_S - (time.monotonic() - started_s)))
 
     def adapters(self, session: aiohttp.ClientSession, url: str) -> VllmApi:
@@ -134,7 +134,7 @@ class VllmEngineType:
         return VllmTranslation(model, asked)
 
 
-async def look_at(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:
+async def inspect_server(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:
     """What a server calls its base model, and what it is now.
 
     Raises ``HttpError`` for one that is not there, or takes no adapters while it runs.

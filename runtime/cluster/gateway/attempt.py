@@ -26,11 +26,11 @@ _ELSEWHERE = (429, 503)  # full, or about to end
 class ElsewhereError(Exception):
     """This engine does not answer, and the client has been told nothing: another one may."""
 
-    def __init__(self, reason: HttpError, *, may_be_here: bool = False) -> None:
-        """``may_be_here``: the same engine would do, asked once more."""
+    def __init__(self, reason: HttpError, *, may_retry_here: bool = False) -> None:
+        """``may_retry_here``: the same engine would do, asked once more."""
         super().__init__(str(reason))
         self.reason = reason  # what the client is told if there is no other
-        self.may_be_here = may_be_here
+        self.may_retry_here = may_retry_here
 
 
 class AttemptLostError(HttpError):
@@ -68,7 +68,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._let_go()
+        self._release()
         self.link.withdraw(self._number, self._incarnation)
 
     async def send(self, start: bytes, body: bytes) -> EngineExchange:
@@ -95,7 +95,7 @@ class Attempt:
             raise ElsewhereError(await self._refusal(exchange))
         if exchange.status == 404 and self._entry is not None:  # dropped since it was asked
             self.link.served.pop(self._entry.name, None)
-            raise ElsewhereError(await self._refusal(exchange), may_be_here=True)
+            raise ElsewhereError(await self._refusal(exchange), may_retry_here=True)
         return exchange
 
     async def read(self) -> bytes:
@@ -113,7 +113,7 @@ class Attempt:
         self._has_begun = True
         return data
 
-    def has_first_token(self) -> None:
+    def on_first_token(self) -> None:
         """The first token of a stream has come."""
         waited_s = time.monotonic() - self._sent_s
         self.link.counts.first_token(waited_s, self._predicted_s)
@@ -137,7 +137,7 @@ class Attempt:
             try:
                 await exchange.head()
             except StaleConnectionError:
-                self._let_go()
+                self._release()
             else:
                 return exchange
         raise UpstreamLostError("the engine closes each connection at once")
@@ -153,7 +153,7 @@ class Attempt:
     def _elsewhere(self, why: Exception) -> ElsewhereError:
         return ElsewhereError(AttemptLostError(self.link, why))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self.exchange is not None:
             self.link.open.discard(self.exchange)
             self.exchange.close()

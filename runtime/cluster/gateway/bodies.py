@@ -145,7 +145,7 @@ class TokenRatio:
         ratio = known.get((name, is_chat)) or known.get((None, is_chat)) or _BYTES_PER_TOKEN
         return max(1, round((len(text) - _QUOTES) / ratio))
 
-    def learn(self, text: bytes, num_tokens: int, name: str | None, *, is_chat: bool) -> None:
+    def observe(self, text: bytes, num_tokens: int, name: str | None, *, is_chat: bool) -> None:
         """``text`` has turned out to be so many; what is told of an adapter holds for all."""
         if num_tokens < _MIN_TOKENS:
             return

@@ -54,9 +54,9 @@ class ControllerLink:
         """Keep the table, engines and the controller told of each other."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_table())
-                group.create_task(self._keep_telling())
-                group.create_task(self._keep_checking())
+                group.create_task(self._follow_table())
+                group.create_task(self._report_demand())
+                group.create_task(self._check_health())
         finally:
             for link in self._tasks:
                 link.close()
@@ -70,7 +70,7 @@ class ControllerLink:
         url = self._url + ADAPTERS_PATH
         return await call(self._session, url, change, AdapterEntry, timeout_s=_CHANGE_TIMEOUT_S)
 
-    async def _keep_table(self) -> None:
+    async def _follow_table(self) -> None:
         url = f"{self._url}{TABLE_PATH}?gateway={self._state.gateway_id}"
         while True:
             events = read_events(self._session, url, TableChange, silent_s=_SILENT_S)
@@ -82,15 +82,15 @@ class ControllerLink:
                             gateway_id=self._state.gateway_id, sequence=change.sequence
                         ))  # fmt: skip
             except HttpError as error:
-                if self._state.hears_controller:
+                if self._state.is_connected:
                     _logger.warning("the controller is not heard any more: %s", error)
-            self._state.hears_controller = False
+            self._state.is_connected = False
             await asyncio.sleep(_AGAIN_S)
 
     def _apply(self, change: TableChange) -> None:
-        if not self._state.hears_controller:
+        if not self._state.is_connected:
             _logger.info("the controller is heard")
-        self._state.hears_controller = True
+        self._state.is_connected = True
         table = self._state.table
         table.apply(change)
         if change.shares is not None:
@@ -116,7 +116,7 @@ class ControllerLink:
         self._tasks[link] = asyncio.ensure_future(_both(link.run(), link.refresh_profile()))
         return link
 
-    async def _keep_telling(self) -> None:
+    async def _report_demand(self) -> None:
         """Report demand. What an unreachable controller misses is of a second."""
         while True:
             await asyncio.sleep(_DEMAND_EVERY_S)
@@ -126,7 +126,7 @@ class ControllerLink:
                 output_tokens=output_tokens, ejected=self._state.ejected(),
             ))  # fmt: skip
 
-    async def _keep_checking(self) -> None:
+    async def _check_health(self) -> None:
         """Eject who is silent, let go of who has left."""
         now_s = time.monotonic()
         while True:

@@ -106,7 +106,7 @@ class ForwardingEndpoint:
                 return
             except ElsewhereError as error:
                 failed = error.reason
-                if not error.may_be_here:
+                if not error.may_retry_here:
                     tried.add(link.server_id)
             link.counts.num_retried += 1
             _logger.info("a request leaves engine %s: %s", link.engine_id, failed)
@@ -156,7 +156,7 @@ class ForwardingEndpoint:
         while data := await attempt.read():
             num_new = data.count(_EVENT_START)  # none in a comment
             if num_new and not num_events:
-                attempt.has_first_token()
+                attempt.on_first_token()
             num_events += num_new
             data = rest + data if rest else data
             data, rest = _whole_events(data)
@@ -166,11 +166,11 @@ class ForwardingEndpoint:
         if not last and not rest:
             raise AttemptLostError(attempt.link, "its stream was empty")
         await writer.end_events(rest)
-        usage = self._learn(inbound, last)
+        usage = self._observe_usage(inbound, last)
         if usage is not None:
             return usage
         if self._generates and inbound.facts.num_ids is None:
-            self._state.samples.saw(
+            self._state.samples.record(
                 attempt.link, inbound.facts.text, inbound.route.adapter_name,
                 is_chat=inbound.is_chat,
             )  # fmt: skip
@@ -186,9 +186,9 @@ class ForwardingEndpoint:
         headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
-        return self._learn(inbound, body) or 0
+        return self._observe_usage(inbound, body) or 0
 
-    def _learn(self, inbound: Inbound, answer: bytes) -> int | None:
+    def _observe_usage(self, inbound: Inbound, answer: bytes) -> int | None:
         """Read what the end of an answer says of tokens; return those of the output, if it does."""
         usage = read_usage(answer) if self._generates else None
         if usage is None:
@@ -196,7 +196,7 @@ class ForwardingEndpoint:
         num_prompt_tokens, num_tokens = usage
         facts, name = inbound.facts, inbound.route.adapter_name
         if facts.num_ids is None:
-            self._state.routing.ratio.learn(
+            self._state.routing.ratio.observe(
                 facts.text, num_prompt_tokens, name, is_chat=inbound.is_chat
             )
         return num_tokens

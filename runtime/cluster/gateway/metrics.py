@@ -96,7 +96,7 @@ class GatewayMetrics:
         )  # fmt: skip
         yield families.gauge(
             "gateway_hears_controller", "1 while changes of the table arrive.",
-            float(state.hears_controller),
+            float(state.is_connected),
         )  # fmt: skip
         yield families.counts_by(
             "gateway_ensures", "Engines asked to serve an adapter, by result.", "result",

@@ -41,7 +41,7 @@ class TokenSamples:
         self._num_seen: Counter[tuple[str | None, bool]] = Counter()
         self._tasks = TaskSet()
 
-    def saw(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
+    def record(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
         """An engine has answered a request with this text; ``name``: the adapter that it has."""
         number = self._num_seen[name, is_chat] = self._num_seen[name, is_chat] + 1
         is_one_text = is_chat or text.startswith(b'"')
@@ -63,4 +63,4 @@ class TokenSamples:
             tokens = await call(
                 self._session, link.card.url + _PATH, body, _Count, timeout_s=_TIMEOUT_S
             )
-            self._ratio.learn(text, tokens.count, name, is_chat=is_chat)
+            self._ratio.observe(text, tokens.count, name, is_chat=is_chat)

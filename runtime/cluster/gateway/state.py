@@ -44,7 +44,7 @@ class GatewayState:
     counts: GatewayCounts = field(default_factory=GatewayCounts)
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     draining: bool = False
-    hears_controller: bool = False
+    is_connected: bool = False
 
     def check_accepting(self) -> None:
         """Raise unless new requests are served."""

@@ -88,7 +88,7 @@ class EngineExchange(asyncio.Protocol):
             self._waiter.cancel()
         if self.is_complete and self._lost is None and self._keeps_alive:
             self._begin()
-            self._pool.keep(self)
+            self._pool.release(self)
         elif self._transport is not None:
             self._transport.abort()
 
@@ -129,7 +129,7 @@ class EngineExchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._pool.drop(self)
+        self._pool.remove(self)
         if self._num_requests > 1 and not self.status:
             self._lose(StaleConnectionError("the engine had closed a kept connection"))
         else:
@@ -194,14 +194,14 @@ class UpstreamPool:
             ) from None
         return exchange
 
-    def keep(self, exchange: EngineExchange) -> None:
+    def release(self, exchange: EngineExchange) -> None:
         """Its answer is read."""
         exchange.idle_since_s = time.monotonic()
         self._idle.append(exchange)
         if len(self._idle) > _MAX_IDLE:
             self._idle.pop(0).fail("too many are idle")
 
-    def drop(self, exchange: EngineExchange) -> None:
+    def remove(self, exchange: EngineExchange) -> None:
         """Its connection has ended."""
         if exchange in self._idle:
             self._idle.remove(exchange)

@@ -16,48 +16,48 @@ _LASTING_S = 30.0  # whoever has run so long begins again with the first
 _logger = logging.getLogger(__name__)
 
 
-class KeptProcess:
+class SupervisedProcess:
     """One of a cluster's own. On one event loop."""
 
     def __init__(self, module: str, settings: ProcessSettings) -> None:
         self._name = settings.process_name
         self._module = module
         self._settings = settings
-        self._is_kept = True
+        self._is_wanted = True
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervising: asyncio.Task[None] | None = None
 
     def start(self, on_exit: Callable[[int], bool]) -> None:
         """Start it; ``on_exit`` is told how it has ended by itself, and says whether to restart."""
         self._process = self._spawn()
-        self._keeping = asyncio.ensure_future(self._keep(self._process, on_exit))
+        self._supervising = asyncio.ensure_future(self._supervise(self._process, on_exit))
 
     async def end(self, timeout_s: float) -> None:
         """Ask it to end, and kill it if it has not in time. Idempotent."""
-        self._is_kept = False
-        if self._keeping is None or self._process is None:
+        self._is_wanted = False
+        if self._supervising is None or self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
-        done, _ = await asyncio.wait([self._keeping], timeout=timeout_s)
+        done, _ = await asyncio.wait([self._supervising], timeout=timeout_s)
         if not done:
             _logger.warning("the %s does not end, and is killed", self._name)
             self.kill()
-            await self._keeping
+            await self._supervising
 
     def kill(self) -> None:
         """End it at once; ``end`` reaps it."""
-        self._is_kept = False
+        self._is_wanted = False
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
 
-    async def _keep(
+    async def _supervise(
         self, process: "subprocess.Popen[bytes]", on_exit: Callable[[int], bool]
     ) -> None:
         tries = 0
         while True:
             started_s = time.monotonic()
             status = await ended(process)
-            if not self._is_kept or not on_exit(status):
+            if not self._is_wanted or not on_exit(status):
                 return
             tries = 0 if time.monotonic() - started_s >= _LASTING_S else tries
             after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
@@ -67,7 +67,7 @@ class KeptProcess:
                 after_s,
             )  # fmt: skip
             await asyncio.sleep(after_s)
-            if not self._is_kept:
+            if not self._is_wanted:
                 return
             try:
                 process = self._process = self._spawn()

@@ -60,7 +60,7 @@ class StatusBoard:
         """List it, or list it otherwise, and tell."""
         if self._statuses.get(status.engine_id) != status:
             self._statuses[status.engine_id] = status
-            self._tell(status)
+            self._publish(status)
 
     def change(self, engine_id: str, **fields: object) -> None:
         """Change some fields of one that is listed."""
@@ -72,7 +72,7 @@ class StatusBoard:
         """List it no more; those who watch hear that it has exited."""
         status = self._statuses.pop(engine_id, None)
         if status is not None and status.state != EXITED:
-            self._tell(msgspec.structs.replace(status, state=EXITED, url=None, pid=0))
+            self._publish(msgspec.structs.replace(status, state=EXITED, url=None, pid=0))
 
     def close(self) -> None:
         """End all watching."""
@@ -91,6 +91,6 @@ class StatusBoard:
         finally:
             self._watchers.discard(watcher)
 
-    def _tell(self, status: EngineStatus) -> None:
+    def _publish(self, status: EngineStatus) -> None:
         for watcher in self._watchers:
             watcher.put_nowait(status)

@@ -27,24 +27,24 @@ class StaticLauncher:
         self._session = session
         self._look_every_s = look_every_s
         self._board = StatusBoard()
-        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._polling: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, engine_id: str) -> None:
         """Find the engine. Raises ``HttpError`` if there is none that speaks its kind's API."""
         if engine_id not in self._engines:
             raise ConfigError(f"engine {engine_id!r} has no URL, and is not started here")
-        if engine_id in self._looking:
+        if engine_id in self._polling:
             return
         card = self._engines[engine_id]
         await engine_type_of(card.measured).profile(self._session, card)
         self._board.set(
             EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
         )
-        self._looking[engine_id] = asyncio.ensure_future(self._look(card))
+        self._polling[engine_id] = asyncio.ensure_future(self._poll(card))
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
         """Forget it; who runs it ends it."""
-        task = self._looking.pop(engine_id, None)
+        task = self._polling.pop(engine_id, None)
         if task is not None:
             await cancel_all(task)
         self._board.remove(engine_id)
@@ -57,11 +57,11 @@ class StaticLauncher:
 
     async def close(self) -> None:
         """Forget all of them."""
-        for engine_id in list(self._looking):
+        for engine_id in list(self._polling):
             await self.stop(engine_id, drain_timeout_s=0.0)
         self._board.close()
 
-    async def _look(self, card: EngineCard) -> None:
+    async def _poll(self, card: EngineCard) -> None:
         url = card.url + engine_type_of(card.measured).ready_path
         while True:
             await asyncio.sleep(self._look_every_s)

@@ -43,7 +43,7 @@ from ..wire import (
     EngineCard,
     EngineChange,
 )
-from .child import KeptProcess
+from .child import SupervisedProcess
 from .launcher import EXITED
 from .static import StaticLauncher
 
@@ -89,7 +89,7 @@ class ClusterSupervisor:
         self._controllers = _processes(_CONTROLLER, [plan.controller])
         self._agents = [*_processes(_NODES, [plan.ray]), *_processes(_AGENT, [plan.agent])]
         self._gateways = _processes(_GATEWAY, plan.gateways)
-        self._begun: set[KeptProcess] = set()  # started well: restarted from then on
+        self._begun: set[SupervisedProcess] = set()  # started well: restarted from then on
         self._is_published = False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -157,11 +157,11 @@ class ClusterSupervisor:
                 f"--engine {card.url} cannot be one of the cluster: {error}"
             ) from error
 
-    def _begin(self, processes: Iterable[KeptProcess]) -> None:
+    def _begin(self, processes: Iterable[SupervisedProcess]) -> None:
         for process in processes:
             process.start(partial(self._exited, process))
 
-    def _exited(self, process: KeptProcess, status: int) -> bool:
+    def _exited(self, process: SupervisedProcess, status: int) -> bool:
         """Whether to start it again: whatever its status, if its start went well."""
         has_begun = process in self._begun
         if not has_begun and not self._ended.done():
@@ -248,12 +248,12 @@ class ClusterSupervisor:
         await _all_end(self._controllers, _GRACE_S)
 
 
-async def _all_end(processes: Sequence[KeptProcess], timeout_s: float) -> None:
+async def _all_end(processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
     await asyncio.gather(*(process.end(timeout_s) for process in processes))
 
 
-def _processes(module: str, settings: Sequence[ProcessSettings | None]) -> list[KeptProcess]:
-    return [KeptProcess(module, one) for one in settings if one is not None]
+def _processes(module: str, settings: Sequence[ProcessSettings | None]) -> list[SupervisedProcess]:
+    return [SupervisedProcess(module, one) for one in settings if one is not None]
 
 
 async def _log_changes(launcher: StaticLauncher) -> None:

@@ -85,7 +85,7 @@ class _Wanted(msgspec.Struct):
     location: AgentLocation | None = None
 
 
-class _Notes(msgspec.Struct):
+class _SavedState(msgspec.Struct):
     """What outlives this process."""
 
     run_id: str
@@ -106,14 +106,14 @@ class NodesKeeper:
         self._connect = connect
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "corun-ray")
         self._path = Path(settings.state_dir) / _NAME
-        self._notes = _read(self._path, settings.run_id)
+        self._saved = _read(self._path, settings.run_id)
         self._agents: dict[str, SupervisedAgent] = {}  # as they were told of last
         self._joined: dict[str, str] = {}  # the URL of an actor's agent
         self._stop = stop
         self._machines: ActorMachines | None = None  # once they are there
         self._orders = MachinesOrders()
-        self._is_start = not self._notes.wanted  # and what fails, fails it
-        self._looked_s: float | None = None  # when Ray last answered all
+        self._is_start = not self._saved.wanted  # and what fails, fails it
+        self._answered_s: float | None = None  # when Ray last answered all
         self._reason: str | None = "it has not answered yet"
 
     async def run(self) -> None:
@@ -122,7 +122,7 @@ class NodesKeeper:
         Raises ``CorunError`` if Ray cannot be used, or a first agent cannot begin.
         """
         ending: asyncio.Task[Any] = asyncio.ensure_future(self._stop.wait())
-        working = [asyncio.ensure_future(work) for work in (self._keep(), self._keep_telling())]
+        working = [asyncio.ensure_future(work) for work in (self._supervise(), self._report_forever())]
         try:
             await asyncio.wait({ending, *working}, return_when=asyncio.FIRST_COMPLETED)
             for task in working:
@@ -134,20 +134,20 @@ class NodesKeeper:
 
     # Ray.
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         machines = await self._connected()
         # Ray has put a handler of its own in place, which would show where each thread is.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         settings = self._settings
         if self._is_start:
             await self._adopt(machines)
-            wanted = [one.resources for one in self._notes.wanted.values()]
+            wanted = [one.resources for one in self._saved.wanted.values()]
             missing = settings.num_engines - sum(one.num_engines for one in wanted)
             if missing > 0:
                 self._add(await self._spread(machines, missing))
         began_s = time.monotonic()
         while True:
-            await self._look(machines)
+            await self._refresh(machines)
             is_alone = self._is_start and not self._joined
             if is_alone and time.monotonic() - began_s > _START_TIMEOUT_S:
                 raise CorunError(
@@ -186,11 +186,11 @@ class NodesKeeper:
         for name, location in locations.items():
             await self._join(name, location)  # before anything is ended: it may be somebody else's
         for name in names:
-            self._notes.next_name = max(self._notes.next_name, int(name) + 1)
+            self._saved.next_name = max(self._saved.next_name, int(name) + 1)
             found_at = locations.get(name)
             if found_at is not None and found_at.options_digest == self._digest(found_at.resources):
                 _logger.info("agent %s is there from an earlier start", found_at.agent_id)
-                self._notes.wanted[name] = _Wanted(found_at.resources, found_at)
+                self._saved.wanted[name] = _Wanted(found_at.resources, found_at)
                 continue
             _logger.warning(
                 "actor %s of an earlier start %s, and is ended", name,
@@ -200,27 +200,27 @@ class NodesKeeper:
 
     async def _spread(self, machines: ActorMachines, num_engines: int) -> list[AgentResources]:
         nodes = await self._ask(machines.nodes)
-        taken = [one.resources for one in self._notes.wanted.values()]
+        taken = [one.resources for one in self._saved.wanted.values()]
         on_gpus = self._settings.node.engine.device != "cpu"
         return spread(nodes, taken, num_engines, on_gpus=on_gpus)
 
     def _add(self, agents: list[AgentResources]) -> None:
         for resources in agents:
-            self._notes.wanted[str(self._notes.next_name)] = _Wanted(resources)
-            self._notes.next_name += 1
+            self._saved.wanted[str(self._saved.next_name)] = _Wanted(resources)
+            self._saved.next_name += 1
         self._write()
 
-    async def _look(self, machines: ActorMachines) -> None:
+    async def _refresh(self, machines: ActorMachines) -> None:
         """Have those begun that Ray does not know, and hear where agents are."""
         known = await self._ask(machines.names)
-        wanted = self._notes.wanted
+        wanted = self._saved.wanted
         for name in wanted.keys() - known:
             resources = wanted[name].resources
             _logger.info("Ray is to start an agent of %d engines: actor %s",
                          resources.num_engines, name)  # fmt: skip
             await self._ask(machines.begin, name, resources, self._settings.node)
         agents = await self._ask(machines.agents, wanted, _ANSWER_TIMEOUT_S)
-        self._looked_s, self._reason = time.monotonic(), None
+        self._answered_s, self._reason = time.monotonic(), None
         before, self._agents = self._agents, agents
         for name, agent in agents.items():
             if agent.state == FAILED and self._is_start:
@@ -235,14 +235,14 @@ class NodesKeeper:
     async def _grant(self, machines: ActorMachines) -> None:
         """Do what is wished, an engine each, on machines that have no agent yet."""
         for wish in self._orders.wishes:
-            if wish in self._notes.taken:
+            if wish in self._saved.taken:
                 continue
             try:
                 added = await self._spread(machines, 1)
             except ConfigError as error:
                 self._reason = str(error)
                 return
-            self._notes.taken = [*self._notes.taken[-_NUM_TAKEN:], wish]
+            self._saved.taken = [*self._saved.taken[-_NUM_TAKEN:], wish]
             self._add(added)
 
     async def _ask(self, question: Callable[..., _T], *arguments: Any) -> _T:
@@ -286,13 +286,13 @@ class NodesKeeper:
     async def _end(self) -> None:
         """End all agents when their requests have, then their actors."""
         locations = [
-            one.location for one in self._notes.wanted.values() if one.location is not None
+            one.location for one in self._saved.wanted.values() if one.location is not None
         ]
         await asyncio.gather(*(self._end_agent(location) for location in locations))
         try:
             async with asyncio.timeout(_FORGET_TIMEOUT_S):
-                is_there = self._machines is not None or not self._notes.wanted
-                for name in self._notes.wanted:
+                is_there = self._machines is not None or not self._saved.wanted
+                for name in self._saved.wanted:
                     if self._machines is not None:
                         await self._ask(self._machines.end, name)
         except TimeoutError:
@@ -315,40 +315,40 @@ class NodesKeeper:
 
     # The controller.
 
-    async def _keep_telling(self) -> None:
+    async def _report_forever(self) -> None:
         """Say how it is, and hear what is wished. A controller that is gone is waited for."""
         url = self._settings.controller_url + MACHINES_PATH
         while True:
             with contextlib.suppress(HttpError):
-                report = self._told()
+                report = self._report()
                 self._orders = await call(
                     self._session, url, report, MachinesOrders, timeout_s=_CALL_TIMEOUT_S
                 )
                 self._is_start = self._is_start and not self._orders.num_engines
             await asyncio.sleep(_EVERY_S)
 
-    def _told(self) -> MachinesReport:
-        is_late = self._looked_s is None or time.monotonic() - self._looked_s > _LATE_S
+    def _report(self) -> MachinesReport:
+        is_late = self._answered_s is None or time.monotonic() - self._answered_s > _LATE_S
         reason = self._reason
         if is_late and reason is None:
             reason = f"it has not answered for {_LATE_S:g} s"
         return MachinesReport(
-            kind="ray", is_up=not is_late, num_agents=len(self._notes.wanted), reason=reason,
-            num_supervised=0 if is_late else len(self._agents.keys() & self._notes.wanted.keys()),
-            taken=tuple(set(self._orders.wishes).intersection(self._notes.taken)),
+            kind="ray", is_up=not is_late, num_agents=len(self._saved.wanted), reason=reason,
+            num_supervised=0 if is_late else len(self._agents.keys() & self._saved.wanted.keys()),
+            taken=tuple(set(self._orders.wishes).intersection(self._saved.taken)),
         )  # fmt: skip
 
     def _write(self) -> None:
-        write_whole(self._path, msgspec.json.encode(self._notes))
+        write_whole(self._path, msgspec.json.encode(self._saved))
 
 
-def _read(path: Path, run_id: str) -> _Notes:
+def _read(path: Path, run_id: str) -> _SavedState:
     """What an earlier process of the same start has noted."""
     try:
-        notes = msgspec.json.decode(path.read_bytes(), type=_Notes)
+        saved = msgspec.json.decode(path.read_bytes(), type=_SavedState)
     except (OSError, msgspec.DecodeError):
-        return _Notes(run_id)
-    return notes if notes.run_id == run_id else _Notes(run_id)
+        return _SavedState(run_id)
+    return saved if saved.run_id == run_id else _SavedState(run_id)
 
 
 async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
@@ -357,14 +357,14 @@ async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
 
     def connect(address: str, cluster_name: str) -> ActorMachines:
         machines = RayMachines(address, cluster_name)
-        _let_others_go_first()
+        _run_when_idle()
         return machines
 
     async with make_session(settings.cluster_key) as session:
         await NodesKeeper(settings, session, stop, connect).run()
 
 
-def _let_others_go_first() -> None:
+def _run_when_idle() -> None:
     """Have this process computed where nobody else computes, all its threads.
 
     While its control store is away, a thread of Ray's takes a whole core, and engines that descend

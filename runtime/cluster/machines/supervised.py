@@ -38,7 +38,7 @@ from ..resources import AgentResources
 from ..settings import AgentSettings, NodeSettings
 
 STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _RESTART_AFTER_S = (0.0, 1.0, 5.0, 10.0, 30.0)  # by how often in a row
 _LASTING_S = 60.0
 _SUPERVISED, _RUNS, _LOCATION, _LOG, _ENDED = "held.lock", "runs.lock", "place.json", "log", "ended"
@@ -92,7 +92,7 @@ class AgentSupervisor:
         self._digest = options_digest(self._settings)
         (self._directory / _ENDED).unlink(missing_ok=True)
         self._reason: str | None = None
-        threading.Thread(target=self._keep, name="corun-supervisor", daemon=True).start()
+        threading.Thread(target=self._supervise, name="corun-supervisor", daemon=True).start()
 
     def agent(self) -> SupervisedAgent:
         """How it is now."""
@@ -109,7 +109,7 @@ class AgentSupervisor:
             state=state, agent_id=self._settings.agent_id, location=location, reason=self._reason
         )
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         """Find it running, or start it, and again when it ends by itself."""
         tries, started_s = 0, time.monotonic()
         while True:
@@ -120,10 +120,10 @@ class AgentSupervisor:
                 if location is not None and location.options_digest != self._digest:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(location.pid, signal.SIGTERM)
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
                 continue
             if tries:
-                self._reason = self._last_words()
+                self._reason = self._last_error()
                 if time.monotonic() - started_s >= _LASTING_S:
                     tries = 1
                 time.sleep(_RESTART_AFTER_S[min(tries - 1, len(_RESTART_AFTER_S) - 1)])
@@ -169,7 +169,7 @@ class AgentSupervisor:
                 env=environment, start_new_session=True, pass_fds=(runs.fileno(),), check=False,
             )  # fmt: skip
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         path = self._directory / _LOG
         with contextlib.suppress(OSError), path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _SHOWN_BYTES))
@@ -245,7 +245,7 @@ async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Eve
     while time.monotonic() - supervised_s < unsupervised_s:
         if _is_locked(path):
             supervised_s = time.monotonic()
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_EVERY_S)
     _logger.warning("nobody has held this agent for %g s: it ends", unsupervised_s)
     stop.set()
 

@@ -54,7 +54,7 @@ class Fleet:
         """Read what changed. O(servers) comparisons, and what is new."""
         views = [view for view in servers if view.report.is_ready]
         if views != self.views:
-            self._take(views)
+            self._rebuild(views)
             return
         loads = [view.load for view in views]
         # Loads are told apart by identity: to compare their values takes as long as to take them.
@@ -62,7 +62,7 @@ class Fleet:
             self._columns[:, index] = loads[index]
         self._loads = loads
 
-    def _take(self, views: list[ServerView]) -> None:
+    def _rebuild(self, views: list[ServerView]) -> None:
         self.views = views
         self._ids = [view.server_id for view in views]
         self._index_of = {server_id: index for index, server_id in enumerate(self._ids)}

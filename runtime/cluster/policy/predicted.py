@@ -56,7 +56,7 @@ class PredictedRouter(Router):
         return fleet.ids(np.lexsort(keys))
 
     def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
-        self._sessions.note(request, server_id)
+        self._sessions.record(request, server_id)
         share = _MEAN_SHARE if self._mean_prompt_tokens else 1.0
         self._mean_prompt_tokens += share * (request.num_prompt_tokens - self._mean_prompt_tokens)
         change = request.predicted_output_tokens - self._mean_output_tokens

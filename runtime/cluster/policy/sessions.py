@@ -19,7 +19,7 @@ class Sessions:
         self._sessions: OrderedDict[tuple[_Name, str], tuple[ServerId, int]] = OrderedDict()
         self._beginnings: OrderedDict[tuple[_Name, int], set[ServerId]] = OrderedDict()
 
-    def note(self, request: RouteRequest, server_id: ServerId) -> None:
+    def record(self, request: RouteRequest, server_id: ServerId) -> None:
         """``request`` goes to this server, where its tokens are kept. O(beginnings)."""
         name, kept = request.adapter_name, self._beginnings
         if request.beginnings is not None:

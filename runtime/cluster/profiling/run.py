@@ -19,7 +19,7 @@ from ....profiles.profile import Profile, ProfileError, check_fits
 from ....profiles.server import BaseModel, MeasuredServer, SeenServer
 from ...server.errors import HttpError
 from ...whole_file import write_whole
-from ..engine_types.vllm import look_at, metrics_of
+from ..engine_types.vllm import inspect_server, metrics_of
 from ..engine_types.vllm_api import VllmApi
 from ..http.calls import make_session
 from .adapters import write_adapter
@@ -91,7 +91,7 @@ async def profile_server(
     be measured or whose times predict nothing, and ``OSError`` if the adapters cannot be written.
     """
     async with make_session(task.key) as session:
-        name, seen = await look_at(session, task.url)
+        name, seen = await inspect_server(session, task.url)
 
         async def num_others() -> int:
             metrics = await metrics_of(session, task.url)

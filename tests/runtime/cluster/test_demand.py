@@ -32,11 +32,11 @@ class OnOne(PlacementPolicy):
 def test_tokens_of_a_step_are_expected_of_the_next() -> None:
     policy = OnOne()
     steps = PlacementSteps(policy)
-    steps.note("a", 60, 40)
+    steps.record("a", 60, 40)
     steps.end_step(10.0)
     steps.plan([steps.demand_of(name, 8, 1) for name in "ab"], _SERVERS)
     assert policy.told == [10.0, 0.0]
-    steps.forget("a")
+    steps.remove("a")
     assert steps.demand_of("a", 8, 1).tokens_per_s == 0.0
 
 

@@ -59,7 +59,7 @@ class DemandForecast:
                 else:
                     self._series[key] = _Series(value, last=value)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """There is no such adapter any more."""
         self._series.pop((name, False), None)
         self._series.pop((name, True), None)

@@ -119,13 +119,13 @@ def test_a_peer_that_fails_gives_way_to_the_next(
 
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         async with bad_peer(good, break_it) as bad:
-            await fetcher.have(entry_of(digest), [bad, good])
+            await fetcher.ensure(entry_of(digest), [bad, good])
         assert fetcher.by_peer.keys() == {bad, good}
         failed, fetched = fetcher.by_peer[bad], fetcher.by_peer[good]
         assert failed == PeerFetches(num_wrong=kind == "wrong", num_lost=kind == "lost")
         assert (fetched.num_fetched, fetched.num_lost, fetched.num_wrong) == (1, 0, 0)
         assert fetched.num_bytes > NUM_BYTES and fetched.seconds > 0
-        async with store.held(digest) as path:
+        async with store.in_use(digest) as path:
             assert path is not None
             source = tmp_path / "source"
             assert (path / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
@@ -146,7 +146,7 @@ def test_a_peer_cannot_pass_other_content_off(tmp_path: Path) -> None:
             app = web.Application()
             app.router.add_get(f"{AGENT_FILES_PATH}/{digest}", answer)
             async with serving(app) as bad:
-                await fetcher.have(entry_of(digest), [bad, good])
+                await fetcher.ensure(entry_of(digest), [bad, good])
         assert fetcher.by_peer[bad] == PeerFetches(num_wrong=1)
         assert set(store.ages_s()) == {digest}
 
@@ -157,13 +157,13 @@ def test_dead_peers_leave_the_source_and_then_nothing(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         dead = "http://127.0.0.1:1"
         with pytest.raises(HttpError, match="nobody has the files of 'x'") as caught:
-            await fetcher.have(entry_of(digest), [dead])
+            await fetcher.ensure(entry_of(digest), [dead])
         assert caught.value.status == 503
         other = write_adapter(tmp_path / "other", seed=9)
         with pytest.raises(HttpError, match="has changed since it was loaded"):
-            await fetcher.have(entry_of(digest, other), [dead])
+            await fetcher.ensure(entry_of(digest, other), [dead])
         assert store.ages_s() == {}
-        await fetcher.have(entry_of(digest, tmp_path / "source"), [dead])
+        await fetcher.ensure(entry_of(digest, tmp_path / "source"), [dead])
         assert set(store.ages_s()) == {digest}
         assert fetcher.by_peer[dead] == PeerFetches(num_lost=3)
         source = fetcher.by_peer[SOURCE]
@@ -174,12 +174,12 @@ def test_dead_peers_leave_the_source_and_then_nothing(tmp_path: Path) -> None:
 
 def test_one_fetch_however_many_wait(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
-        waiting = [asyncio.ensure_future(fetcher.have(entry_of(digest), [good])) for _ in range(20)]
+        waiting = [asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)]
         await asyncio.sleep(0)
         waiting[0].cancel()  # who began it leaves; the others have it all the same
         await asyncio.gather(*waiting[1:])
         assert fetcher.by_peer.keys() == {good} and fetcher.by_peer[good].num_fetched == 1
-        await fetcher.have(entry_of(digest), [])  # it is here
+        await fetcher.ensure(entry_of(digest), [])  # it is here
 
     with_peer(tmp_path, work)
 
@@ -193,9 +193,9 @@ def test_a_new_template_brings_no_weights_again(tmp_path: Path) -> None:
             old, new = [(await theirs.ingest(one, release))[0].digest for one in versions]
             async with agent_of(theirs) as url:
                 fetcher = Fetcher(ours, KEY, release)
-                await fetcher.have(entry_of(old), [url])
+                await fetcher.ensure(entry_of(old), [url])
                 num_before = fetcher.by_peer[url].num_bytes
-                await fetcher.have(entry_of(new), [url])
+                await fetcher.ensure(entry_of(new), [url])
                 assert 0 < fetcher.by_peer[url].num_bytes - num_before < 1000
                 ours.released = frozenset({old})
                 shutil.rmtree(ours.path(old))  # as when it is dropped
@@ -222,7 +222,7 @@ def test_a_file_that_has_gone_meanwhile_is_fetched(tmp_path: Path) -> None:
 def test_without_room_nothing_is_fetched(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         with pytest.raises(StoreFullError, match="--adapter-cache-gib"):
-            await fetcher.have(entry_of(digest), [good])
+            await fetcher.ensure(entry_of(digest), [good])
         assert store.used_bytes == 0
 
     with_peer(tmp_path, work, capacity_bytes=NUM_BYTES // 2)

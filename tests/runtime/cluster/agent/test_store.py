@@ -137,10 +137,10 @@ def test_a_start_finds_what_is_whole_and_removes_the_rest(tmp_path: Path) -> Non
     async def look(store: AdapterFileStore) -> None:
         assert set(store.ages_s()) == set(digests[1:])
         assert os.listdir(tmp_path / "store/incoming") == []
-        async with store.held(digests[1]) as path:
+        async with store.in_use(digests[1]) as path:
             assert path is None  # another byte: found before anybody loads it
         assert set(store.ages_s()) == {digests[2]}
-        async with store.held(digests[2]) as path:
+        async with store.in_use(digests[2]) as path:
             assert path == adapters / digests[2]
 
     with_store(tmp_path / "store", look)
@@ -181,7 +181,7 @@ def test_a_kill_in_mid_ingest_leaves_nothing_half(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore) -> None:
         assert store.ages_s() == {}
         assert os.listdir(store_dir / "incoming") == []
-        async with store.held(await ingest(store, source)) as path:
+        async with store.in_use(await ingest(store, source)) as path:
             assert path is not None
 
     with_store(store_dir, work)
@@ -196,14 +196,14 @@ def test_the_one_unused_longest_goes_but_not_what_must_stay(tmp_path: Path) -> N
         for source in sources[:3]:
             clock.sleep(1.0)
             digests.append(await ingest(store, source))
-        async with store.held(digests[0]):
+        async with store.in_use(digests[0]):
             clock.sleep(1.0)
         store.released = {digests[0], digests[2]}
         digests.append(await ingest(store, sources[3]))
         # 0 was used last, nobody has let go of 1: 2 has gone.
         assert set(store.ages_s()) == {digests[0], digests[1], digests[3]}
         store.released = {digests[0], digests[3]}
-        async with store.held(digests[0]):
+        async with store.in_use(digests[0]):
             with pytest.raises(StoreFullError, match="--adapter-cache-gib") as caught:
                 await store.ingest(sources[4], never)
             assert caught.value.status == 507
@@ -253,7 +253,7 @@ def test_what_is_placed_elsewhere_goes_as_soon_as_it_is_not_used(tmp_path: Path)
             await store.drop_strays([digest], used)
         assert asked == [digest] and digest in store.ages_s()
         clock.sleep(6.0)
-        async with store.held(digest):
+        async with store.in_use(digest):
             await store.drop_strays([digest], always)
             assert digest in store.ages_s()
         clock.sleep(6.0)

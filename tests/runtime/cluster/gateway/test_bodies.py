@@ -92,9 +92,9 @@ def test_tokens_of_text_are_learned_by_adapter_and_kind() -> None:
     ratio = TokenRatio()
     text = b"x" * 1002
     assert ratio.num_tokens(text, "a", is_chat=False) == 250
-    ratio.learn(text, 501, "a", is_chat=False)
+    ratio.observe(text, 501, "a", is_chat=False)
     assert ratio.num_tokens(text, "a", is_chat=False) == 500
     assert ratio.num_tokens(text, "b", is_chat=False) == 500  # as others, before it has its own
     assert ratio.num_tokens(text, "a", is_chat=True) == 250
-    ratio.learn(text, 1, "a", is_chat=False)  # a prompt of special tokens says nothing
+    ratio.observe(text, 1, "a", is_chat=False)  # a prompt of special tokens says nothing
     assert ratio.num_tokens(b"", None, is_chat=False) == 1

@@ -54,7 +54,7 @@ async def _ask(session: ClientSession, url: str, path: str, body: Any) -> tuple[
 
 async def _join(cluster: GatewayCluster, server: LatencyServer) -> None:
     card = EngineCard(engine_id="real", url=server.url)
-    await cluster.controller.tell(engines=(card,))
+    await cluster.controller.publish(engines=(card,))
     await cluster.usable(1)
 
 

@@ -34,7 +34,7 @@ def test_prompts_and_outputs_are_added_and_nobody_has_none() -> None:
     forecast = DemandForecast()
     forecast.add({"a": (3.0, 4.0)})
     assert forecast.tokens_per_s("a") == 7.0 and forecast.tokens_per_s("b") == 0.0
-    forecast.forget("a")
+    forecast.remove("a")
     assert forecast.tokens_per_s("a") == 0.0
 
 

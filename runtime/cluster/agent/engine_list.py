@@ -14,13 +14,13 @@ from ...whole_file import write_whole
 _logger = logging.getLogger(__name__)
 
 
-class _Notes(msgspec.Struct, frozen=True):
+class _EngineList(msgspec.Struct, frozen=True):
     run_id: str
     num_ids: int
     engine_ids: list[str]
 
 
-class EngineNotes:
+class EngineListFile:
     """Of one start of the cluster, ``run_id``; those of others do not count."""
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -30,14 +30,14 @@ class EngineNotes:
     def read(self) -> tuple[int, list[str]] | None:
         """How many ids were given in this run, and the engines that are wanted; None = a start."""
         try:
-            notes = msgspec.json.decode(self._path.read_bytes(), type=_Notes)
+            saved = msgspec.json.decode(self._path.read_bytes(), type=_EngineList)
         except (OSError, msgspec.DecodeError):
             return None
-        return (notes.num_ids, notes.engine_ids) if notes.run_id == self._run_id else None
+        return (saved.num_ids, saved.engine_ids) if saved.run_id == self._run_id else None
 
     def write(self, num_ids: int, engine_ids: list[str]) -> None:
         """Note both. A disk that is full costs no engine, only this."""
         try:
-            write_whole(self._path, msgspec.json.encode(_Notes(self._run_id, num_ids, engine_ids)))
+            write_whole(self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids)))
         except OSError as error:
             _logger.warning("which engines there are cannot be noted in %s: %s", self._path, error)
