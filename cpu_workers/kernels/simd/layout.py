@@ -14,7 +14,8 @@ Weights of the base model, bfloat16:
 
   W [out, in] -> [out / columns, in / 2, columns, 2], padded to 64 columns and to ``in`` of 8 values
 
-where 16 columns make a panel if pairs are multiplied. Elsewhere as many do as a vector register
+where 16 columns make a panel if pairs are multiplied; in matrix registers ``in`` is padded to 32
+values. Elsewhere as many do as a vector register
 holds in float32, and what was [4 columns, 2] is [2, 4 columns]: with even and odd values apart, one
 instruction makes them float32 on their way into registers.
 
@@ -37,6 +38,7 @@ COLUMNS_PER_GROUP = 16
 STEPS_UNROLLED = 4  # of 8 bytes each: what ``in`` is padded to
 
 LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
+STEPS_PER_TILE = 16  # of 2 values each: the same for ``BFLOAT16_TILES``
 GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
@@ -49,6 +51,7 @@ WIDE_STEPS = 256
 FLOAT32 = np.float32(0)
 BFLOAT16 = np.uint16(0)  # any machine
 BFLOAT16_DOT = np.int16(0)  # AVX512_BF16: twice the arithmetic per instruction
+BFLOAT16_TILES = np.int32(0)  # base weights only, AMX: 16 times that
 INT8 = np.int8(0)  # base weights of 8 bits, any machine; x and y are bfloat16
 INT4 = np.uint8(0)  # of 4 bits
 
@@ -109,9 +112,12 @@ def _padded(matrix: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
     return padded
 
 
-def padded_linear_features(in_features: int, out_features: int) -> tuple[int, int]:
+def padded_linear_features(
+    in_features: int, out_features: int, tag: np.generic = BFLOAT16
+) -> tuple[int, int]:
     """The widths of x and y that a packed base weight is for."""
-    in_multiple = 2 * LINEAR_STEPS_UNROLLED
+    is_in_tiles = tag.dtype == BFLOAT16_TILES.dtype
+    in_multiple = 2 * (STEPS_PER_TILE if is_in_tiles else LINEAR_STEPS_UNROLLED)
     out_multiple = COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
     return -(-in_features // in_multiple) * in_multiple, -(
         -out_features // out_multiple
@@ -120,12 +126,17 @@ def padded_linear_features(in_features: int, out_features: int) -> tuple[int, in
 
 def linear_panel_columns(tag: np.generic) -> int:
     """Columns of a panel of a base weight."""
-    return COLUMNS_PER_GROUP if tag.dtype == BFLOAT16_DOT.dtype else process_isa().lanes
+    return COLUMNS_PER_GROUP if is_in_pairs(tag) else process_isa().lanes
+
+
+def is_in_pairs(tag: np.generic) -> bool:
+    """Whether a base weight's neighbours along ``in`` lie side by side."""
+    return tag.dtype in (BFLOAT16_DOT.dtype, BFLOAT16_TILES.dtype)
 
 
 def linear_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
     """The shape of what ``pack_linear`` makes of W [out, in]."""
-    padded_in, padded_out = padded_linear_features(in_features, out_features)
+    padded_in, padded_out = padded_linear_features(in_features, out_features, tag)
     columns = linear_panel_columns(tag)
     return padded_out // columns, padded_in // 2, 2 * columns
 
@@ -161,7 +172,7 @@ def unpack_linear(
 
 def _by_column(lines: np.ndarray, tag: np.generic) -> np.ndarray:
     """Lines of base weights [..., values] as [..., columns / 4, 4 columns, 2]: a view."""
-    if tag.dtype == BFLOAT16_DOT.dtype:
+    if is_in_pairs(tag):
         return lines.reshape(*lines.shape[:-1], -1, 4, 2)
     return lines.reshape(*lines.shape[:-1], -1, 2, 4).swapaxes(-1, -2)
 
