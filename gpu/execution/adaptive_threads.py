@@ -1,6 +1,7 @@
 """Adapts the number of the engine's computing threads to the cores that are free."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from pathlib import Path
 
 from ...cpu_workers.run_queue import RunQueue, all_thread_ids
 from ...runtime.machine.cgroup import cgroup_throttled_s
-from ...runtime.machine.core_contention import QUIET_S, CoreContention, CpuTime
+from ...runtime.machine.core_contention import CoreContention, CpuTime
 from ..forward.kernel_threads import kernel_thread_ids
 
 _LOG = logging.getLogger(__name__)
 
 _ROOT = Path("/")
+# Bursts of other processes may come every few seconds. More of them are logged as details.
+_LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,12 @@ class AdaptiveThreads:
         self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
         self._waited_s: list[float] = []  # by thread, at the end of the previous step
         self._queue = RunQueue(())
+<<<<<<< HEAD
         self._observe_threads()
+=======
+        self._log_level, self._logged_s = logging.INFO, -math.inf
+        self._look_at_threads()
+>>>>>>> main
         if self._queue.read() is None:
             _LOG.warning(
                 "threads: always %d, because this kernel has no /proc/self/task/*/schedstat, so it "
@@ -101,23 +109,33 @@ class AdaptiveThreads:
             self._observe_threads()
             _LOG.debug("threads: %d, after %d", chosen, before)
         if contention.is_contended and not was_contended:
-            _LOG.info(
+            is_new = now_s - self._logged_s >= _LOG_EVERY_S
+            self._log_level = logging.INFO if is_new else logging.DEBUG
+            self._logged_s = now_s if is_new else self._logged_s
+            _LOG.log(
+                self._log_level,
                 "other processes use the CPU cores: the engine's threads waited for a core for "
                 "%.0f %% of the time in which they could have run. %s",
-                100 * contention.waited_share, self._consequence(chosen),
+                100 * contention.waited_share, self._consequence(contention),
             )  # fmt: skip
         elif was_contended and not contention.is_contended:
-            _LOG.info("the CPU cores are free again: the engine computes with %d threads", chosen)
+            free = "the CPU cores are free again: the engine computes with %d threads"
+            _LOG.log(self._log_level, free, chosen)
 
-    def _consequence(self, chosen: int) -> str:
+    def _consequence(self, contention: CoreContention) -> str:
         max_threads = self._choice.max_threads
         if self._choice.is_fixed:
             return f"The engine continues with {max_threads} threads (--fixed-cpu-threads)"
         if max_threads == 1:
             return "The engine already computes with one thread"
         return (
+<<<<<<< HEAD
             f"The engine now computes with {chosen} of {max_threads} threads, and with all again "
             f"once they hardly wait for {QUIET_S:.0f} s"
+=======
+            f"It computes with {contention.num_threads} of {max_threads} threads. It tries all "
+            f"again after {contention.needed_quiet_s:.0f} s without waits"
+>>>>>>> main
         )
 
     def _observe_threads(self) -> None:

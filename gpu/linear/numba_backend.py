@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ...cpu_workers.kernels.linear.multiply import MATRIX_FIELDS, Y_FIELD, multiply, num_row_bytes
 from ...cpu_workers.kernels.simd import layout
-from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
+from ...cpu_workers.kernels.simd.arithmetic import linear_tag
 from ..device import huge_pages
 from ..forward.kernel_threads import num_kernel_threads
 from ..forward.launcher import current_launcher
@@ -54,7 +54,7 @@ class KernelLinear:
         self.tag = tag
         self.out_features, self.in_features = shape
         self.padded_in, self.padded_out = layout.padded_linear_features(
-            self.in_features, self.out_features
+            self.in_features, self.out_features, tag
         )
         self.bias = None if bias is None else bias.detach()
         padded_bias = np.zeros(self.padded_out, np.float32)
@@ -97,7 +97,7 @@ class NumbaLinear(KernelLinear):
 
         ``tag``: the arithmetic, of ``layout``; None = the fastest here.
         """
-        tag = bfloat16_tag() if tag is None else tag
+        tag = linear_tag() if tag is None else tag
         assert weight.dtype == torch.bfloat16, weight.dtype
         out_features, in_features = weight.shape
         shape = layout.linear_shape(out_features, in_features, tag)
@@ -119,7 +119,7 @@ class NumbaLinear(KernelLinear):
         columns = layout.linear_panel_columns(self.tag)
         panel, column = indices // columns, indices % columns
         lines = self.packed.view(torch.bfloat16)
-        if self.tag.dtype == layout.BFLOAT16_DOT.dtype:
+        if layout.is_in_pairs(self.tag):
             rows = lines.view(torch.int32)[panel, :, column].view(torch.bfloat16)
         else:
             fours = lines.unflatten(-1, (columns // 4, 2, 4))

@@ -17,6 +17,7 @@ LETTERS = {
     types.int64: "q",
     types.float64: "d",
     types.float32: "f",
+    types.int32: "i",
     types.int16: "h",
     types.uint16: "H",
     types.int8: "c",
@@ -27,6 +28,7 @@ _LLVM_TYPES = {
     "q": I64,
     "d": ir.DoubleType(),
     "f": ir.FloatType(),
+    "i": ir.IntType(32),
     "h": ir.IntType(16),
     "H": ir.IntType(16),
     "c": ir.IntType(8),
@@ -37,7 +39,7 @@ _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
 _MULTIPLY = "q" * 8
 SIGNATURES = (
-    *(tag + _MULTIPLY for tag in "hHcC"),
+    *(tag + _MULTIPLY for tag in "ihHcC"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations

@@ -14,7 +14,9 @@ _WINDOW_S = 0.25
 _CONTENDED_SHARE, _QUIET_SHARE = 0.2, 0.1
 # Share of a core that must be free for one more thread.
 _LEAST_PART = 0.7
-QUIET_S = 30.0
+# Quiet time before all threads are tried again: short after a burst of another process, and twice
+# as long after each trial that fails.
+MIN_QUIET_S, MAX_QUIET_S = 1.0, 30.0
 _TRIAL_S = 2.0  # for which all threads are used again before the cores count as free
 
 
@@ -42,7 +44,7 @@ class CoreContention:
     """Chooses the number of threads by the CPU time of the threads in use.
 
     The number falls with the first window that shows contention. It returns to all threads after
-    ``QUIET_S`` in which the threads in use hardly waited.
+    ``needed_quiet_s`` in which the threads in use hardly waited.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CoreContention:
         """``total``: CPU time of the threads so far."""
         self.num_threads = max_threads
         self.is_contended = False
+        self.needed_quiet_s = MIN_QUIET_S
         self.waited_share = 0.0  # of the last window
         self._max_threads, self._min_threads = max_threads, min_threads
         self._begin_s, self._begin = now_s, total
@@ -74,6 +77,8 @@ class CoreContention:
         if self.waited_share > _QUIET_SHARE:
             self._quiet_since_s = now_s
         if self.waited_share > _CONTENDED_SHARE:
+            if self._is_trial:
+                self.needed_quiet_s = min(2 * self.needed_quiet_s, MAX_QUIET_S)
             self.is_contended, self._is_trial = True, False
             running = self.num_threads * (1 - self.waited_share)
             self.num_threads = max(self._min_threads, int(running + 1 - _LEAST_PART))
@@ -84,8 +89,9 @@ class CoreContention:
     def _try_again(self, now_s: float) -> None:
         quiet_s = now_s - self._quiet_since_s
         if self.num_threads < self._max_threads:
-            if quiet_s >= QUIET_S:
+            if quiet_s >= self.needed_quiet_s:
                 self.num_threads = self._max_threads
                 self._quiet_since_s, self._is_trial = now_s, True
-        elif quiet_s >= (_TRIAL_S if self._is_trial else QUIET_S):
-            self.is_contended = False
+        elif quiet_s >= _TRIAL_S:
+            self.is_contended = self._is_trial = False
+            self.needed_quiet_s = MIN_QUIET_S

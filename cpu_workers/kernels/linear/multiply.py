@@ -4,10 +4,18 @@ Decides how work is cut. Gets raw addresses and knows nothing of models or torch
 the layout of ``layout.pack_linear`` or ``pack_quantized`` for an arithmetic. Products accumulate in
 float32, and the sum with the bias is rounded once.
 
+<<<<<<< HEAD
 With AVX512_BF16 an instruction multiplies pairs of x and W directly. Otherwise x is converted to
 float32 once, even values before odd ones, and weights while they are loaded into registers, one
 operation per vector: only the float32 products themselves take time, and weights stay half as
 large. Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
+=======
+With AMX an instruction multiplies 16 tokens by 16 columns: see ``matrix_tiles``.
+With AVX512_BF16 an instruction multiplies pairs of x and W as they are. Elsewhere x is made float32
+once, even values before odd ones, and weights on their way into registers, one operation for a
+vector: nothing but the float32 products themselves takes time, and weights stay half as large.
+Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
+>>>>>>> main
 
 One packed copy serves decode and prefill. Few tokens run at the speed of memory, many near the
 limit of the arithmetic. Each thread takes one contiguous share of the columns, so that it reads
@@ -25,6 +33,7 @@ from ..simd.emitter import VECTOR_BYTES
 from ..simd.isa import process_isa
 from ..simd.layout import COLUMNS_PER_GROUP, GROUP_SIZE, GROUPS_PER_LINEAR_UNIT
 from ..simd.memory import int64_at
+from .matrix_tiles import TOKENS_PER_TILE, product_16x4, product_32x2
 from .quantized_tiles import quantized_product
 from .rows import (
     ROW_FORMATS,
@@ -195,6 +204,27 @@ def _multiply_unit(
         product_4x4(weights, group_bytes, x, x_stride, steps, bias, y, y_stride, few - 1, 0)
 
 
+@part
+def _multiply_unit_in_tiles(
+    weights: int, panel_bytes: int, x: int, x_stride: int, steps: int, bias: int, y: int,
+    y_stride: int, num_tokens: int,
+) -> None:  # fmt: skip
+    """All tokens times the 64 columns of one unit, in matrix registers."""
+    for token in range(0, num_tokens, 2 * TOKENS_PER_TILE):
+        size = min(num_tokens - token, 2 * TOKENS_PER_TILE)
+        values, target = x + token * x_stride, y + token * y_stride
+        if size <= TOKENS_PER_TILE:
+            product_16x4(
+                weights, panel_bytes, values, x_stride, steps, bias, target, y_stride, size
+            )
+            continue
+        for panel in range(0, GROUPS_PER_LINEAR_UNIT, 2):
+            product_32x2(
+                weights + panel * panel_bytes, panel_bytes, values, x_stride, steps,
+                bias + panel * VECTOR_BYTES, target + panel * COLUMNS_PER_GROUP * 2, y_stride, size,
+            )  # fmt: skip
+
+
 def _multiply_units(*arguments: Any) -> None:
     """All tokens times the columns of some units, in the arithmetic of a format tag."""
 
@@ -227,6 +257,21 @@ def _choose_arithmetic(
             zero_points,
         )  # fmt: skip
 
+    def by_tiles(
+        tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
+        y: Any, y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
+    ) -> Any:  # fmt: skip
+        own_panel_bytes = panel_bytes(tag, steps)
+        for unit in range(num_units):
+            panel = unit * GROUPS_PER_LINEAR_UNIT
+            _multiply_unit_in_tiles(
+                weights + panel * own_panel_bytes, own_panel_bytes, x, x_stride, steps,
+                bias + panel * VECTOR_BYTES, y + panel * COLUMNS_PER_GROUP * 2, y_stride,
+                num_tokens,
+            )  # fmt: skip
+
+    if tag == types.int32:
+        return by_tiles
     return by_pairs if tag == types.int16 else by_panels
 
 
@@ -298,11 +343,19 @@ def multiply(
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
+<<<<<<< HEAD
     tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``INT8`` or ``INT4``.
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are
         padded; address of the result of ``pack_zero_points``, or 0.
+=======
+    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8`` or ``INT4``.
+    matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of what ``pack_linear``
+        or ``pack_quantized`` makes, of its bias, float32, of y, bfloat16; bytes from one token of y
+        to the next; units of 64 columns, in which weights, bias and rows of y are padded; address
+        of what ``pack_zero_points`` makes, or 0.
+>>>>>>> main
     x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
         a padded row of x and of the weights.
     rows: address of ``num_row_bytes`` of scratch.

@@ -31,7 +31,8 @@ _WIDE_UNROLLED = 4
 
 
 def _panel_columns(emit: Emitter) -> int:
-    return COLUMNS_PER_GROUP if emit.tag == types.int16 else process_isa().lanes
+    is_in_pairs = emit.tag in (types.int16, types.int32)
+    return COLUMNS_PER_GROUP if is_in_pairs else process_isa().lanes
 
 
 @emits(result=types.int64)

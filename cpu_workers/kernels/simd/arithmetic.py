@@ -12,8 +12,8 @@ from .compiled import kernel
 from .emitter import BF16X32, F32, I32, I64, Emitter
 from .integers import Integers
 from .intrinsics import emits
-from .isa import is_forced, process_isa
-from .layout import BFLOAT16, BFLOAT16_DOT, INT4, INT8
+from .isa import has_matrix_registers, is_forced, process_isa
+from .layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES, INT4, INT8
 
 NUM_SUMS = 12  # fit 16 registers, and hide a latency of 5 cycles at two products a cycle
 _UNROLLED = 4
@@ -38,12 +38,20 @@ def bfloat16_tag() -> np.generic:
     return BFLOAT16_DOT if is_faster else BFLOAT16
 
 
+def linear_tag() -> np.generic:
+    """The format tag of the base model's weights in bfloat16."""
+    return BFLOAT16_TILES if has_matrix_registers() else bfloat16_tag()
+
+
 def describe() -> str:
     """The level of this process's kernels, and the part of it that is not used."""
     isa = process_isa()
+    described = isa.name
     if isa.has_bfloat16_dot and bfloat16_tag().dtype != BFLOAT16_DOT.dtype:
-        return f"{isa.name} without pairs (they are slower here than float32)"
-    return isa.name
+        described += " without pairs (they are slower here than float32)"
+    if has_matrix_registers():
+        described += ", base weights in matrix registers (AMX)"
+    return described
 
 
 def products_per_loop(tag: np.generic) -> int:

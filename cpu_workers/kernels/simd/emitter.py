@@ -14,6 +14,7 @@ from numba.core import cgutils
 from .isa import process_isa
 
 F32 = ir.FloatType()
+I8 = ir.IntType(8)
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
@@ -94,8 +95,8 @@ class Emitter:
         self.i16s = ir.VectorType(I16, lanes)
         self.bytes = _LANE_BYTES * lanes
         self.is_float32 = tag == types.float32
-        self.has_rounding = tag == types.int16  # AVX512_BF16 rounds, too
-        self.has_dot = self.has_rounding and not is_float32_product
+        self.has_rounding = tag in (types.int16, types.int32)  # AVX512_BF16 rounds, too
+        self.has_dot = tag == types.int16 and not is_float32_product
 
     def of_registers(self, *, is_float32_product: bool = False) -> "Emitter":
         """The same for vectors of the processor's register width."""

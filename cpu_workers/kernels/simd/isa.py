@@ -9,6 +9,9 @@ oneDNN.
 Loads only the standard library; querying the processor imports llvmlite.
 """
 
+import ctypes
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +32,12 @@ class CpuIsa:
     llvm_cpu: str
     environment: Mapping[str, str]  # limits other libraries to the level
 
+
+_LOG = logging.getLogger(__name__)
+
+_MATRIX_FEATURES = frozenset({"amx-tile", "amx-bf16"})
+# Of x86-64 Linux: the system call, its request, and the part of a thread's state that is asked for.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 _AVX2 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
@@ -136,6 +145,24 @@ def has_integer_dot() -> bool:
     Not a level: processors of the same level differ in it. A forced level does not use it.
     """
     return process_isa().integer_dot in process_features()
+
+
+@cache
+def has_matrix_registers() -> bool:
+    """Whether this process may multiply bfloat16 in matrix registers (AMX).
+
+    Linux gives them to a process that asks for them. Not a level, like products of integers.
+    """
+    if not process_features() >= _MATRIX_FEATURES:
+        return False
+    system_call = ctypes.CDLL(None, use_errno=True).syscall
+    if system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+        return True
+    _LOG.warning(
+        "the system refuses the processor's matrix registers (AMX): %s; products use vectors",
+        os.strerror(ctypes.get_errno()),
+    )
+    return False
 
 
 def is_forced() -> bool:

@@ -4,10 +4,11 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.simd.isa import process_isa
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
+from corun.cpu_workers.kernels.simd.isa import has_matrix_registers, process_isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES
 from corun.gpu.linear import select
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear
@@ -18,7 +19,9 @@ from corun.gpu.quiet_time import Sample
 from corun.runtime.errors import ConfigError
 
 # All arithmetics that this process supports, not only the chosen one.
-TAGS = [BFLOAT16, BFLOAT16_DOT] if process_isa().has_bfloat16_dot else [BFLOAT16]
+TAGS: list[np.generic] = [BFLOAT16]
+TAGS += [BFLOAT16_DOT] if process_isa().has_bfloat16_dot else []
+TAGS += [BFLOAT16_TILES] if has_matrix_registers() else []
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.simd.isa import process_isa
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
+from corun.cpu_workers.kernels.simd.isa import has_matrix_registers, process_isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES
 from corun.gpu.forward.batch import PassMetadata
 from corun.gpu.forward.launcher import Launcher, current_launcher
 from corun.gpu.forward.lower import PackedRows, lower
@@ -85,11 +85,15 @@ def test_kernels_and_operations_in_their_order() -> None:
     assert kernels == [7]
 
 
-@pytest.mark.parametrize("tag", [BFLOAT16, BFLOAT16_DOT], ids=lambda tag: tag.dtype.name)
+@pytest.mark.parametrize(
+    "tag", [BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES], ids=lambda tag: tag.dtype.name
+)
 def test_linears_of_each_arithmetic_are_captured(tag: np.generic) -> None:
     """For each back end, not only the machine's choice."""
     if tag is BFLOAT16_DOT and not process_isa().has_bfloat16_dot:
         pytest.skip("this process has no AVX512_BF16")
+    if tag is BFLOAT16_TILES and not has_matrix_registers():
+        pytest.skip("this process has no matrix registers")
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(10, 64, generator=generator).bfloat16()
     linear = NumbaLinear(torch.randn(64, 64, generator=generator).bfloat16(), None, tag=tag)

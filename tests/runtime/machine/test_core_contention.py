@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 
 import pytest
-from corun.runtime.machine.core_contention import QUIET_S, CoreContention, CpuTime
+from corun.runtime.machine.core_contention import (
+    MAX_QUIET_S,
+    MIN_QUIET_S,
+    CoreContention,
+    CpuTime,
+)
 
 
 @dataclass
@@ -55,22 +60,25 @@ def test_the_number_goes_down_with_the_first_window(
     assert threads.run(0.25, waited_share) == [chosen]
 
 
-def test_all_are_used_again_after_quiet_seconds() -> None:
+def test_a_burst_costs_a_second() -> None:
     threads = Threads(2)
-    threads.run(5, 0.5)
-    numbers = threads.run(QUIET_S + 1, 0.0)
-    assert numbers[0] == 1 and numbers[-1] == 2
-    assert numbers.index(2) * 0.25 == pytest.approx(QUIET_S, abs=0.5)
+    for _ in range(20):
+        assert threads.run(0.25, 0.5) == [1]
+        numbers = threads.run(4.75, 0.0)
+        assert numbers[-1] == 2
+        assert numbers.index(2) * 0.25 == pytest.approx(MIN_QUIET_S, abs=0.5)
+        assert not threads.contention.is_contended
 
 
-def test_a_core_that_is_still_taken_is_left_again_at_once() -> None:
+def test_a_core_that_stays_taken_is_tried_less_and_less_often() -> None:
     """One thread of two does not wait where one core is free, so all are tried now and then."""
     threads = Threads(2)
     threads.run(1, 0.4)
-    numbers = threads.run(QUIET_S + 1, 0.0)
-    assert numbers[-1] == 2
-    assert threads.run(0.25, 0.4) == [1]
-    assert set(threads.run(QUIET_S - 1, 0.0)) == {1}
+    for quiet_s in (MIN_QUIET_S, 2 * MIN_QUIET_S, 4, 8, 16, MAX_QUIET_S, MAX_QUIET_S):
+        assert threads.contention.needed_quiet_s == quiet_s
+        assert set(threads.run(quiet_s - 0.25, 0.0)) == {1}
+        assert threads.run(0.25, 0.0) == [2]
+        assert threads.run(0.25, 0.4) == [1]
 
 
 def test_an_idle_engine_changes_nothing() -> None:
@@ -92,13 +100,14 @@ def test_the_cores_count_as_free_once_all_threads_have_been_tried() -> None:
     threads.run(1, 0.4)
     assert threads.contention.is_contended
     for _ in range(3):  # the trial fails each time
-        threads.run(QUIET_S, 0.0)
+        threads.run(threads.contention.needed_quiet_s, 0.0)
         assert threads.contention.is_contended
         threads.run(0.5, 0.4)
         assert threads.contention.is_contended
-    threads.run(QUIET_S + 3, 0.0)
+    threads.run(MAX_QUIET_S + 3, 0.0)
     assert not threads.contention.is_contended
     assert threads.contention.num_threads == 2
+    assert threads.contention.needed_quiet_s == MIN_QUIET_S
 
 
 def test_a_number_that_is_forced_stays() -> None:
@@ -107,14 +116,14 @@ def test_a_number_that_is_forced_stays() -> None:
     assert set(threads.run(5, 0.7)) == {4}
     assert threads.contention.is_contended
     assert threads.contention.waited_share == pytest.approx(0.7)
-    threads.run(QUIET_S + 1, 0.0)
+    threads.run(3, 0.0)
     assert not threads.contention.is_contended
 
 
 def test_a_little_company_does_not_keep_threads_away() -> None:
     threads = Threads(2)
     threads.run(1, 0.4)
-    assert threads.run(QUIET_S + 1, 0.08)[-1] == 2
+    assert threads.run(MIN_QUIET_S + 1, 0.08)[-1] == 2
 
 
 def test_waits_that_a_quota_explains_more_than_once_count_as_none() -> None:

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.kernels.simd.isa import process_isa
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT
+from corun.cpu_workers.kernels.simd.isa import has_matrix_registers, process_isa
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear.numba_backend import NumbaLinear
 
 # All arithmetics that this process supports, not only the chosen one.
-TAGS = [BFLOAT16, BFLOAT16_DOT] if process_isa().has_bfloat16_dot else [BFLOAT16]
+TAGS: list[np.generic] = [BFLOAT16]
+TAGS += [BFLOAT16_DOT] if process_isa().has_bfloat16_dot else []
+TAGS += [BFLOAT16_TILES] if has_matrix_registers() else []
 each_tag = pytest.mark.parametrize("tag", TAGS, ids=lambda tag: tag.dtype.name)
 
 

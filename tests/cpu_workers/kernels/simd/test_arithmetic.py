@@ -5,7 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from corun.cpu_workers.kernels.simd import arithmetic, isa
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, FLOAT32, INT4, INT8
+from corun.cpu_workers.kernels.simd.layout import (
+    BFLOAT16,
+    BFLOAT16_DOT,
+    BFLOAT16_TILES,
+    FLOAT32,
+    INT4,
+    INT8,
+)
 
 _HAS_DOT = isa.process_isa().has_bfloat16_dot
 _TAGS = [FLOAT32, BFLOAT16, *([BFLOAT16_DOT] if _HAS_DOT else [])]
@@ -54,6 +61,7 @@ def test_pairs_are_multiplied_where_that_is_faster(
 
 def test_a_level_without_pairs_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "process_isa", lambda: isa.LEVELS[-1])
+    monkeypatch.setattr(arithmetic, "has_matrix_registers", lambda: False)
     monkeypatch.delattr(arithmetic, "products_per_s")
     assert arithmetic.bfloat16_tag().dtype == BFLOAT16.dtype
     assert arithmetic.describe() == "generic"
@@ -62,6 +70,17 @@ def test_a_level_without_pairs_measures_nothing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not _HAS_DOT, reason="this process has no AVX512_BF16 to force")
 def test_a_forced_level_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "is_forced", lambda: True)
+    monkeypatch.setattr(arithmetic, "has_matrix_registers", lambda: False)
     monkeypatch.delattr(arithmetic, "products_per_s")
     assert arithmetic.bfloat16_tag().dtype == BFLOAT16_DOT.dtype
     assert arithmetic.describe() == isa.process_isa().name
+
+
+@pytest.mark.parametrize("has_them", [True, False])
+def test_base_weights_use_matrix_registers_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, has_them: bool
+) -> None:
+    monkeypatch.setattr(arithmetic, "has_matrix_registers", lambda: has_them)
+    expected = BFLOAT16_TILES if has_them else arithmetic.bfloat16_tag()
+    assert arithmetic.linear_tag().dtype == expected.dtype
+    assert ("(AMX)" in arithmetic.describe()) == has_them

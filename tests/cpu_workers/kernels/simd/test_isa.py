@@ -99,3 +99,24 @@ def test_products_of_integers_are_added_where_the_level_has_the_instruction(
     environment = isa.forcing_environment(level)
     environment["NUMBA_CPU_FEATURES"] += more
     assert _in_process(code, environment) == expected
+
+
+def test_a_forced_level_uses_no_matrix_registers() -> None:
+    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.has_matrix_registers())"
+    assert _in_process(code, isa.forcing_environment("avx512-bf16")) == "False"
+
+
+def test_refused_matrix_registers_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unknown request stands for a system that refuses them."""
+    monkeypatch.setattr(isa, "process_features", lambda: frozenset({"amx-tile", "amx-bf16"}))
+    monkeypatch.setattr(isa, "_REQUEST_PERMISSION", 0)
+    isa.has_matrix_registers.cache_clear()
+    try:
+        assert not isa.has_matrix_registers()
+    finally:
+        isa.has_matrix_registers.cache_clear()
+    assert (
+        "the system refuses the processor's matrix registers (AMX): Invalid argument" in caplog.text
+    )

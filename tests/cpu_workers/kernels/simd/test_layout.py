@@ -58,8 +58,9 @@ def test_ranks_are_padded_no_further_than_a_register() -> None:
 def test_pack_linear_keeps_every_value_in_place(out_features: int, in_features: int) -> None:
     weight: np.ndarray = np.arange(1, out_features * in_features + 1, dtype=np.uint16)
     weight = weight.reshape(out_features, in_features)
-    padded_in, padded_out = layout.padded_linear_features(in_features, out_features)
-    for tag in (layout.BFLOAT16, layout.BFLOAT16_DOT):
+    for tag in (layout.BFLOAT16, layout.BFLOAT16_DOT, layout.BFLOAT16_TILES):
+        padded_in, padded_out = layout.padded_linear_features(in_features, out_features, tag)
+        assert padded_in % (32 if tag is layout.BFLOAT16_TILES else 8) == 0
         packed = np.zeros(layout.linear_shape(out_features, in_features, tag), np.uint16)
         assert packed.size == padded_out * padded_in
         layout.pack_linear(weight, packed, tag)
