@@ -42,12 +42,8 @@ class AdaptiveThreads:
         self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
         self._waited_s: list[float] = []  # by thread, at the end of the previous step
         self._queue = RunQueue(())
-<<<<<<< HEAD
-        self._observe_threads()
-=======
         self._log_level, self._logged_s = logging.INFO, -math.inf
-        self._look_at_threads()
->>>>>>> main
+        self._observe_threads()
         if self._queue.read() is None:
             _LOG.warning(
                 "threads: always %d, because this kernel has no /proc/self/task/*/schedstat, so it "
@@ -129,13 +125,8 @@ class AdaptiveThreads:
         if max_threads == 1:
             return "The engine already computes with one thread"
         return (
-<<<<<<< HEAD
-            f"The engine now computes with {chosen} of {max_threads} threads, and with all again "
-            f"once they hardly wait for {QUIET_S:.0f} s"
-=======
-            f"It computes with {contention.num_threads} of {max_threads} threads. It tries all "
-            f"again after {contention.needed_quiet_s:.0f} s without waits"
->>>>>>> main
+            f"The engine now computes with {contention.num_threads} of {max_threads} threads. It "
+            f"tries all again after {contention.needed_quiet_s:.0f} s without waits"
         )
 
     def _observe_threads(self) -> None:

@@ -20,7 +20,7 @@ from ...cpu_workers.process_life import (
     OrphanError,
     die_with_parent,
     ignore_interrupts,
-    leave,
+    exit_process,
     signals_held,
 )
 from ..errors import ConfigError, CorunError
@@ -90,7 +90,7 @@ def bind_to_parent() -> None:
     try:
         die_with_parent(int(os.environ.pop(_PARENT_VARIABLE)))
     except OrphanError:
-        leave(EXIT_FAILED)
+        exit_process(EXIT_FAILED)
     ignore_interrupts()
 
 
@@ -118,11 +118,11 @@ def run_process(
             status = runner.run(_until_signal(settings, run))
     except CorunError as error:
         sys.stderr.write(f"corun: error: {error}\n")
-        leave(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
+        exit_process(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
     except Exception:
         _logger.exception("it ends by a defect")
-        leave(EXIT_FAILED)
-    leave(status or os.EX_OK)
+        exit_process(EXIT_FAILED)
+    exit_process(status or os.EX_OK)
 
 
 async def _until_signal(

@@ -199,7 +199,7 @@ class _Cluster:
             rank, rank * self._machine.adapter_bytes_per_rank,
         )  # fmt: skip
         if self._placement is not None:
-            self._placement.note(name, one.prompt_tokens, 0)
+            self._placement.record(name, one.prompt_tokens, 0)
         sent = Sent(route, RequestRecord(self._num_arrived, one.arrival_s), router)
         self._sent[self._num_arrived] = sent
         self._expect_arrival()
@@ -249,7 +249,7 @@ class _Cluster:
             name = sent.route.adapter_name
             self._router_states[sent.router].record_output(name, sent.record.num_output_tokens)
             if self._placement is not None and name is not None:
-                self._placement.note(name, 0, sent.record.num_output_tokens)
+                self._placement.record(name, 0, sent.record.num_output_tokens)
             self._let_go(server, sent)
         if ended and server.index in self._leaving:
             self._drain(server)

@@ -28,7 +28,7 @@ class SimulatedPlacement:
         self._store_bytes = store_bytes
         self._steps = PlacementSteps(policy)
         self._steps.expect({name: (tokens_per_s[name], 0.0) for name in ranks})
-        self.note = self._steps.note
+        self.record = self._steps.record
         self._has_begun = False
 
     def step(self, server_ids: Sequence[ServerId]) -> Shares:

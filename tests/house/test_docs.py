@@ -12,7 +12,7 @@ from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.config.simulate import SimulateConfig
 from corun.runtime.scheduler.events import TimePart
-from corun.runtime.server.errors import error_codes
+from corun.runtime.server.reference import TABLES
 from support.product import FOLDERS, ROOT, name_of
 
 _MAX_README_BYTES = 12_000
@@ -23,8 +23,8 @@ _NAMED_FILE = re.compile(r"`([\w./-]*\w\.(?:py|md))`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 # Of commands other than serve, and of other programs that a page names.
 _OTHER_FLAGS = {
-    "--config", "--help", "--help-all", "--level", "--output", "--quick", "--text", "--thorough",
-    "--update", "--url",
+    "--config", "--help", "--help-all", "--level", "--model", "--output", "--quick", "--text",
+    "--thorough", "--update", "--url",
 }  # fmt: skip
 # Pages that name other programs' options.
 _OF_OTHERS = {"coming-from-vllm.md", "coming-from-llama-cpp.md", "upgrading.md"}
@@ -122,7 +122,7 @@ def test_every_error_code_has_advice() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = _rows(text, "A request gets an error")
     listed = [code for row in rows for code in re.findall(r"`(\w+)`", row[0])]
-    assert sorted(listed) == sorted(error_codes())
+    assert sorted(listed) == sorted(re.findall(r"^\| `(\w+)`", TABLES["errors"](), re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", ["observability.md", "troubleshooting.md"])

@@ -4,18 +4,11 @@ Decides how work is cut. Gets raw addresses and knows nothing of models or torch
 the layout of ``layout.pack_linear`` or ``pack_quantized`` for an arithmetic. Products accumulate in
 float32, and the sum with the bias is rounded once.
 
-<<<<<<< HEAD
+With AMX an instruction multiplies 16 tokens by 16 columns: see ``matrix_tiles``.
 With AVX512_BF16 an instruction multiplies pairs of x and W directly. Otherwise x is converted to
 float32 once, even values before odd ones, and weights while they are loaded into registers, one
 operation per vector: only the float32 products themselves take time, and weights stay half as
 large. Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
-=======
-With AMX an instruction multiplies 16 tokens by 16 columns: see ``matrix_tiles``.
-With AVX512_BF16 an instruction multiplies pairs of x and W as they are. Elsewhere x is made float32
-once, even values before odd ones, and weights on their way into registers, one operation for a
-vector: nothing but the float32 products themselves takes time, and weights stay half as large.
-Weights of 8 and 4 bits are multiplied as integers, for which x is coded once: see ``rows``.
->>>>>>> main
 
 One packed copy serves decode and prefill. Few tokens run at the speed of memory, many near the
 limit of the arithmetic. Each thread takes one contiguous share of the columns, so that it reads
@@ -343,19 +336,11 @@ def multiply(
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
-<<<<<<< HEAD
-    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``INT8`` or ``INT4``.
+    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8`` or ``INT4``.
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are
         padded; address of the result of ``pack_zero_points``, or 0.
-=======
-    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8`` or ``INT4``.
-    matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of what ``pack_linear``
-        or ``pack_quantized`` makes, of its bias, float32, of y, bfloat16; bytes from one token of y
-        to the next; units of 64 columns, in which weights, bias and rows of y are padded; address
-        of what ``pack_zero_points`` makes, or 0.
->>>>>>> main
     x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
         a padded row of x and of the weights.
     rows: address of ``num_row_bytes`` of scratch.

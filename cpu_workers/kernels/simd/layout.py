@@ -14,16 +14,10 @@ Weights of the base model, bfloat16:
 
   W [out, in] -> [out / columns, in / 2, columns, 2], padded to 64 columns and to ``in`` of 8 values
 
-<<<<<<< HEAD
-where 16 columns form a panel if pairs are multiplied. Otherwise a panel has as many columns as a
-vector register holds in float32, and [4 columns, 2] becomes [2, 4 columns]: with even and odd
-values apart, one instruction converts them to float32 while loading.
-=======
-where 16 columns make a panel if pairs are multiplied; in matrix registers ``in`` is padded to 32
-values. Elsewhere as many do as a vector register
-holds in float32, and what was [4 columns, 2] is [2, 4 columns]: with even and odd values apart, one
-instruction makes them float32 on their way into registers.
->>>>>>> main
+where 16 columns form a panel if pairs are multiplied; matrix registers pad ``in`` to 32 values.
+Otherwise a panel has as many columns as a vector register holds in float32, and [4 columns, 2]
+becomes [2, 4 columns]: with even and odd values apart, one instruction converts them to float32
+while loading.
 
 The same weights in 8 or 4 bits, ``in`` in groups of 64, padded to 64 columns, one panel for each
 vector register's worth of float32:
@@ -43,12 +37,8 @@ RANKS_PER_TILE = 8
 COLUMNS_PER_GROUP = 16
 STEPS_UNROLLED = 4  # of 8 bytes each: the padding of ``in``
 
-<<<<<<< HEAD
 LINEAR_STEPS_UNROLLED = 4  # of 2 values each: the padding of ``in`` of a base weight
-=======
-LINEAR_STEPS_UNROLLED = 4  # of 2 values each: what ``in`` of a base weight is padded to
 STEPS_PER_TILE = 16  # of 2 values each: the same for ``BFLOAT16_TILES``
->>>>>>> main
 GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
@@ -122,18 +112,12 @@ def _padded(matrix: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
     return padded
 
 
-<<<<<<< HEAD
-def padded_linear_features(in_features: int, out_features: int) -> tuple[int, int]:
-    """The widths of x and y for a packed base weight."""
-    in_multiple = 2 * LINEAR_STEPS_UNROLLED
-=======
 def padded_linear_features(
     in_features: int, out_features: int, tag: np.generic = BFLOAT16
 ) -> tuple[int, int]:
-    """The widths of x and y that a packed base weight is for."""
+    """The widths of x and y for a packed base weight."""
     is_in_tiles = tag.dtype == BFLOAT16_TILES.dtype
     in_multiple = 2 * (STEPS_PER_TILE if is_in_tiles else LINEAR_STEPS_UNROLLED)
->>>>>>> main
     out_multiple = COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
     return -(-in_features // in_multiple) * in_multiple, -(
         -out_features // out_multiple
@@ -151,13 +135,8 @@ def is_in_pairs(tag: np.generic) -> bool:
 
 
 def linear_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
-<<<<<<< HEAD
     """The shape of the result of ``pack_linear`` for W [out, in]."""
-    padded_in, padded_out = padded_linear_features(in_features, out_features)
-=======
-    """The shape of what ``pack_linear`` makes of W [out, in]."""
     padded_in, padded_out = padded_linear_features(in_features, out_features, tag)
->>>>>>> main
     columns = linear_panel_columns(tag)
     return padded_out // columns, padded_in // 2, 2 * columns
 

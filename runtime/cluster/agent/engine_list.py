@@ -38,6 +38,8 @@ class EngineListFile:
     def write(self, num_ids: int, engine_ids: list[str]) -> None:
         """Note both. A disk that is full costs no engine, only this."""
         try:
-            write_whole(self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids)))
+            write_whole(
+                self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids))
+            )
         except OSError as error:
             _logger.warning("which engines there are cannot be noted in %s: %s", self._path, error)

@@ -78,7 +78,9 @@ class Members:
     def silent(self) -> set[str]:
         """Agents that have said nothing for too long."""
         limit_s = self._clock() - _AGENT_SILENT_S
-        return {agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s}
+        return {
+            agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s
+        }
 
     def live_agents(self) -> list[AgentReport]:
         """All others."""

@@ -122,7 +122,9 @@ class NodesKeeper:
         Raises ``CorunError`` if Ray cannot be used, or a first agent cannot begin.
         """
         ending: asyncio.Task[Any] = asyncio.ensure_future(self._stop.wait())
-        working = [asyncio.ensure_future(work) for work in (self._supervise(), self._report_forever())]
+        working = [
+            asyncio.ensure_future(work) for work in (self._supervise(), self._report_forever())
+        ]
         try:
             await asyncio.wait({ending, *working}, return_when=asyncio.FIRST_COMPLETED)
             for task in working:

@@ -5,7 +5,8 @@ what it knew, and when their machine's raylet ends. An agent ends with none of t
 next to hold it finds it as it is. Unheld for two minutes it ends as a signal ends it, since Ray
 might have given its machine to somebody else.
 
-``python -m corun.runtime.cluster.machines.supervised``, with ``NodeSettings`` on its input, is the agent.
+``python -m corun.runtime.cluster.machines.supervised`` is the agent. It reads ``NodeSettings`` from
+its input.
 A lock says that it runs, another one that somebody holds it: the kernel lets go of both, however
 their processes end.
 """

@@ -37,7 +37,7 @@ def test_it_plans_by_what_came_in_the_steps_before() -> None:
     )
     ids = [ServerId("x"), ServerId("y")]
     assert placement.step(ids) == {"a": {"x": 1.0}, "b": {"x": 1.0}}
-    placement.note("a", 10, 2)
+    placement.record("a", 10, 2)
     placement.step(ids)
     placement.step(ids)
     assert policy.told[0] == [6.0, 6.0]  # the expected demand before the first request

@@ -174,7 +174,9 @@ def test_dead_peers_leave_the_source_and_then_nothing(tmp_path: Path) -> None:
 
 def test_one_fetch_however_many_wait(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
-        waiting = [asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)]
+        waiting = [
+            asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)
+        ]
         await asyncio.sleep(0)
         waiting[0].cancel()  # who began it leaves; the others have it all the same
         await asyncio.gather(*waiting[1:])
