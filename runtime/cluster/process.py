@@ -19,8 +19,8 @@ import msgspec
 from ...cpu_workers.process_life import (
     OrphanError,
     die_with_parent,
-    ignore_interrupts,
     exit_process,
+    ignore_interrupts,
     signals_held,
 )
 from ..errors import ConfigError, CorunError
