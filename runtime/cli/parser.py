@@ -82,10 +82,7 @@ def commands_help() -> str:
         lines += ["", f"{title}:"]
         for name in names:
             lines += columns(name, COMMANDS[name].partition(". ")[0].rstrip(".") + ".", _WIDTH)
-    lines += [
-        "",
-        "corun COMMAND --help shows the options of a command.",
-    ]
+    lines += ["", "corun COMMAND --help shows the options of a command."]
     return "\n".join(lines) + "\n"
 
 
