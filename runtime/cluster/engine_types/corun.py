@@ -14,11 +14,11 @@ from .engine_type import SentRecord, Translation
 
 MODELS_PATH = "/v1/models"
 _TIMEOUT_S = 5.0
-_STREAM_SILENT_S = 30.0  # after which the stream is begun anew; the beats say much sooner
+_STREAM_SILENT_S = 30.0  # then the stream is opened again; gateways notice missing heartbeats sooner
 
 
 class NoTranslation:
-    """The ``Translation`` of engines whose requests and answers are the gateway's own."""
+    """The ``Translation`` of engines that share the gateway's formats."""
 
     def body(self, body: bytes) -> bytes:
         return body

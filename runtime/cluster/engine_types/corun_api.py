@@ -1,4 +1,4 @@
-"""The routes for adapters that ``corun serve`` has for everybody, for agents and controller."""
+"""The public routes of ``corun serve`` for adapters, as agents and the controller use them."""
 
 import contextlib
 from http import HTTPStatus
@@ -55,7 +55,7 @@ class EngineApi:
         raise AssertionError("a stream of events ends by an error")
 
     async def load(self, entry: AdapterEntry, path: str) -> None:
-        """Have it serve a directory under a name, whatever the name was before.
+        """Serve a directory under a name, and replace what the name was before.
 
         Raises ``HttpError`` with the engine's own words, if it refuses.
         """

@@ -58,7 +58,7 @@ class AdapterApi(Protocol):
         ...
 
     async def load(self, entry: AdapterEntry, path: str) -> str | None:
-        """Have it serve a directory under a name, whatever the name was before.
+        """Serve a directory under a name, and replace what the name was before.
 
         Returns what requests call it there; None = by its name.
         """

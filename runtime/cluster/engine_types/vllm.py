@@ -1,7 +1,7 @@
-"""vLLM's server as an engine, as it is: what it does not tell is made of its profile and metrics.
+"""An unmodified vLLM server as an engine: its state comes from its metrics and its profile.
 
-Adapters have names of their own there, ``NAME@DIGEST``: versions of vLLM know the KV that they keep
-by an adapter's name, so that a name whose content changed is answered from KV of the former one.
+Adapters have names of their own there, ``NAME@DIGEST``: versions of vLLM find the KV that they keep
+by an adapter's name, so a name with new content would be answered from KV of the former content.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _VERSION_PATH = "/version"
 _EVERY_S = 0.1
 _HEALTH_EVERY = 10  # states
 _IN_LINK_BYTES_PER_S = 1e12  # of files: the link of a profile has their time in it
-_POLL_TIMEOUT_S = 3.0  # gateways eject who is silent sooner; then all is asked anew
+_POLL_TIMEOUT_S = 3.0  # gateways eject a silent engine sooner
 
 
 class VllmModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ class VllmApi:
         try:
             await self._post(_UNLOAD_PATH, _Unload(model), _CALL_TIMEOUT_S)
         except HttpError as error:
-            if error.status != HTTPStatus.NOT_FOUND:  # somebody else has dropped it
+            if error.status != HTTPStatus.NOT_FOUND:  # already dropped
                 raise
 
     async def pin(self, name: str, *, pinned: bool) -> None:

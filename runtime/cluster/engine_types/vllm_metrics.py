@@ -98,7 +98,7 @@ def _count(text: bytes, family: bytes) -> int:
 
 
 def _newest(text: bytes, family: bytes) -> dict[str, str]:
-    """Labels of the sample with the largest value: of what is told by labels, the last."""
+    """Labels of the sample with the largest value, which is the newest of an info metric."""
     found: tuple[dict[str, str], float] = ({}, 0.0)
     for labels, value in _samples(text, family):
         if value >= found[1]:

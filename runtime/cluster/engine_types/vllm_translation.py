@@ -19,7 +19,7 @@ _CODES = {
 
 
 class _Error(msgspec.Struct, frozen=True):
-    """Of vLLM, whose code is the status; before 0.10 it was no field of another."""
+    """An error of vLLM: ``code`` is the status; before 0.10 its fields were the body's own."""
 
     message: str = ""
     param: str | None = None

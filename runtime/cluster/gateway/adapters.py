@@ -29,7 +29,7 @@ class ClusterAdapterRoutes:
         self._unknown_fields = unknown_fields
 
     async def list_all(self, request: Request) -> Response:
-        """By name: whose files are where, and at which level engines have them."""
+        """By name: which agents have the files, and at which level engines have the adapter."""
         page = parse_page(request.query_params)
         entries = self._state.table.adapters
         infos = [self._info(one) for one in entries.values()]

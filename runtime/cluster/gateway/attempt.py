@@ -1,4 +1,4 @@
-"""One request at one engine: sent, counted, and taken back whatever becomes of it."""
+"""One attempt of a request at one engine: sent, counted, and uncounted when it ends."""
 
 import time
 from types import TracebackType
@@ -24,12 +24,12 @@ _ELSEWHERE = (429, 503)  # full, or about to end
 
 
 class ElsewhereError(Exception):
-    """This engine does not answer, and the client has been told nothing: another one may."""
+    """This engine does not answer, and the client has received nothing: another may be tried."""
 
     def __init__(self, reason: HttpError, *, may_retry_here: bool = False) -> None:
         """``may_retry_here``: the same engine would do, asked once more."""
         super().__init__(str(reason))
-        self.reason = reason  # what the client is told if there is no other
+        self.reason = reason  # the client's error if no other engine answers
         self.may_retry_here = may_retry_here
 
 
@@ -119,7 +119,7 @@ class Attempt:
         self.link.counts.first_token(waited_s, self._predicted_s)
 
     async def read_all(self) -> bytes:
-        """Return the whole answer. Raises ``ElsewhereError``: nobody has seen any of it."""
+        """Return the whole answer. Raises ``ElsewhereError``: the client has received nothing."""
         parts = []
         try:
             while data := await self.read():

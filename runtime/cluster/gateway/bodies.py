@@ -20,7 +20,7 @@ _OUTPUT = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 class _Fields(msgspec.Struct):
-    """The fields that routing goes by; whatever their types are."""
+    """The fields that routing reads, of any type."""
 
     model: Any = None
     prompt: msgspec.Raw = msgspec.Raw()
@@ -52,7 +52,7 @@ class BodyFacts:
 
     @property
     def session(self) -> str | None:
-        """Who asks, or what the prompt begins with; None = nothing is known."""
+        """The user, or the beginning of the prompt; None if neither is known."""
         if self.user is not None or not self.text:
             return self.user
         return f"{hash(self.text[:_SESSION_BYTES]):x}"
@@ -146,7 +146,7 @@ class TokenRatio:
         return max(1, round((len(text) - _QUOTES) / ratio))
 
     def observe(self, text: bytes, num_tokens: int, name: str | None, *, is_chat: bool) -> None:
-        """``text`` has turned out to be so many; what is told of an adapter holds for all."""
+        """Record that ``text`` has ``num_tokens``; adapters share the estimate."""
         if num_tokens < _MIN_TOKENS:
             return
         ratio = len(text) / num_tokens

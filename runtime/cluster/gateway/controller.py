@@ -51,7 +51,7 @@ class ControllerLink:
         self._removed: dict[EngineLink, float] = {}  # and when
 
     async def run(self) -> None:
-        """Keep the table, engines and the controller told of each other."""
+        """Keep the table current, and report to engines and the controller."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_table())
@@ -83,13 +83,13 @@ class ControllerLink:
                         ))  # fmt: skip
             except HttpError as error:
                 if self._state.is_connected:
-                    _logger.warning("the controller is not heard any more: %s", error)
+                    _logger.warning("lost connection to the controller: %s", error)
             self._state.is_connected = False
             await asyncio.sleep(_AGAIN_S)
 
     def _apply(self, change: TableChange) -> None:
         if not self._state.is_connected:
-            _logger.info("the controller is heard")
+            _logger.info("connected to the controller")
         self._state.is_connected = True
         table = self._state.table
         table.apply(change)
@@ -127,7 +127,7 @@ class ControllerLink:
             ))  # fmt: skip
 
     async def _check_health(self) -> None:
-        """Eject who is silent, let go of who has left."""
+        """Eject engines that are silent, and drop those that have left."""
         now_s = time.monotonic()
         while True:
             await asyncio.sleep(_TICK_S)

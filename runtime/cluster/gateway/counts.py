@@ -38,7 +38,7 @@ class GatewayCounts:
     decision_s: Histogram = field(default_factory=lambda: Histogram(_DECISION_BOUNDS_S))
     engines: dict[str, EngineCounts] = field(default_factory=dict)
     num_lost: int = 0  # streams that ended by an error after their first byte
-    # Since the controller was told last, by adapter.
+    # Since the last report to the controller, by adapter.
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     output_tokens: Counter[str] = field(default_factory=Counter)
 

@@ -1,4 +1,4 @@
-"""An engine as it has told of itself, and what routers make of it. Pure."""
+"""The state that an engine reports, and the report that routers get of it. Pure."""
 
 from ..policy.reports import ServerCosts, ServerReport
 from ..wire import Accepted, EngineLoadState, EngineProfile, EngineState, PlacedAdapter
@@ -14,7 +14,7 @@ _NOTHING = EngineLoadState(
 
 
 class ReportedState:
-    """What one gateway has been told on one stream of states, of which each tells what is new."""
+    """The state that one gateway has of an engine, from a stream of incremental states."""
 
     def __init__(self, gateway_id: str) -> None:
         self.incarnation: str | None = None
@@ -45,7 +45,7 @@ class ReportedState:
         return number > accepted.last or number in accepted.missing
 
     def report(self, now_s: float, *, is_open: bool, on_disk: frozenset[str]) -> ServerReport:
-        """What routers are told; ``on_disk``: adapters whose files the engine's agent has."""
+        """Return the report for routers; ``on_disk``: adapters with files at the engine's agent."""
         load = self.load
         return ServerReport(
             reported_s=now_s,

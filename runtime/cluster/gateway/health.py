@@ -1,7 +1,7 @@
 """Whether an engine may be sent requests, by its beats and its connections. Pure.
 
-An engine whose beat does not grow is ejected after 2 s: stopped, blocked or cut off. One that
-refuses or closes its connection is ejected at once. Three beats bring it back.
+An engine is ejected when its heartbeat does not grow for 2 s: it is stopped, blocked or cut off.
+One that refuses or closes its connection is ejected at once. Three heartbeats bring it back.
 """
 
 SILENT_AFTER_S = 2.0
@@ -10,22 +10,22 @@ _MAX_WAIT_S = 0.25  # of one turn of listening, which takes 0.1 s on a machine t
 
 # Causes.
 EXITED = "exited"  # it closed its stream
-REFUSED = "refused"  # nobody listens there
+REFUSED = "refused"  # no process listens there
 SILENT = "silent"
 
 
 class EngineHealth:
-    """One engine, from the moment on that somebody listens to it."""
+    """Health of one engine, from when the gateway first connects to it."""
 
     def __init__(self) -> None:
         self.ejected_for: str | None = REFUSED  # until its first beat
-        self.silent_s = 0.0  # since its beat grew, but for times in which nobody could listen
+        self.silent_s = 0.0  # since its heartbeat grew, except while this process could not read it
         self._is_new = True
         self._last_heartbeat = -1
         self._num_heartbeats = 0  # since it was ejected
 
     def on_heartbeat(self, number: int) -> bool:
-        """Take what an engine told; return whether that brings it back."""
+        """Take a heartbeat of the engine; return whether that brings it back."""
         if number == self._last_heartbeat:
             return False
         self._last_heartbeat, self.silent_s = number, 0.0

@@ -34,7 +34,7 @@ class EngineLink:
         self, card: EngineCard, gateway_id: str, session: aiohttp.ClientSession, routing: Routing,
         counts: EngineCounts, table: KnownTable,
     ) -> None:  # fmt: skip
-        """``table``: as the gateway has heard it."""
+        """``table``: the gateway's copy of the controller's table."""
         self.card = card
         self.server_id = ServerId(card.engine_id)
         self.pool = UpstreamPool(card.url)
@@ -63,7 +63,7 @@ class EngineLink:
 
     @property
     def incarnation(self) -> str | None:
-        """Of its process; None before it has told."""
+        """Of its process; None before its first state."""
         return self._incarnation
 
     @property
@@ -77,11 +77,11 @@ class EngineLink:
         self._on_ejected.add(notify)
 
     def remove_on_ejected(self, notify: Callable[[str], None]) -> None:
-        """Tell nobody any more."""
+        """Stop notifying it."""
         self._on_ejected.discard(notify)
 
     async def run(self) -> None:
-        """Listen to it, and begin anew whenever that ends."""
+        """Read its states, and connect again when the stream ends."""
         while True:
             try:
                 await self._listen()

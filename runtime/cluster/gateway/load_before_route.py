@@ -104,6 +104,6 @@ def _fail(future: "asyncio.Future[Ensured]", error: HttpError) -> None:
 
 
 def _retrieved(future: "asyncio.Future[Ensured]") -> None:
-    """All who waited may have left: nobody is to hear of it then."""
+    """Retrieve the error, which asyncio would log if all waiting requests have left."""
     if not future.cancelled():
         future.exception()

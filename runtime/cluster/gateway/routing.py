@@ -43,7 +43,7 @@ class Routing:
         self._state.add_server(server_id, self._costs_of(profile), report)
 
     def set_costs(self, server_id: ServerId, profile: EngineProfile) -> None:
-        """An engine has measured anew what things cost there."""
+        """Take the costs that an engine has measured again."""
         if self._state is not None:
             self._state.set_costs(server_id, self._costs_of(profile))
 

@@ -51,7 +51,7 @@ class GatewayState:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code=SHUTTING_DOWN)
         if not self.table.sequence:
-            raise none_ready("the gateway has not heard of any yet")
+            raise none_ready("the controller has not listed any yet")
 
     def check_ready(self) -> None:
         """Raise unless a request would find an engine."""
@@ -60,7 +60,7 @@ class GatewayState:
             raise none_ready(self.why_none())
 
     def base_cards(self) -> Sequence[ModelCard]:
-        """The base model's names, as an engine has told them that is there."""
+        """The base model's names, as a connected engine reports them."""
         return next((link.base_cards for link in self.links.values() if link.base_cards), ())
 
     def adapter_meant(self, model: str | None) -> AdapterEntry | None:

@@ -1,4 +1,4 @@
-"""What the controller says there is, as one gateway has heard it. Pure."""
+"""One gateway's copy of the controller's table: engines, agents and adapters. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class KnownTable:
     agents: dict[str, AgentCard] = field(default_factory=dict)
     adapters: dict[str, AdapterEntry] = field(default_factory=dict)
     shares: Shares = field(default_factory=dict)
-    names_by_agent: dict[str, frozenset[str]] = field(default_factory=dict)  # whose files it has
+    names_by_agent: dict[str, frozenset[str]] = field(default_factory=dict)  # with files there
 
     def apply(self, change: TableChange) -> None:
         """Take a change, or all of it. O(adapters and copies), but for a change of shares alone."""
@@ -42,7 +42,7 @@ class KnownTable:
         self.sequence = change.sequence
 
     def on_disk(self, engine: EngineCard) -> frozenset[str]:
-        """Names whose files are beside an engine."""
+        """Names of adapters with files at the engine's agent."""
         if engine.agent_id is None:
             return frozenset()
         return self.names_by_agent.get(engine.agent_id, frozenset())

@@ -16,7 +16,7 @@ from ..http.calls import CONNECT_TIMEOUT_S
 
 MAX_UNREAD_BYTES = 64 << 10
 _MAX_IDLE = 256
-# Servers close what has been idle for 5 s; nobody shall send where that may just happen.
+# Servers close connections that are idle for 5 s; no request is sent shortly before that.
 _MAX_IDLE_S = 3.0
 
 
@@ -25,11 +25,11 @@ class UpstreamLostError(Exception):
 
 
 class ConnectFailedError(UpstreamLostError):
-    """There is nobody to connect to."""
+    """The connection was not established."""
 
 
 class StaleConnectionError(UpstreamLostError):
-    """A kept connection had been closed meanwhile: nobody has seen the request."""
+    """A kept connection had been closed meanwhile: the engine has not read the request."""
 
 
 class EngineExchange(asyncio.Protocol):
@@ -54,7 +54,7 @@ class EngineExchange(asyncio.Protocol):
         self._is_paused = False
         self._parser = httptools.HttpResponseParser(self)
 
-    # The side of whoever asked.
+    # The caller's side.
 
     def send(self, request: bytes) -> None:
         """Send a whole request. The transport keeps what the engine does not take yet."""
@@ -83,7 +83,7 @@ class EngineExchange(asyncio.Protocol):
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
-        """The answer is read, or nobody wants it any more, which the engine sees at once."""
+        """End the exchange: the answer is read, or not wanted, which the engine sees at once."""
         if self._waiter is not None:
             self._waiter.cancel()
         if self.is_complete and self._lost is None and self._keeps_alive:

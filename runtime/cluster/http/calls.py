@@ -26,7 +26,7 @@ class UnreachableError(HttpError):
 
 
 def make_session(key: str) -> aiohttp.ClientSession:
-    """Return a session that sends the cluster's key; whoever makes it closes it."""
+    """Return a session that sends the cluster's key; the caller closes it."""
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"},
         connector=aiohttp.TCPConnector(limit=0),
@@ -56,7 +56,7 @@ async def call(
 async def fetch(
     session: aiohttp.ClientSession, url: str, body: msgspec.Struct | None, *, timeout_s: float
 ) -> tuple[int, bytes]:
-    """POST ``body``, or GET without one; return status and body of the answer, whatever they are.
+    """POST ``body``, or GET without one; return status and body of any answer.
 
     Raises ``UnreachableError`` if there is none within ``timeout_s``.
     """

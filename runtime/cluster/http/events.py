@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class EventStream:
-    """Writes to one client, who must read within a deadline."""
+    """Writes to one client, which must read within a deadline."""
 
     def __init__(self, request: web.Request, *, send_timeout_s: float) -> None:
         self._request = request

@@ -29,7 +29,7 @@ def make_app(
     check: CheckRequest, routes: Iterable[web.AbstractRouteDef], *,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> web.Application:  # fmt: skip
-    """Return an application whose every request passes ``check`` first."""
+    """Return an application that calls ``check`` before each request."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -54,7 +54,7 @@ def make_app(
 
 
 def cluster_key_check(key: str) -> CheckRequest:
-    """Let in who has the cluster's key, compared in constant time."""
+    """Accept requests with the cluster's key, compared in constant time."""
     keys = Keys((key,))
 
     def check(request: web.Request) -> None:
@@ -92,7 +92,7 @@ def error_response(reply: ErrorReply) -> web.Response:
 
 
 def shutting_down() -> HttpError:
-    """What a request is told that comes while its server ends."""
+    """The error of a request that arrives while its server ends."""
     return HttpError(503, "this server takes no new requests and ends", code=SHUTTING_DOWN)
 
 
