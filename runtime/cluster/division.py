@@ -38,7 +38,7 @@ class EngineShare:
     engine_cpus: tuple[int, ...] = ()
     worker_cpus: tuple[int, ...] = ()  # one worker each
     num_threads: int | None = None  # of an engine on shared cores
-    device: VisibleDevice | None = None  # None = the CPU, or whatever the process sees
+    device: VisibleDevice | None = None  # None = the CPU, or the devices that the process sees
     memory_bytes: int | None = None  # KV and adapters; None = as the engine finds best
     host_adapter_bytes: int | None = None  # beside a device
     host_kv_bytes: int | None = None
@@ -46,7 +46,7 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class MachineDivision:
-    """Who gets what."""
+    """The shares of a machine's engines."""
 
     shares: tuple[EngineShare, ...]
     others_cpus: tuple[int, ...]  # of gateways, controller and agent

@@ -28,7 +28,7 @@ from .settings import ProcessSettings
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # starting it again changes nothing
-_PARENT_VARIABLE = "_CORUN_PARENT_PID"  # no argument of the command, whose those are
+_PARENT_VARIABLE = "_CORUN_PARENT_PID"  # a variable, since the command parses the arguments
 
 _Settings = TypeVar("_Settings", bound=ProcessSettings)
 
@@ -56,7 +56,7 @@ def spawn(
             with process.stdin:
                 process.stdin.write(msgspec.json.encode(settings))
         except BrokenPipeError:
-            pass  # it has ended, as whoever waits for it will see
+            pass  # it has ended; the caller sees its status
     return process
 
 
@@ -101,7 +101,7 @@ def run_process(
     """Be a process that ``spawn`` started: ``run`` it until SIGTERM sets the event.
 
     What ``run`` returns is the exit status, where it has said itself what went wrong. Without
-    ``is_bound`` whoever started it may end before it.
+    ``is_bound`` its parent may end before it.
     """
     if is_bound:
         bind_to_parent()

@@ -48,7 +48,7 @@ class RouterState:
     def apply_report(
         self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool] | None = None
     ) -> None:
-        """A report has come, see ``ServerView.apply``; nobody reads that of one that has left."""
+        """Apply a report, see ``ServerView.apply``; that of a server that has left is ignored."""
         view = self._views.get(server_id)
         if view is not None:
             view.apply(report, lacks)

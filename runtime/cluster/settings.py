@@ -1,6 +1,6 @@
 """What each process of a cluster is started with: one struct, as JSON on its standard input.
 
-Not on the command line, which whoever lists processes sees: the cluster's key is in it.
+Not on the command line, which a list of processes shows: the cluster's key is in it.
 """
 
 import sys
@@ -32,7 +32,7 @@ class ControllerSettings(ProcessSettings, frozen=True):
     process_name: ClassVar[str] = "controller"
 
     host: str
-    port: int  # kept for it by who starts it
+    port: int  # its parent keeps it bound
     state_dir: str
     placement: str
     placement_interval_s: float
@@ -60,7 +60,7 @@ class AgentSettings(ProcessSettings, frozen=True):
     agent_id: str
     controller_url: str
     host: str  # of the agent, and of its engines
-    port: int  # kept for it by who starts it
+    port: int  # its parent keeps it bound
     state_dir: str
     division: MachineDivision  # of this machine, an engine for each of its shares
     adapter_cache_bytes: int

@@ -1,8 +1,8 @@
-"""What gateways, controller, agents and engines of a cluster say to each other, on one screen.
+"""Messages between gateways, controller, agents and engines of a cluster.
 
-JSON over HTTP with the cluster's key as bearer token; streams are server-sent events whose data is
-one of these structs. All times are seconds, all sizes bytes; none of them is compared between
-machines' clocks.
+JSON over HTTP with the cluster's key as bearer token. Streams are server-sent events with one of
+these structs as data. All times are seconds, all sizes bytes; no time is compared between machines'
+clocks.
 """
 
 import msgspec
@@ -73,7 +73,7 @@ class EngineCard(Wire, frozen=True):
 
     engine_id: str
     url: str
-    agent_id: str | None = None  # None: nobody of ours started it
+    agent_id: str | None = None  # None: no agent started it
     is_draining: bool = False
     measured: MeasuredEngine | None = None  # None: it tells itself what it is
 
@@ -166,7 +166,7 @@ class AgentReport(Wire, frozen=True):
     copies: dict[str, float]  # digest: seconds since its last use
     store_bytes: int  # --adapter-cache-gib
     used_bytes: int
-    core_division: str  # for people: which core is whose
+    core_division: str  # to display: the cores of each engine
     keeps: tuple[str, ...] = ()  # of its copies those that it does not drop
     num_places: int | None = None  # for engines; None = as many as are asked for
     fetches: dict[str, PeerFetches] = msgspec.field(default_factory=dict)  # by peer's URL
@@ -248,7 +248,7 @@ class AdapterChange(Wire, frozen=True):
 
 
 class Join(Wire, frozen=True):
-    """Report to this controller from now on; refused while another one is heard."""
+    """Report to this controller from now on; refused while another one answers."""
 
     controller_url: str
 
@@ -259,7 +259,7 @@ class EndAgent(Wire, frozen=True):
     agent_id: str
 
 
-# Who has agents run on other machines -> controller.
+# The process that has agents run on other machines -> controller.
 
 
 class MachinesReport(Wire, frozen=True):
@@ -268,9 +268,9 @@ class MachinesReport(Wire, frozen=True):
     kind: str  # ray
     is_up: bool  # whether engines can be started there now
     num_agents: int  # that are to run there
-    num_supervised: int = 0  # of them those that somebody watches there now
+    num_supervised: int = 0  # of them those that actors watch there now
     reason: str | None = None  # why it is not
-    taken: tuple[str, ...] = ()  # wishes that it has written down, of those it was told last
+    taken: tuple[str, ...] = ()  # of the wishes that it got last, those that it has written down
 
 
 class MachinesOrders(Wire, frozen=True):

@@ -14,7 +14,7 @@ from .engine_type import SentRecord, Translation
 
 MODELS_PATH = "/v1/models"
 _TIMEOUT_S = 5.0
-_STREAM_SILENT_S = 30.0  # then the stream is opened again; gateways notice missing heartbeats sooner
+_STREAM_SILENT_S = 30.0  # then the stream is opened again; missing heartbeats eject it sooner
 
 
 class NoTranslation:

@@ -129,7 +129,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _count_or_none(value: object) -> int | None:
-    """A count that can be one."""
+    """A valid positive count, or None."""
     return value if type(value) is int and 0 < value < 2**31 else None
 
 
@@ -140,13 +140,13 @@ class TokenRatio:
         self._bytes_per_token: dict[tuple[str | None, bool], float] = {}
 
     def num_tokens(self, text: bytes, name: str | None, *, is_chat: bool) -> int:
-        """About so many tokens."""
+        """Estimate the number of tokens of ``text``."""
         known = self._bytes_per_token
         ratio = known.get((name, is_chat)) or known.get((None, is_chat)) or _BYTES_PER_TOKEN
         return max(1, round((len(text) - _QUOTES) / ratio))
 
     def observe(self, text: bytes, num_tokens: int, name: str | None, *, is_chat: bool) -> None:
-        """Record that ``text`` has ``num_tokens``; adapters share the estimate."""
+        """Record that ``text`` has ``num_tokens``, for this adapter and for all."""
         if num_tokens < _MIN_TOKENS:
             return
         ratio = len(text) / num_tokens

@@ -11,7 +11,7 @@ from ..process import ended, exit_words, spawn
 from ..settings import ProcessSettings
 
 _RESTART_AFTER_S = (0.0, 0.5, 1.0, 5.0)  # by how often in a row
-_LASTING_S = 30.0  # whoever has run so long begins again with the first
+_LASTING_S = 30.0  # after so long a run the next delay is the first
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class SupervisedProcess:
         self._supervising: asyncio.Task[None] | None = None
 
     def start(self, on_exit: Callable[[int], bool]) -> None:
-        """Start it; ``on_exit`` is told how it has ended by itself, and says whether to restart."""
+        """Start it; ``on_exit`` gets the status of an unasked exit; True starts it again."""
         self._process = self._spawn()
         self._supervising = asyncio.ensure_future(self._supervise(self._process, on_exit))
 

@@ -42,7 +42,7 @@ class EngineLauncher(Protocol):
 
 
 class StatusBoard:
-    """The statuses of a launcher's engines, and those who watch."""
+    """The statuses of a launcher's engines, and their watchers."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, EngineStatus] = {}
@@ -69,7 +69,7 @@ class StatusBoard:
             self.set(msgspec.structs.replace(status, **fields))
 
     def remove(self, engine_id: str) -> None:
-        """List it no more; those who watch hear that it has exited."""
+        """Remove it from the list; watchers are notified that it has exited."""
         status = self._statuses.pop(engine_id, None)
         if status is not None and status.state != EXITED:
             self._publish(msgspec.structs.replace(status, state=EXITED, url=None, pid=0))

@@ -66,7 +66,7 @@ class LocalLauncher:
         if before is not None and before.state != EXITED:
             return
         share = self._share_of(engine_id)
-        # Bound and not listened to, the port is nobody else's until the engine listens.
+        # The socket is bound and does not listen: no other process gets the port.
         sock = bind(self._host, 0)
         try:
             process = self._spawn(engine_id, share, sock.getsockname()[1])
@@ -165,7 +165,7 @@ class LocalLauncher:
 
 
 class _Running:
-    """A process, and who waits for its end."""
+    """A process, and the task that waits for its end."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", following: "asyncio.Task[None]") -> None:
         self._process = process
@@ -236,7 +236,7 @@ def engine_environment(
 ) -> dict[str, str]:
     """Return ``present`` without options, which are in the file, and with the keys, which are not.
 
-    Whoever lists processes does not see them.
+    So a list of processes does not show them.
     """
     specs = (*option_specs(EngineConfig), *option_specs(ServeConfig))
     options = {f"{PREFIX}{name.upper()}" for name in ("config", *(spec.name for spec in specs))}

@@ -16,7 +16,7 @@ _LOOK_TIMEOUT_S = 2.0
 
 
 class StaticLauncher:
-    """A ``EngineLauncher`` whose engines are there before it, and after."""
+    """An ``EngineLauncher`` for engines that run already, and that it does not end."""
 
     def __init__(
         self, engines: Mapping[str, EngineCard], session: aiohttp.ClientSession, *,
@@ -43,7 +43,7 @@ class StaticLauncher:
         self._polling[engine_id] = asyncio.ensure_future(self._poll(card))
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
-        """Forget it; who runs it ends it."""
+        """Forget it. The engine goes on."""
         task = self._polling.pop(engine_id, None)
         if task is not None:
             await cancel_all(task)

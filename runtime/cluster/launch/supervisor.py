@@ -162,7 +162,7 @@ class ClusterSupervisor:
             process.start(partial(self._exited, process))
 
     def _exited(self, process: SupervisedProcess, status: int) -> bool:
-        """Whether to start it again: whatever its status, if its start went well."""
+        """Whether to start it again: with any status, if its start went well."""
         has_begun = process in self._begun
         if not has_begun and not self._ended.done():
             self._ended.set_result(status if status > 0 else EXIT_FAILED)

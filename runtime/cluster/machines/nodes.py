@@ -1,8 +1,8 @@
 """Keeps agents running on Ray's machines: ``python -m corun.runtime.cluster.machines.nodes``.
 
-The only process that speaks to Ray, and so the only one that ends with it. Begun again until Ray is
-back, it finds the actors that there are, and has those begun that there are not. What it is to keep
-it writes down: Ray without Redis forgets.
+The only process that connects to Ray, and so the only one that ends with it. It is restarted until
+Ray is back; then it finds the actors that exist, and starts those that are missing. It stores what
+it is to keep, since Ray without Redis does not.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ _NAME = "ray.json"
 _EVERY_S = 0.5
 _CALL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 2.0  # of actors
-_LATE_S = 6.0  # a look at Ray that takes longer says that it is away
+_LATE_S = 6.0  # if a query of Ray takes longer, Ray is away
 _CONNECT_TIMEOUT_S = 60.0
-_LED_TIMEOUT_S = 15.0  # of an agent whose controller may just have ended
+_LED_TIMEOUT_S = 15.0  # of an agent; its controller may just have ended
 _START_TIMEOUT_S = 120.0  # until Ray has a machine for the first agent
 _FORGET_TIMEOUT_S = 10.0
 _GRACE_S = 10.0
@@ -107,7 +107,7 @@ class NodesKeeper:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "corun-ray")
         self._path = Path(settings.state_dir) / _NAME
         self._saved = _read(self._path, settings.run_id)
-        self._agents: dict[str, SupervisedAgent] = {}  # as they were told of last
+        self._agents: dict[str, SupervisedAgent] = {}  # as last reported
         self._joined: dict[str, str] = {}  # the URL of an actor's agent
         self._stop = stop
         self._machines: ActorMachines | None = None  # once they are there
@@ -117,7 +117,7 @@ class NodesKeeper:
         self._reason: str | None = "it has not answered yet"
 
     async def run(self) -> None:
-        """Keep them until told to stop, then end them.
+        """Keep agents running until stopped, then end them.
 
         Raises ``CorunError`` if Ray cannot be used, or a first agent cannot begin.
         """
@@ -166,7 +166,7 @@ class NodesKeeper:
                 found = await self._ask(self._connect, settings.address, settings.cluster_name)
         except TimeoutError:
             raise ConfigError(
-                f"--ray {settings.address} has let nobody in for {_CONNECT_TIMEOUT_S:g} s"
+                f"--ray {settings.address} accepted no connection in {_CONNECT_TIMEOUT_S:g} s"
             ) from None
         self._machines = found
         return found
@@ -186,17 +186,17 @@ class NodesKeeper:
         else:
             return
         for name, location in locations.items():
-            await self._join(name, location)  # before anything is ended: it may be somebody else's
+            await self._join(name, location)  # first: agents of another cluster refuse
         for name in names:
             self._saved.next_name = max(self._saved.next_name, int(name) + 1)
             found_at = locations.get(name)
             if found_at is not None and found_at.options_digest == self._digest(found_at.resources):
-                _logger.info("agent %s is there from an earlier start", found_at.agent_id)
+                _logger.info("agent %s of an earlier start goes on", found_at.agent_id)
                 self._saved.wanted[name] = _Wanted(found_at.resources, found_at)
                 continue
             _logger.warning(
                 "actor %s of an earlier start %s, and is ended", name,
-                "says nothing" if found_at is None else "has other options",
+                "does not answer" if found_at is None else "has other options",
             )  # fmt: skip
             await self._ask(machines.end, name)
 
@@ -213,12 +213,12 @@ class NodesKeeper:
         self._write()
 
     async def _refresh(self, machines: ActorMachines) -> None:
-        """Have those begun that Ray does not know, and hear where agents are."""
+        """Start the actors that Ray does not have, and learn where agents are."""
         known = await self._ask(machines.names)
         wanted = self._saved.wanted
         for name in wanted.keys() - known:
             resources = wanted[name].resources
-            _logger.info("Ray is to start an agent of %d engines: actor %s",
+            _logger.info("asking Ray to start an agent of %d engines: actor %s",
                          resources.num_engines, name)  # fmt: skip
             await self._ask(machines.begin, name, resources, self._settings.node)
         agents = await self._ask(machines.agents, wanted, _ANSWER_TIMEOUT_S)
@@ -267,7 +267,7 @@ class NodesKeeper:
                 await call(self._session, url, body, Join, timeout_s=_CALL_TIMEOUT_S)
             except UnreachableError as error:
                 _logger.warning(
-                    "agent %s is not told of its controller: %s", location.agent_id, error
+                    "cannot tell agent %s its controller: %s", location.agent_id, error
                 )
                 return
             except HttpError as error:
@@ -301,8 +301,8 @@ class NodesKeeper:
             is_there = False
         if not is_there:
             _logger.error(
-                "Ray does not answer: the engines have ended, and actors of %r stay, without any, "
-                "until the next start ends them", self._settings.cluster_name,
+                "Ray is unreachable. Engines were stopped; actors of cluster %r remain and will be "
+                "removed on the next start", self._settings.cluster_name,
             )  # fmt: skip
         self._path.unlink(missing_ok=True)
 
@@ -313,7 +313,7 @@ class NodesKeeper:
             while time.monotonic() < deadline_s:
                 await call(self._session, url, body, EndAgent, timeout_s=_CALL_TIMEOUT_S)
                 await asyncio.sleep(_EVERY_S)
-            _logger.warning("agent %s does not end", location.agent_id)
+            _logger.warning("agent %s has not ended in time", location.agent_id)
 
     # The controller.
 
@@ -367,10 +367,10 @@ async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
 
 
 def _run_when_idle() -> None:
-    """Have this process computed where nobody else computes, all its threads.
+    """Schedule all threads of this process as idle, so that they run on free cores only.
 
-    While its control store is away, a thread of Ray's takes a whole core, and engines that descend
-    from Ray's actors have a niceness of 15: against that none of ours is enough.
+    While the control store is away, a thread of Ray takes a whole core. Engines that descend from
+    Ray's actors have a niceness of 15, so no niceness of this process is low enough.
     """
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has just ended

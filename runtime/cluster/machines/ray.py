@@ -115,7 +115,7 @@ class RayMachines:
 
 
 class _SupervisingActor:
-    """The actor: holds an agent on the machine that it comes to."""
+    """The actor: supervises an agent on the machine where Ray starts it."""
 
     def __init__(self, settings: bytes) -> None:
         found = msgspec.json.decode(settings, type=NodeSettings)

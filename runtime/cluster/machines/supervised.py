@@ -1,14 +1,14 @@
-"""An agent on a machine of Ray's: held by an actor, and no part of it.
+"""An agent on a machine of Ray: a process of its own, which a Ray actor supervises.
 
-Processes of Ray end when its control store has been away for long, when a head starts anew without
-what it knew, and when their machine's raylet ends. An agent ends with none of these: whoever is the
-next to hold it finds it as it is. Unheld for two minutes it ends as a signal ends it, since Ray
-might have given its machine to somebody else.
+Processes of Ray end when its control store is away for long, when a head restarts without its
+state, and when their machine's raylet ends. An agent survives all of these, and the next actor
+finds it unchanged. Unsupervised for two minutes, it ends as on a signal, since Ray might have given
+its machine to another job.
 
 ``python -m corun.runtime.cluster.machines.supervised`` is the agent. It reads ``NodeSettings`` from
 its input.
-A lock says that it runs, another one that somebody holds it: the kernel lets go of both, however
-their processes end.
+One lock shows that it runs, another that an actor supervises it. The kernel releases both, however
+the processes end.
 """
 
 import asyncio
@@ -63,16 +63,16 @@ class AgentLocation(msgspec.Struct, frozen=True):
 
 
 class SupervisedAgent(msgspec.Struct, frozen=True):
-    """An agent, and how it is."""
+    """An agent and its state."""
 
-    state: str  # starting | running | failed, and to be started again | ended, as it was told to
+    state: str  # starting | running | failed, and to be started again | ended, as asked
     agent_id: str
     location: AgentLocation | None = None
     reason: str | None = None  # why it failed
 
 
 class AgentSupervisor:
-    """Has an agent run on this machine, in the first directory that nobody else holds.
+    """Has an agent run on this machine, in the first directory that no other agent uses.
 
     Raises ``OSError`` if none can be made.
     """
@@ -146,14 +146,14 @@ class AgentSupervisor:
             return None
 
     def _has_ended(self) -> bool:
-        """Whether an agent of these options was told to end, and has."""
+        """Whether an agent of these options has ended because it was asked to."""
         try:
             return (self._directory / _ENDED).read_text(encoding="ascii") == self._digest
         except OSError:
             return False
 
     def _start(self) -> None:
-        """Start it as nobody's child; the lock that says that it runs is its own from now on."""
+        """Start it as a detached process, which takes over the lock that shows that it runs."""
         runs = _locked(self._directory / _RUNS)
         if runs is None:
             return
@@ -182,7 +182,7 @@ class AgentSupervisor:
 
 
 def options_digest(settings: NodeSettings) -> str:
-    """Return what starts of a cluster have in common whose agents are alike."""
+    """Return a digest that is equal for settings under which agents do the same."""
     alike = msgspec.structs.replace(
         settings, controller_url="", run_id="", log_level="", agent_id="", host="", state_dir=""
     )
@@ -190,7 +190,7 @@ def options_digest(settings: NodeSettings) -> str:
 
 
 async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | None:
-    """Run until ``stop``, until it is told to end, or until nobody has held it for long.
+    """Run until ``stop``, until asked to end, or until unsupervised for long.
 
     Raises ``ConfigError`` if this machine has too little of anything.
     """
@@ -205,7 +205,7 @@ async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | N
     if not is_shared:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setaffinity(0, division.others_cpus)
-    with bind(settings.host, 0) as kept:  # so the port is nobody else's
+    with bind(settings.host, 0) as kept:  # no other process gets the port
         location = AgentLocation(
             agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), resources=resources,
             options_digest=digest,
@@ -241,13 +241,13 @@ def _agent_settings(
 
 
 async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Event) -> None:
-    """Return, and have it end, once nobody has held it for so long."""
+    """Set ``stop`` and return once the agent has been unsupervised for ``unsupervised_s``."""
     supervised_s = time.monotonic()
     while time.monotonic() - supervised_s < unsupervised_s:
         if _is_locked(path):
             supervised_s = time.monotonic()
         await asyncio.sleep(_POLL_EVERY_S)
-    _logger.warning("nobody has held this agent for %g s: it ends", unsupervised_s)
+    _logger.warning("no Ray actor has claimed this agent for %g s; exiting", unsupervised_s)
     stop.set()
 
 
@@ -275,5 +275,5 @@ def _is_locked(path: Path) -> bool:
 
 if __name__ == "__main__":
     if os.fork():
-        os._exit(os.EX_OK)  # whoever started it waits for this one only
+        os._exit(os.EX_OK)  # the parent waits for this process only
     run_process(NodeSettings, run_supervised, is_bound=False)

@@ -14,9 +14,9 @@ class LoraServeRouter(Router):
     """A server of the adapter's row in the table, by its share.
 
     As printed every request draws its server, so the prefix of a session is on another one most
-    of the time; else the session says which, by its hash within the shares. A request whose
-    adapter is not in the table yet, or only at servers that are not ready, goes by its adapter's
-    hash, one of the base model to the server with the fewest tokens: the paper has neither.
+    of the time; else the session's hash chooses within the shares. If the adapter is not in the
+    table yet, or only at servers that are not ready, the adapter's hash chooses the server. A
+    request of the base model goes to the server with the fewest tokens. The paper has neither.
     """
 
     def __init__(self, *, is_as_printed: bool = False) -> None:

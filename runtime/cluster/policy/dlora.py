@@ -47,7 +47,7 @@ class DloraRouter(Router):
             if tokens[target] + _tokens(request) >= tokens[source]:
                 break
             queues[source].pop()
-            # Who has moved once stays: it is no longer among those that may move.
+            # A request that has moved is removed from the queue, so it moves once only.
             tokens[source] -= _tokens(request)
             tokens[target] += _tokens(request)
             moves.append(Move(request, source, target))

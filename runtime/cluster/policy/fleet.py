@@ -57,7 +57,7 @@ class Fleet:
             self._rebuild(views)
             return
         loads = [view.load for view in views]
-        # Loads are told apart by identity: to compare their values takes as long as to take them.
+        # Loads are compared by identity: comparing their values takes as long as copying them.
         for index in compress(count(), map(is_not, loads, self._loads)):
             self._columns[:, index] = loads[index]
         self._loads = loads
@@ -142,7 +142,7 @@ class Fleet:
         return times_s
 
     def decode_delta_s(self, num_bytes: int, padding: Padding | None) -> Floats:
-        """By which a step of all rows is longer with one more, whose adapter has ``num_bytes``."""
+        """Time that one more row, with an adapter of ``num_bytes``, adds to a step of all rows."""
         load = self.load
         added_bytes: Floats | float = float(num_bytes)
         if padding is not None:

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: each key has its own order of servers, whatever servers come and go.
+"""Rendezvous hashing: a key's order of servers stays when other servers join or leave.
 
 Source: Thaler and Ravishankar, 1998, "Using name-based mappings to increase hit rates"; with
 weights: Schindelhauer and Schomaker, 2005, "Weighted distributed hash tables". Pure.

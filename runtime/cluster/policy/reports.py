@@ -1,4 +1,4 @@
-"""What routers and placements are told: of requests, and by servers of themselves. Plain data.
+"""Input of routers and placements: requests, and reports of servers. Plain data.
 
 All times are seconds of one clock.
 """
@@ -31,7 +31,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
-    """What a server last told of itself."""
+    """The last report of a server."""
 
     reported_s: float
     is_ready: bool = True

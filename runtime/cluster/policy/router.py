@@ -19,7 +19,7 @@ class Move:
 
 
 class Router(Protocol):
-    """Ranks servers for a request. Whoever sends it tells the view (``assign``) and the router."""
+    """Ranks servers for a request. Its sender updates the view (``assign``) and the router."""
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random

@@ -40,7 +40,7 @@ class Sessions:
     def find(self, request: RouteRequest) -> Mapping[ServerId, int]:
         """Servers with a prefix of the request, and of how many tokens; at least one is computed.
 
-        Servers may have left, or begun anew without it.
+        Servers may have left, or restarted without it.
         """
         name, most = request.adapter_name, request.num_prompt_tokens - 1
         if request.beginnings is None:

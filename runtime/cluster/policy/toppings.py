@@ -72,7 +72,7 @@ class ToppingsRouter(Router):
 class ToppingsPaperRouter(Router):
     """As printed: cost x requests, an infinite penalty, one mean length, the first of equals.
 
-    So an idle server scores 0 whatever the request brings, and nan if it is beyond the SLO; a
+    So an idle server scores 0 for every request, and nan if it is beyond the SLO; a
     comparison with nan is never true, so what ``min`` returns depends on the servers' order.
     """
 

@@ -48,7 +48,7 @@ class ServerView:
         """Take its new report. O(its adapters + sent).
 
         ``lacks``: which requests, by number, the report does not have in it; None = those that
-        were sent after it was told.
+        were sent after the report was made.
         """
         self.report = report
         self._sent = {
@@ -64,7 +64,7 @@ class ServerView:
             self._expect(request)
 
     def _below_gpu(self, report: ServerReport) -> dict[str, int]:
-        """Those with files: made anew only when they are others, since there may be a thousand."""
+        """Adapters with files, cached until they change, since there may be a thousand."""
         sets = report.disk_adapters, report.host_adapters
         if sets[0] is not self._sets[0] or sets[1] is not self._sets[1]:
             self._sets = sets

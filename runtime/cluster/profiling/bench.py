@@ -38,7 +38,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class ServerBench:
-    """Asks one server that nobody else asks."""
+    """Measures one server, which has no other clients."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, vocab_size: int, seed: int
@@ -79,8 +79,8 @@ class ServerBench:
         gaps_s = [gap_s for row in rows for gap_s in _gaps(row, begin_s, end_s)]
         if not gaps_s:
             raise ProfileError(
-                f"{num_rows} requests never decode at once: the server takes fewer, or somebody "
-                "else asks it"
+                f"{num_rows} requests never decode at once: the server takes fewer, or has other "
+                "clients"
             )
         return median(gaps_s)
 

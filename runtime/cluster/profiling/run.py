@@ -75,7 +75,7 @@ class ServerTask:
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The file of a task that is not done: whose parts these are, and the parts."""
+    """The file of an unfinished task: the server, and the parts measured so far."""
 
     server: MeasuredServer
     effort: str
@@ -87,8 +87,8 @@ async def profile_server(
 ) -> Profile:
     """Measure it, or what is left of that.
 
-    Raises ``HttpError`` for a server that cannot be an engine, ``ProfileError`` for one that cannot
-    be measured or whose times predict nothing, and ``OSError`` if the adapters cannot be written.
+    Raises ``HttpError`` for a server that cannot be an engine, ``ProfileError`` if it cannot be
+    measured or no model fits its times, and ``OSError`` if the adapters cannot be written.
     """
     async with make_session(task.key) as session:
         name, seen = await inspect_server(session, task.url)

@@ -3,7 +3,7 @@
 Budgets are rounded to the nearest even number and may come to more servers than there are, and of
 adapters that are assigned in part the rest is lost, so that shares do not sum to 1. There is no
 room in bytes. What it cannot do at all is done as ``LoraServePlacement`` does it: without any
-demand there is no target, and who was not assigned anywhere goes to the least load.
+demand there is no target, and an unassigned adapter goes to the least loaded server.
 """
 
 import sys

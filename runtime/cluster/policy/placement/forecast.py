@@ -19,7 +19,7 @@ class _Series:
     trend: float = 0.0
     last: float = 0.0
     error: float = 0.0  # mean, of this
-    last_error: float = 0.0  # of who expects the last value again
+    last_error: float = 0.0  # mean, of forecasting the last value again
 
     def add(self, value: float) -> None:
         expected = self._trended()
@@ -50,7 +50,7 @@ class DemandForecast:
         self._series: dict[tuple[str, bool], _Series] = {}
 
     def add(self, tokens_per_s: Mapping[str, tuple[float, float]]) -> None:
-        """Take what came in a step, of prompts and outputs; who is not in it had nothing."""
+        """Take the demand of a step, of prompts and outputs; adapters not in it had none."""
         for name in tokens_per_s.keys() | {name for name, _ in self._series}:
             for is_output, value in enumerate(tokens_per_s.get(name, (0.0, 0.0))):
                 key = name, bool(is_output)
@@ -65,6 +65,6 @@ class DemandForecast:
         self._series.pop((name, True), None)
 
     def tokens_per_s(self, name: str) -> float:
-        """What is expected of the next step; 0 of adapters that nobody has asked for."""
+        """The forecast of the next step; 0 for adapters without requests so far."""
         both = (self._series.get((name, is_output)) for is_output in (False, True))
         return sum(series.next for series in both if series is not None)

@@ -45,9 +45,9 @@ class ServerPart:
 class LoraServePlacement(PlacementPolicy):
     """With what the paper leaves open.
 
-    Budgets go by the largest remainder and are never more than there are servers; leftovers keep
-    the rest of their share; there is room in bytes, by which adapters that nobody asks for are
-    spread.
+    Budgets are rounded by the largest remainder and never exceed the number of servers. Leftovers
+    keep the rest of their share. Stores have a size in bytes, and adapters without demand are
+    spread by it.
     """
 
     def __init__(self, capacity: CapacityTable) -> None:
@@ -94,7 +94,7 @@ class LoraServePlacement(PlacementPolicy):
 def server_budgets(rank_loads: Mapping[int, float], num_servers: int) -> dict[int, int]:
     """How many servers each rank has for itself, never more together than there are.
 
-    Whole ones first, then those with the largest remainders of at least a half: who has less
+    Whole ones first, then those with the largest remainders of at least a half: a rank with less
     shares.
 
     Args:
@@ -115,7 +115,7 @@ def _fill(
     adapters: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
     parts: Sequence[ServerPart],
 ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
-    """Fractional packing; return whose shares were left over, and how much of them."""
+    """Fractional packing; return the adapters with shares left over, and how much of them."""
     left = []
     for adapter in adapters:
         load, share = loads[adapter.name], 1.0
@@ -159,7 +159,7 @@ def _on_servers(
     parts: Sequence[ServerPart], demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
     previous: Shares,
 ) -> Shares:  # fmt: skip
-    """Give each part a server, and each adapter that nobody asks for a place."""
+    """Give each part a server, and each adapter without demand a place."""
     by_name = {adapter.name: adapter for adapter in demand}
     room = Room(servers)
     num_bytes = {name: adapter.num_bytes for name, adapter in by_name.items()}

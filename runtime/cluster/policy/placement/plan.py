@@ -1,7 +1,7 @@
 """What a placement is: it says which servers have which adapters, and for which shares. Pure.
 
-Asked at every time step of a cluster. What it is told and what it says is plain data; whoever runs
-it copies adapters to where they are to be before it lets go of those that are to go.
+The cluster asks for a plan at every time step. Input and output are plain data; the caller copies
+adapters to their new servers before it drops the old copies.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ class PlacementPolicy(Protocol):
         """Return the plan of the next time step.
 
         Args:
-            demand: All adapters of the cluster, those that nobody asks for included.
+            demand: All adapters of the cluster, those without requests included.
             servers: That are there, at least one.
             previous: What was planned before; servers that are gone may be in it.
 

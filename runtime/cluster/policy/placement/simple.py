@@ -11,7 +11,7 @@ class RandomPlacement(PlacementPolicy):
     """Each adapter has one server, which was drawn, and stays there as long as it can."""
 
     def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)  # noqa: S311 -- nobody is to guess right
+        self._rng = random.Random(seed)  # noqa: S311 -- no secret
 
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
@@ -70,7 +70,7 @@ class EverywherePlacement(PlacementPolicy):
     ) -> PlacementPlan:
         """See ``PlacementPolicy``."""
         room = Room(servers)
-        for adapter in by_size(demand):  # once each, whatever else
+        for adapter in by_size(demand):  # each has at least one copy
             room.put(adapter, room.emptiest(adapter, room.server_ids), 0.0)
         for adapter in sorted(demand, key=lambda one: (-one.tokens_per_s, one.name)):
             homes = [one for one in room.server_ids if room.fits(adapter, one)]

@@ -91,7 +91,7 @@ def _new_home(
 ) -> ServerId | None:  # fmt: skip
     """The least loaded with room, among those that do not have many adapters yet; None = none.
 
-    Raises ``ConfigError`` if it must have one and nobody has room.
+    Raises ``ConfigError`` if it must have one and no server has room.
     """
     others = [one for one in room.server_ids if one not in own]
     fitting = [
