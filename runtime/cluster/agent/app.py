@@ -50,7 +50,7 @@ class AgentState:
     gone: dict[str, int] = field(default_factory=dict)  # unloaded names: from which revision on
 
     def report(self) -> AgentReport:
-        """What the controller is told."""
+        """The report for the controller."""
         return AgentReport(
             agent_id=self.agent_id,
             url=self.url,

@@ -1,7 +1,7 @@
 """Which engines a machine is to have, written down.
 
-An agent that dies leaves its next process the engines that there were, not those of the start. A
-start of the whole cluster begins anew.
+After a crash the agent's next process restores the engines that ran last, not those of the first
+start. A start of the whole cluster discards the list.
 """
 
 import logging

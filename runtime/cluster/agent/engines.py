@@ -19,7 +19,7 @@ from .served import ServedAdapters
 
 _RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by how often in a row
 _ASK_AGAIN_S = 1.0
-_LASTING_S = 60.0  # whoever has run so long begins again with the first
+_LASTING_S = 60.0  # after so long a run the next delay is the first
 
 # Of an engine that is ready at this URL.
 Connect = Callable[[str], Awaitable[ServedAdapters]]
@@ -33,7 +33,7 @@ class EngineFleet:
     def __init__(
         self, launcher: EngineLauncher, agent_id: str, connect: Connect, list_file: EngineListFile
     ) -> None:
-        self.changed = asyncio.Event()  # set when there is news to report; whoever reports clears
+        self.changed = asyncio.Event()  # set when there is news; the reporter clears it
         self.failed: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
         self._launcher = launcher
         self._connect = connect

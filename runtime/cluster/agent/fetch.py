@@ -1,6 +1,6 @@
-"""Has adapters be here that engines are to serve: from this store, a peer, or the source.
+"""Makes adapter files available locally: from this store, a peer, or the source.
 
-One fetch per digest, however many wait for it.
+There is one fetch per digest, for all requests that wait for it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """Belongs to one event loop. What it has fetched and from whom, it counts."""
+    """Fetches files, and counts them by origin. Belongs to one event loop."""
 
     def __init__(self, store: AdapterFileStore, cluster_key: str, release: Release) -> None:
         self.by_peer: dict[str, PeerFetches] = {}  # and ``SOURCE``
@@ -36,10 +36,10 @@ class Fetcher:
     async def ensure(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
         """Return when the store has ``entry``; ``sources``: peers' URLs, the best first.
 
-        Whoever waits may be cancelled; the fetch goes on for the others.
+        A caller may be cancelled; the fetch goes on for the others.
 
         Raises:
-            HttpError: Nobody has it.
+            HttpError: No peer has it, nor the source.
             StoreFullError: There is no room.
         """
         digest = check_digest(entry.digest)
@@ -59,7 +59,7 @@ class Fetcher:
     def _ended(self, digest: str, task: "asyncio.Task[None]") -> None:
         del self._running[digest]
         if not task.cancelled():
-            task.exception()  # whoever waited has it; nobody may, any more
+            task.exception()  # callers get it; there may be none left
 
     async def _fetch(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
         reasons = []
@@ -88,7 +88,7 @@ class Fetcher:
             return
         self._count(SOURCE, num_lost=1)
         raise HttpError(
-            503, f"nobody has the files of {entry.name!r}: {'; '.join(reasons)}",
+            503, f"no source has the files of {entry.name!r}: {'; '.join(reasons)}",
             code="adapter_unavailable",
         )  # fmt: skip
 

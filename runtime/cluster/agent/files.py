@@ -39,7 +39,7 @@ class StoreFullError(HttpError):
 def digest_of(files: Iterable[StoredFile]) -> str:
     """Return what names an adapter in a cluster: SHA-256 of its files' names, sizes and digests.
 
-    So a manifest cannot claim a digest that its files do not have, whoever tells it.
+    So a manifest from any peer cannot claim a digest that its files do not have.
     """
     rows = sorted((one.name, one.num_bytes, one.sha256) for one in files)
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
@@ -54,7 +54,7 @@ def rank_of(directory: Path) -> int:
     try:
         num_bytes = (directory / WEIGHTS_NAME).stat().st_size
     except OSError:
-        num_bytes = 0  # which is told below
+        num_bytes = 0  # reading it below raises
     with Checkpoint(directory, max_tensor_bytes=num_bytes) as checkpoint:
         ranks = [
             tensor.shape[0]
@@ -88,7 +88,7 @@ def copy_adapter(source: Path, target: Path) -> Manifest:
             # What is no file would be waited for.
             descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
-            continue  # whatever must be there has been looked for
+            continue  # required files were checked before
         except OSError as error:
             raise AdapterError(f"cannot read {source / name}: {error.strerror}") from None
         with open(descriptor, "rb", buffering=0) as file:

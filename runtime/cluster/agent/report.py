@@ -43,7 +43,7 @@ async def report_forever(
     session: aiohttp.ClientSession, leader: Leader, make: Callable[[], AgentReport],
     changed: asyncio.Event, store: AdapterFileStore, release: Release,
 ) -> None:  # fmt: skip
-    """Report, and do as the answers say. Without a controller, what is here goes on."""
+    """Report, and follow the orders in the answers. Without a controller, engines go on."""
     is_connected = True
     while True:
         changed.clear()
@@ -54,11 +54,11 @@ async def report_forever(
             leader.on_answer()
         except HttpError as error:
             if is_connected:
-                _logger.warning("the controller does not hear: %s", error)
+                _logger.warning("cannot report to the controller: %s", error)
             is_connected = False
         else:
             if not is_connected:
-                _logger.info("the controller hears again")
+                _logger.info("the controller accepts reports again")
             is_connected = True
             # What has come since that report is not in the answer, and so stays.
             store.released = report.copies.keys() - set(orders.keep)

@@ -1,4 +1,4 @@
-"""Which names one engine process serves, at which revision, and how it comes to another."""
+"""The names that one engine process serves, their revisions, and changes of these."""
 
 import asyncio
 import logging
@@ -84,7 +84,7 @@ class ServedAdapters:
                 try:
                     await self._engine.unload(name)
                 except HttpError as error:
-                    _logger.warning("%s stays for now: %s", name, error)
+                    _logger.warning("cannot unload %s yet: %s", name, error)
                     return False
                 if await self._is_used(name):  # by one that came in between
                     return False
@@ -95,11 +95,11 @@ class ServedAdapters:
         self._former.setdefault(served.digest, set()).add(name)
 
     async def _is_used(self, name: str, *, by_former: bool = False) -> bool:
-        """Whether it is, or may be, for all that the engine says."""
+        """Whether it is in use; True if the engine does not answer."""
         try:
             return await self._engine.is_used(name, by_former=by_former)
         except HttpError as error:
-            _logger.warning("%s stays for now: %s", name, error)
+            _logger.warning("cannot tell whether %s is in use, so it stays: %s", name, error)
             return True
 
     async def _load(self, entry: AdapterEntry, sources: Sequence[str]) -> _Name:
@@ -125,7 +125,7 @@ class ServedAdapters:
         try:
             await self._engine.load(entry, path)
         except HttpError as error:
-            # Who has loaded it knows the directory that it came from.
+            # Clients know the source directory, not the copy.
             text = str(error).replace(path, entry.source)
             raise HttpError(error.status, text, code=error.code, param=error.param) from None
 

@@ -32,10 +32,10 @@ from .files import (
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# What has just come is not called unneeded: whoever asked for it is about to give it a name.
+# A new copy is not dropped as unneeded for so long: the name that it gets may still be missing.
 _GRACE_S = 60.0
-# What has come for a request is not called a stray before that has come, too. So often its engines
-# are asked whether it is used, at most.
+# A copy fetched for a request is not dropped as a stray before the request arrives, too. It is also
+# the shortest interval at which engines are asked whether they use a copy.
 _STRAY_GRACE_S = 5.0
 _GIB = 2**30
 
@@ -64,11 +64,11 @@ class _Copy:
         self.used_s = used_s
         self.asked_s = used_s  # when engines were asked last whether it is used
         self.is_verified = is_verified  # since this process began
-        self.num_holds = 0  # whoever is about to have it loaded
+        self.num_holds = 0  # loads that are about to begin
 
 
 class AdapterFileStore:
-    """The copies, their last use, and who may go when room is needed: the one unused longest."""
+    """The copies and their last use. The one unused longest is dropped when room is needed."""
 
     def __init__(
         self, directory: Path, capacity_bytes: int, *, clock: Callable[[], float] = time.monotonic
@@ -107,7 +107,7 @@ class AdapterFileStore:
         return {digest: now_s - copy.used_s for digest, copy in self._copies.items()}
 
     def kept(self) -> frozenset[str]:
-        """Digests that stay, whatever needs the room."""
+        """Digests that are never dropped for room."""
         return frozenset(self._copies.keys() - self.released)
 
     def manifest(self, digest: str) -> Manifest | None:
@@ -220,16 +220,16 @@ class AdapterFileStore:
         try:
             os.utime(self.path(digest) / MANIFEST_NAME)  # for the next start
         except OSError:
-            _logger.warning("the last use of %s cannot be noted", digest)
+            _logger.warning("cannot store the time of the last use of %s", digest)
 
     async def _is_right(self, digest: str, copy: _Copy) -> bool:
-        """Whether its bytes are what they were; it is dropped if they are not."""
+        """Whether its bytes are unchanged; it is dropped if they are not."""
         async with self._verifying.setdefault(digest, asyncio.Lock()):
             if not copy.is_verified:
                 path = self.path(digest)
                 copy.is_verified = await asyncio.to_thread(holds, path, copy.manifest)
         if not copy.is_verified and self._copies.pop(digest, None) is not None:
-            _logger.error("%s: the files have changed, so they are dropped", self.path(digest))
+            _logger.error("%s: the files have changed; the copy is dropped", self.path(digest))
             await self._remove(digest)
         return copy.is_verified
 
@@ -280,7 +280,7 @@ class AdapterFileStore:
         for path in self._adapters.iterdir():
             manifest = read_manifest(path)
             if manifest is None:
-                _logger.warning("%s is no whole adapter, and is removed", path)
+                _logger.warning("%s is not a complete adapter; removing it", path)
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             age_s = max(0.0, wall_s - (path / MANIFEST_NAME).stat().st_mtime)

@@ -55,9 +55,7 @@ class PeerFiles:
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise self._lost(error) from None
         if manifest.digest != self._digest or not is_wellformed(manifest):
-            raise WrongContentError(
-                f"{self._where.netloc} tells of other files than were asked for"
-            )
+            raise WrongContentError(f"{self._where.netloc} lists other files than were asked for")
         return manifest
 
     def copy(self, manifest: Manifest, directory: Path, same_files: Mapping[str, Path]) -> int:
@@ -74,7 +72,9 @@ class PeerFiles:
                 with new_file(directory / file.name) as write:
                     sha256 = self._copy(file, write, hasher)
                 if sha256 != file.sha256:
-                    raise WrongContentError(f"{self._where.netloc} sent another {file.name}")
+                    raise WrongContentError(
+                        f"{self._where.netloc} sent a wrong {file.name}"
+                    )
                 num_bytes += file.num_bytes
         write_manifest(directory, list(manifest.files))
         return num_bytes

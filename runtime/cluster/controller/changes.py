@@ -1,8 +1,8 @@
 """Loading, replacing, unloading and pinning adapters, for the whole cluster. One event loop.
 
-Changes of a name come one after the other. Each step is in the registry before the next begins, so
-that whoever starts again after a crash knows what was begun: it is undone, which nobody minds who
-was not answered.
+Changes of a name run one after the other. Each step is in the registry before the next begins, so
+a controller that restarts after a crash knows the unfinished change. It undoes the change, to which
+no client has had an answer.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from .registry import Registry
 from .table import RoutingTable
 
 _ACKS_TIMEOUT_S = 2.0
-_UNLOAD_TIMEOUT_S = 10.0  # after which the answer does not wait for whoever is slow
+_UNLOAD_TIMEOUT_S = 10.0  # then the answer waits no longer for slow ones
 _AGAIN_S = 1.0
-_BACK_S = 5.0  # by then who was there before a restart has come back
+_BACK_S = 5.0  # after a restart, until engines and agents are back
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class AdapterChanges:
         self._members = members
         self._commands = commands
         self._locks: dict[str, asyncio.Lock] = {}
-        self._unloads: dict[str, tuple[int, set[str]]] = {}  # name: revision, who has dropped it
+        self._unloads: dict[str, tuple[int, set[str]]] = {}  # name: revision, targets without it
         self._tasks = TaskSet()
 
     def recover(self) -> None:
@@ -80,7 +80,7 @@ class AdapterChanges:
         )  # fmt: skip
 
     async def retry_unloads(self) -> None:
-        """Go on telling those who could not be notified that a name is gone. Runs for ever."""
+        """Keep notifying targets that a name is unloaded, until all know. Runs for ever."""
         await asyncio.sleep(_BACK_S)
         while True:
             await asyncio.sleep(_AGAIN_S)
@@ -188,7 +188,10 @@ class AdapterChanges:
             except CorunError as error:
                 # It takes the new content with the next request for it.
                 _logger.warning(
-                    "engine %s does not follow to a new %r: %s", engine.engine_id, entry.name, error
+                    "engine %s has not loaded the new %r: %s",
+                    engine.engine_id,
+                    entry.name,
+                    error,
                 )
 
     # Unload and pin.
@@ -202,7 +205,7 @@ class AdapterChanges:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await self._send_unloads(entry.name)
         except (HttpError, TimeoutError) as error:
-            _logger.warning("%r is gone, but not from all engines yet: %s", entry.name, error)
+            _logger.warning("%r is unloaded, but not at all engines yet: %s", entry.name, error)
         return entry
 
     async def _try_to_unload(self, name: str) -> None:
@@ -212,7 +215,7 @@ class AdapterChanges:
             _logger.debug("%s is not unloaded everywhere yet: %s", name, error)
 
     async def _send_unloads(self, name: str) -> None:
-        """Tell those who do not know. Raises what the first one answers who cannot be notified."""
+        """Notify the targets that do not know yet. Raises the first error, after all are tried."""
         if name not in self._unloads:
             return  # it is loaded again
         revision, notified = self._unloads[name]
@@ -232,7 +235,7 @@ class AdapterChanges:
             self._registry.unloaded(name, revision)
 
     async def _pin(self, before: AdapterEntry, *, pinned: bool) -> AdapterEntry:
-        """Engines that get it later take the pin with it; where one refuses, all is as it was."""
+        """Pin at all targets, and at engines that load it later; a refusal undoes the change."""
         if pinned:
             self._commands.check_can_pin()
         entry = msgspec.structs.replace(before, pinned=pinned)
@@ -246,7 +249,7 @@ class AdapterChanges:
                     self._registry.set_entry(before)
                     self._table.put_adapter(before)
                     raise
-                _logger.warning("%s does not pin %r now: %s", target, entry.name, error)
+                _logger.warning("%s cannot change the pin of %r now: %s", target, entry.name, error)
         return entry
 
     def _known(self, name: str) -> AdapterEntry:

@@ -1,7 +1,7 @@
-"""What the controller has engines and agents do. Every call has a deadline.
+"""Calls of the controller to engines and agents. Every call has a deadline.
 
-Of engines that nobody's agent is beside, it asks the engines themselves, over the routes that
-their kind has for everybody; their files must be on a path that they and it share.
+Engines without an agent are called themselves, over the public routes of their kind. Adapter files
+must be on a path that these engines and the controller share.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Commands:
     async def check(self, path: str) -> tuple[str | None, CheckedAdapter]:
         """Have an agent look at a directory and keep its files; return which agent did.
 
-        Without agents the controller looks itself. Raises the first refusal if nobody can.
+        Without agents the controller looks itself. Raises the first refusal if all refuse.
         """
         agents = self._members.live_agents()
         if not agents:
@@ -136,7 +136,7 @@ class Commands:
                 )  # fmt: skip
 
     def targets(self) -> set[str]:
-        """Who is told of names: all agents, and engines without one."""
+        """The receivers of changes of names: all agents, and engines without one."""
         return {*self._members.reports, *self._members.static}
 
     async def change_engines(self, agent_id: str, change: EngineChange) -> None:

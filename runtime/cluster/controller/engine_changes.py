@@ -41,7 +41,7 @@ class EngineChanges:
         self._pool = pool
         self._commands = commands
         self._machines = machines
-        self._moving: dict[str, asyncio.Future[None]] = {}  # agents whose last copies move
+        self._moving: dict[str, asyncio.Future[None]] = {}  # agents from which last copies move
         self._tasks = TaskSet()
 
     async def apply(self, change: EngineChange) -> None:
@@ -72,7 +72,9 @@ class EngineChanges:
             if moving.done():
                 del self._moving[agent_id]
                 if not moving.cancelled() and (error := moving.exception()) is not None:
-                    _logger.warning("agent %s leaves with last copies: %s", agent_id, error)
+                    _logger.warning(
+                        "agent %s leaves with last copies: %s", agent_id, error
+                    )
 
     async def close(self) -> None:
         """End what is under way."""
@@ -112,7 +114,7 @@ class EngineChanges:
             raise
 
     async def _end_agent(self, agent_id: str) -> None:
-        """An agent with all its engines: whoever keeps it running has it begin anew."""
+        """End an agent with all its engines; its supervisor then starts it again."""
         agent = self._members.agent(agent_id)
         drained: list[str] = []
         try:
@@ -130,7 +132,7 @@ class EngineChanges:
             raise
 
     async def _remove_when_idle(self, card: EngineCard) -> None:
-        """Whoever runs it may end it then."""
+        """Remove an engine without agent once it is idle; it does not end by this."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 while await self._is_busy(card.engine_id):
@@ -159,7 +161,7 @@ class EngineChanges:
             one for one in self._members.open_engines() if one.agent_id not in (None, agent_id)
         ]
         if not homes:
-            return  # what it has stays with it, and there is nobody else
+            return  # its copies stay there: there is no other agent
         await self._reported(agent_id)
         for number, (digest, entry) in enumerate(sorted(self._last_copies(agent_id).items())):
             home = homes[number % len(homes)]
@@ -192,4 +194,4 @@ class EngineChanges:
                 while not self._pool.is_kept(digest):
                     await asyncio.sleep(_POLL_EVERY_S)
         except TimeoutError:
-            raise UnreachableError(f"nobody says that it keeps the last copy of {name!r}") from None
+            raise UnreachableError(f"no agent confirmed the last copy of {name!r}") from None

@@ -1,4 +1,4 @@
-"""Who has agents run on other machines: how it is with that, and what it is still to start.
+"""The process that has agents run on other machines: its state, and engines it is to start.
 
 One event loop.
 """
@@ -19,7 +19,7 @@ _TAKE_TIMEOUT_S = 5.0
 
 
 class Machines:
-    """The last report, and wishes for engines that nobody has taken yet."""
+    """The last report, and wishes for engines that are not taken yet."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry  # has the wishes, too: a controller may end before they are taken
@@ -39,7 +39,7 @@ class Machines:
         return MachinesOrders(wishes=tuple(self._wishes), num_engines=num_engines)
 
     def state(self) -> MachinesReport | None:
-        """The last report, and nobody up if it is old; None if agents run nowhere else."""
+        """The last report, as not up if it is old; None if agents run on no other machines."""
         report = self._report
         if report is None or self._clock() - self._reported_s < _SILENT_S:
             return report

@@ -32,7 +32,7 @@ from .registry import StoredMember
 from .table import RoutingTable
 
 _AGENT_SILENT_S = 2.0
-_AGENT_GONE_S = 60.0  # without engines: nobody expects it back
+_AGENT_GONE_S = 60.0  # without engines, it is forgotten
 _RETRY_AFTER_S = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Members:
         self, table: RoutingTable, session: aiohttp.ClientSession, clock: Callable[[], float],
         on_base: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """``on_base``: told the fingerprint of the base of the first engine that joins."""
+        """``on_base``: gets the fingerprint of the base of the first engine that joins."""
         self.profiles: dict[str, EngineProfile] = {}  # of engines in the table
         self.reports: dict[str, AgentReport] = {}
         self.ejected: dict[str, dict[str, str]] = {}  # gateway: engine: why
@@ -64,7 +64,7 @@ class Members:
         self._reported_s: dict[str, float] = {}
         self._num_reports = Counter[str]()
         self._pids: dict[str, int] = {}  # of engines in the table
-        self._drained: dict[str, int] = {}  # engines told to drain, and their pids
+        self._drained: dict[str, int] = {}  # engines that drain, and their pids
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[int, str]] = {}  # pid and why
 
@@ -88,7 +88,7 @@ class Members:
         return [one for one in self.reports.values() if one.agent_id not in silent]
 
     def leaving(self) -> set[str]:
-        """Agents all of whose engines end."""
+        """Agents of which all engines end."""
         return {
             one.agent_id
             for one in self.reports.values()
@@ -96,7 +96,7 @@ class Members:
         }
 
     def num_reports(self, agent_id: str) -> int:
-        """How often it has been heard."""
+        """How many reports it has sent."""
         return self._num_reports[agent_id]
 
     def agent(self, agent_id: str) -> AgentReport:
@@ -107,7 +107,7 @@ class Members:
         return report
 
     def open_engines(self) -> list[EngineCard]:
-        """Engines that get requests, of agents that can be asked or of nobody."""
+        """Engines that get requests, without an agent or with one that is not silent."""
         silent = self.silent()
         return [
             card
@@ -170,7 +170,7 @@ class Members:
         return card
 
     def undrain(self, engine_id: str) -> None:
-        """It could not be told to end, so it goes on."""
+        """Undo ``drain``: the engine could not be ended, so it goes on."""
         self._drained.pop(engine_id, None)
         card = self._table.engines.get(engine_id)
         if card is not None:
@@ -204,7 +204,7 @@ class Members:
         self, known: Iterable[StoredMember], agents: Iterable[AgentCard],
         static: Iterable[EngineCard],
     ) -> None:  # fmt: skip
-        """Go by what was there until somebody says otherwise.
+        """Restore members of an earlier run until reports replace them.
 
         Gateways must lose neither engines nor the agents that get them what they serve. Engines
         that others run and that did not answer are asked again.
@@ -265,10 +265,12 @@ class Members:
         if self._probes.get(engine_id) is probe:
             del self._probes[engine_id]
         if not probe.cancelled() and probe.exception() is not None:
-            _logger.error("engine %s cannot be looked at", engine_id, exc_info=probe.exception())
+            _logger.error(
+                "cannot look at engine %s", engine_id, exc_info=probe.exception()
+            )
 
     async def _probe(self, card: EngineCard, pid: int) -> None:
-        """Ask what an engine is until it says so, or it is forgotten."""
+        """Ask an engine for its profile until it answers, or is forgotten."""
         while True:
             try:
                 profile = await self._profile(card)
@@ -277,7 +279,7 @@ class Members:
                 self._refused[card.engine_id] = (pid, str(error))
                 return
             except HttpError as error:
-                _logger.debug("engine %s does not say yet what it is: %s", card.engine_id, error)
+                _logger.debug("engine %s does not give its profile yet: %s", card.engine_id, error)
                 if card.agent_id is not None:
                     return  # its agent reports it again, at the URL that it has then
                 await asyncio.sleep(_RETRY_AFTER_S)

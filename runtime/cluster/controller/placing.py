@@ -1,4 +1,4 @@
-"""Placement of a live cluster: what demand was told becomes copies, then shares. One event loop.
+"""Placement of a live cluster: reported demand becomes copies, then shares. One event loop.
 
 Copies come before routes change. Those that are wanted no longer go when that is done, and their
 requests have ended.
@@ -121,7 +121,7 @@ class Placing:
             )
         except ResourceError as error:
             self._unsaved.update(unsaved)
-            _logger.warning("demand is not noted yet: %s", error)
+            _logger.warning("could not save demand (will retry): %s", error)
 
     async def place_forever(self) -> None:
         """Plan and carry out, step by step. Runs for ever."""
@@ -130,7 +130,7 @@ class Placing:
             try:
                 await self.step()
             except CorunError as error:
-                _logger.warning("adapters stay where they are: %s", error)
+                _logger.warning("no new placement; adapters stay where they are: %s", error)
 
     async def step(self) -> None:
         """Plan the next step and carry it out. Raises ``CorunError`` if there is no room."""
@@ -195,7 +195,7 @@ class Placing:
             for rank, tokens_per_s in (await capacity_of(task)).items():
                 found[rank] = min(tokens_per_s, found.get(rank, tokens_per_s))
         if not found:
-            raise CorunError("no engine has said yet what it is")
+            raise CorunError("no engine has given its profile yet")
         return found
 
     def _past(self, every_s: float) -> list[dict[str, tuple[float, float]]]:
@@ -211,7 +211,7 @@ class Placing:
         return [steps[number] for number in sorted(steps)]
 
     def _copied(self, engines: list[EngineCard], adapters: list[AdapterEntry]) -> Shares:
-        """Where copies are, as if somebody had planned that."""
+        """Where copies are now, in the form of a plan."""
         found = {}
         for one in adapters:
             holders = set(self._pool.holders(one.digest))
@@ -245,7 +245,7 @@ class Placing:
                 try:
                     await self._commands.ensure(engine_id, entry)
                 except HttpError as error:
-                    _logger.warning("%r does not come to %s: %s", name, engine_id, error)
+                    _logger.warning("cannot copy %r to engine %s: %s", name, engine_id, error)
                     return False
             if is_new and card.agent_id is not None:
                 self.moved_bytes += entry.num_bytes

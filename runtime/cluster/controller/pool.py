@@ -1,7 +1,7 @@
 """Which agent must keep which copies of adapters' files, so that the last one is never lost. Pure.
 
-Agents evict on their own, all at the same time, what they were told that may go. So of each adapter
-one agent keeps a copy, and the others are released only while that one says that it does.
+Agents evict released copies on their own, all at the same time. So of each adapter one agent keeps
+a copy, and the others are released only while that agent reports that it keeps it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -20,14 +20,14 @@ class AgentCopies:
 
 
 class CopyPool:
-    """The copies of all agents, as they told of them last."""
+    """The copies of all agents, as last reported."""
 
     def __init__(self) -> None:
         self._agents: dict[str, AgentCopies] = {}
         self._ended: set[str] = set()  # agents that leave, or are silent: their copies do not count
 
     def restore(self, agent_id: str, digests: Iterable[str]) -> None:
-        """Take what was known before a restart; nobody is taken to keep any of it."""
+        """Restore copies of before a restart; none of them counts as kept."""
         self._agents.setdefault(agent_id, AgentCopies(frozenset(digests), frozenset()))
 
     def report(self, report: AgentReport) -> bool:
@@ -66,12 +66,12 @@ class CopyPool:
         self, agent_id: str, adapters: Collection[AdapterEntry], busy: Set[str],
         planned: Set[str], placed: Set[str],
     ) -> AgentOrders:  # fmt: skip
-        """What an agent is told.
+        """Return the orders for an agent.
 
         Args:
-            agent_id: Of whom.
+            agent_id: The agent.
             adapters: What names stand for.
-            busy: Digests that are being loaded: nobody may drop them.
+            busy: Digests that are being loaded: no agent may drop them.
             planned: Digests that the placement wants there.
             placed: Digests that are where the placement wants them.
         """
@@ -82,7 +82,7 @@ class CopyPool:
         keep |= {
             digest for digest in needed & own.digests if not self._others_keep(digest, agent_id)
         }
-        # Whoever is released does not count as one that keeps, whatever it said before.
+        # A released copy no longer counts as kept, though the last report may say so.
         self._agents[agent_id] = AgentCopies(own.digests, own.kept & keep)
         return AgentOrders(
             keep=tuple(sorted(keep)),

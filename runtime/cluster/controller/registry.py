@@ -23,11 +23,11 @@ _REVISION, _START = "revision", "start"
 
 
 class StoredCopy(msgspec.Struct, frozen=True):
-    """A copy of an adapter's files, as an agent told of it last."""
+    """A copy of an adapter's files, as an agent last reported it."""
 
     digest: str
     agent_id: str
-    is_kept: bool  # the agent was told to, and said that it does
+    is_kept: bool  # the agent was ordered to, and has confirmed it
     used_unix_s: float
 
 
@@ -71,7 +71,7 @@ class Registry:
     def begin_change(self, name: str, digest: str) -> int:
         """Note that content is about to be tried under a name; return its revision.
 
-        Until ``end_change`` or ``undo_change`` an engine may have it that nobody was told of.
+        Until ``end_change`` or ``undo_change`` an engine may have it, unknown to gateways.
         """
         with self._change() as db:
             revision = _next(db, _REVISION)
@@ -88,7 +88,7 @@ class Registry:
     def undo_change(self, name: str) -> AdapterEntry | None:
         """Give up what was tried; return what the name is again, at a new revision.
 
-        None: it is unloaded, as engines that have it are to be told (``unloads``).
+        None: it is unloaded, and engines that have it are to be notified (``unloads``).
         """
         with self._change() as db:
             revision = _next(db, _REVISION)
@@ -131,7 +131,7 @@ class Registry:
     # Copies.
 
     def copies(self) -> list[StoredCopy]:
-        """All that agents told of."""
+        """All copies that agents have reported."""
         rows = self._db.execute("SELECT digest, agent_id, is_kept, used_unix_s FROM copies")
         return [StoredCopy(one[0], one[1], bool(one[2]), one[3]) for one in rows]
 
@@ -191,9 +191,9 @@ class Registry:
     # Engines that others run.
 
     def begin_run(self, run_id: str) -> None:
-        """The command was started anew, or only its controller, which then has the same id.
+        """Begin a run of the command; a controller that restarts within a run has the same id.
 
-        A new command says itself which engines there are.
+        A new command lists its engines itself.
         """
         known = self._db.execute("SELECT run_id FROM run").fetchone()
         if known == (run_id,):
@@ -218,10 +218,10 @@ class Registry:
         with self._change() as db:
             db.execute("DELETE FROM engines WHERE url = ?", (url,))
 
-    # Engines that are wished for, on machines that somebody else finds.
+    # Wishes for engines, on machines that another process finds.
 
     def wishes(self) -> list[str]:
-        """All that nobody has taken yet, the oldest first."""
+        """All wishes that are not taken yet, the oldest first."""
         return [wish for (wish,) in self._db.execute("SELECT wish FROM wishes ORDER BY rowid")]
 
     def add_wish(self, wish: str) -> None:
@@ -234,7 +234,7 @@ class Registry:
         with self._change() as db:
             db.execute("DELETE FROM wishes WHERE wish = ?", (wish,))
 
-    # Engines that get requests, whoever runs them, and agents.
+    # Engines that get requests, with or without an agent, and agents.
 
     def members(self) -> list[StoredMember]:
         """All that were there last."""

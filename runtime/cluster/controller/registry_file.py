@@ -9,7 +9,7 @@ from typing import IO
 
 from ...errors import ConfigError
 
-_APPLICATION_ID = 0x636F7275  # what SQLite's header says of whose file it is
+_APPLICATION_ID = 0x636F7275  # in SQLite's header: a file of corun
 _SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -123,7 +123,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             db.close()
         text = " ".join(str(error).split())
         raise ConfigError(
-            f"{what} is damaged ({text}); put a copy of it back, or move it away to begin anew"
+            f"{what} is damaged ({text}); restore a copy of it, or move it away to start without"
         ) from None
     except ConfigError:
         if db is not None:

@@ -1,4 +1,4 @@
-"""Puts a controller together, and runs it until it is told to end."""
+"""Builds a controller, and runs it until a signal ends it."""
 
 import asyncio
 import contextlib
@@ -123,7 +123,7 @@ def _restore(parts: ControllerParts) -> None:
 
 
 async def _sweep_forever(parts: ControllerParts) -> None:
-    """Notice who is silent and who leaves, and write down who is there. Runs for ever."""
+    """Detect silent and leaving members, and store the membership. Runs for ever."""
     stored = parts.members.stored()
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
@@ -134,4 +134,4 @@ async def _sweep_forever(parts: ControllerParts) -> None:
                 parts.registry.set_members(*now)
                 stored = now
             except ResourceError as error:
-                _logger.warning("who is there is not noted yet: %s", error)
+                _logger.warning("could not save cluster membership (will retry): %s", error)

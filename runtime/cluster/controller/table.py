@@ -1,7 +1,7 @@
-"""What gateways go by, with a number for each change, and who has it. One event loop.
+"""The gateways' routing table: numbered changes, and which gateways have them. One event loop.
 
-A change is kept as the state of what it concerns, so that a gateway that reads slowly gets the
-newest of each thing and misses nothing; what was removed is remembered as removed.
+A change is kept as the state of its object, so a gateway that reads slowly gets the newest state of
+each object and misses none; a removed object is remembered as removed.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class RoutingTable:
         self._remove(self.engines, _ENGINE, engine_id)
 
     def remove_agent(self, agent_id: str) -> None:
-        """Nobody gets files from it."""
+        """Remove an agent: no files are fetched from it."""
         self._remove(self.agents, _AGENT, agent_id)
 
     def remove_adapter(self, name: str, revision: int) -> None:
@@ -99,7 +99,7 @@ class RoutingTable:
         return subscriber
 
     def unsubscribe(self, subscriber: Subscriber | None) -> None:
-        """It does not listen any more: nobody waits for it."""
+        """Remove a gateway that no longer listens; ``confirmed`` does not wait for it."""
         if subscriber is None:
             return
         subscriber.is_open = False
@@ -117,16 +117,16 @@ class RoutingTable:
         return None if since == self.sequence else self._since(since)
 
     def acknowledge(self, gateway_id: str, sequence: int) -> None:
-        """A gateway goes by everything up to there."""
+        """A gateway uses the table up to ``sequence``."""
         subscriber = self.subscribers.get(gateway_id)
         if subscriber is not None and sequence <= subscriber.sent:
             subscriber.acknowledged = max(subscriber.acknowledged, sequence)
             self._acknowledged.set()
 
     async def confirmed(self, timeout_s: float) -> None:
-        """Wait until all who listen go by what the table is now.
+        """Wait until all gateways have acknowledged the present table.
 
-        Whoever has not said so in time is cut off: it knows then that it does not hear.
+        A gateway that has not in time is disconnected, and so knows that its table is old.
         """
         sequence = self.sequence
         try:
@@ -137,7 +137,7 @@ class RoutingTable:
         except TimeoutError:
             for subscriber in self._behind(sequence):
                 _logger.warning(
-                    "gateway %s has not taken a change within %g s, and is cut off",
+                    "gateway %s has not acknowledged a change within %g s; disconnecting it",
                     subscriber.gateway_id, timeout_s,
                 )  # fmt: skip
                 self.unsubscribe(subscriber)
@@ -176,7 +176,7 @@ class RoutingTable:
             self._cells[kind, key] = _Cell(self._next(), None, revision)
 
     def _next(self) -> int:
-        # What all have been told to be gone need not be remembered.
+        # Removals that all subscribers have been sent are forgotten.
         told = min((one.sent for one in self.subscribers.values()), default=self.sequence)
         gone = [
             key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= told

@@ -266,9 +266,7 @@ class NodesKeeper:
                 url = location.url + AGENT_JOIN_PATH
                 await call(self._session, url, body, Join, timeout_s=_CALL_TIMEOUT_S)
             except UnreachableError as error:
-                _logger.warning(
-                    "cannot tell agent %s its controller: %s", location.agent_id, error
-                )
+                _logger.warning("cannot tell agent %s its controller: %s", location.agent_id, error)
                 return
             except HttpError as error:
                 if error.code == "led_elsewhere" and time.monotonic() < deadline_s:

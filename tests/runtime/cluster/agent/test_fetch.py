@@ -156,7 +156,7 @@ def test_a_peer_cannot_pass_other_content_off(tmp_path: Path) -> None:
 def test_dead_peers_leave_the_source_and_then_nothing(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         dead = "http://127.0.0.1:1"
-        with pytest.raises(HttpError, match="nobody has the files of 'x'") as caught:
+        with pytest.raises(HttpError, match="no source has the files of 'x'") as caught:
             await fetcher.ensure(entry_of(digest), [dead])
         assert caught.value.status == 503
         other = write_adapter(tmp_path / "other", seed=9)
