@@ -21,7 +21,7 @@ class AdapterFacts:
     num_bytes: int  # on the device
     scale: float = 1.0  # factor on the adapter as a whole
     host_bytes: tuple[int, ...] = ()  # in the host's memory, by layer, in whole pages
-    layers: AdapterLayers | None = None  # None = nobody plans with them
+    layers: AdapterLayers | None = None  # None = no plan uses them
     left_out: tuple[str, ...] = ()  # what of its file changes no text answer, and why: phrases
 
 

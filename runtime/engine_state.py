@@ -1,4 +1,4 @@
-"""What an engine tells those who send it requests from afar: its state, and what things cost there.
+"""What an engine reports to gateways: its state, and the costs of its steps and loads.
 
 JSON over HTTP, in streams as the data of server-sent events. All times are seconds, all sizes
 bytes; none of them is compared between machines' clocks.
@@ -42,14 +42,14 @@ class EngineState(Wire, frozen=True):
     """What routers go by, at most ten a second; ``beat`` grows at least every 0.5 s.
 
     The beat is of a thread of the engine process, which goes on while a step computes, and stops
-    with the process. What is None has not changed since it was told last on this stream.
+    with the process. A field that is None has not changed since it was last sent on this stream.
     """
 
-    incarnation: str  # of the engine process; of another one nothing that was told holds
+    incarnation: str  # of the engine process; states of another one are void
     beat: int
     is_ready: bool = True  # else it drains, or has not begun
     load: "EngineLoadState | None" = None
-    adapters: tuple[PlacedAdapter, ...] = ()  # new, or otherwise than told
+    adapters: tuple[PlacedAdapter, ...] = ()  # new or changed
     removed: tuple[str, ...] = ()
     accepted: dict[str, Accepted] | None = None  # by gateway
 
@@ -83,4 +83,4 @@ class EngineProfile(Wire, frozen=True):
     file_bytes_per_s: float
     kv_bytes_per_token: int
     machine: MachineModel
-    is_measured: bool = True  # False: learned from its steps so far, and told anew
+    is_measured: bool = True  # False: learned from its steps so far, and sent again

@@ -1,6 +1,6 @@
 """The exceptions corun raises for what users, files and machines do wrong.
 
-An assertion means a bug of ours; one of these means that somebody can act. Every message says
+An assertion means a bug of corun; one of these means that its user can act. Every message says
 what was given, which limit it met, and which flag changes that limit.
 
 CorunError

@@ -1,4 +1,4 @@
-"""Records that are kept in files, each found anew where it cannot be read.
+"""Records that are kept in files, each computed again if it cannot be read.
 
 Their names say what they depend on, so nothing that is read is out of date.
 """

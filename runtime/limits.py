@@ -1,6 +1,6 @@
 """What a request may be and how many may wait: one rule and one wording for each.
 
-A front end asks before it troubles the engine; the scheduler asks whoever comes. Pure.
+A front end checks before it sends a request to the engine; the scheduler checks all. Pure.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
 def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
     """Raise ``RequestError`` for a body that is too deep, or has too many messages or biases.
 
-    That is counted before anybody looks at each of them, which takes long.
+    They are counted before each of them is read, which takes long.
     """
     level: list[Any] = [data]
     for _ in range(limits.max_json_depth):

@@ -1,4 +1,4 @@
-"""What somebody may have meant who gave a name that is not known."""
+"""Known names that are close to an unknown one, for hints in errors."""
 
 import difflib
 from collections.abc import Callable, Iterable

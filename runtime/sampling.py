@@ -77,7 +77,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None  # added to logits, by token
     allowed_token_ids: tuple[int, ...] | None = None  # None = all
-    bad_words: tuple[str, ...] = ()  # texts whose tokens no choice completes
+    bad_words: tuple[str, ...] = ()  # texts; no choice completes the tokens of one
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens likewise
     prompt_logprobs: int | None = None  # alternatives per token of the prompt; 0 = it alone
     truncate_prompt_tokens: int | None = None  # the last ones kept; -1 = as many as fit

@@ -1,4 +1,4 @@
-"""What runs beside others on an event loop, and how it is ended."""
+"""Background tasks of an event loop, and how they are cancelled."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class TaskSet(set[asyncio.Future[None]]):
-    """Those that nobody awaits: each is held until it has ended."""
+    """Tasks that no caller awaits: each is referenced until it has ended."""
 
     def begin(self, work: Awaitable[None]) -> None:
         """Have it run, from the loop's next turn on."""

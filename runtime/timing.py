@@ -1,4 +1,4 @@
-"""How a request has fared in the engine, as its caller is told."""
+"""Where a request's time in the engine went, as reported to its caller."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class EngineTiming:
         str, float
     ]  # seconds, by values of ``scheduler.events.TimePart``; not those of 0
     num_predicted_output_tokens: int
-    num_host_cached_tokens: int = 0  # of the prompt, whose KV came from the host
+    num_host_cached_tokens: int = 0  # of the prompt, with KV from the host
     num_preemptions: int = 0  # until it ended, squashes included
     num_squashes: int = 0
     adapter_version: str = ""  # digests of what it computed with; "" = the base model
