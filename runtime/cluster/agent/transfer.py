@@ -72,9 +72,7 @@ class PeerFiles:
                 with new_file(directory / file.name) as write:
                     sha256 = self._copy(file, write, hasher)
                 if sha256 != file.sha256:
-                    raise WrongContentError(
-                        f"{self._where.netloc} sent a wrong {file.name}"
-                    )
+                    raise WrongContentError(f"{self._where.netloc} sent a wrong {file.name}")
                 num_bytes += file.num_bytes
         write_manifest(directory, list(manifest.files))
         return num_bytes

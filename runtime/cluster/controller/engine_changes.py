@@ -72,9 +72,7 @@ class EngineChanges:
             if moving.done():
                 del self._moving[agent_id]
                 if not moving.cancelled() and (error := moving.exception()) is not None:
-                    _logger.warning(
-                        "agent %s leaves with last copies: %s", agent_id, error
-                    )
+                    _logger.warning("agent %s leaves with last copies: %s", agent_id, error)
 
     async def close(self) -> None:
         """End what is under way."""

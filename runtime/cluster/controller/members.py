@@ -265,9 +265,7 @@ class Members:
         if self._probes.get(engine_id) is probe:
             del self._probes[engine_id]
         if not probe.cancelled() and probe.exception() is not None:
-            _logger.error(
-                "cannot look at engine %s", engine_id, exc_info=probe.exception()
-            )
+            _logger.error("cannot look at engine %s", engine_id, exc_info=probe.exception())
 
     async def _probe(self, card: EngineCard, pid: int) -> None:
         """Ask an engine for its profile until it answers, or is forgotten."""
