@@ -47,7 +47,7 @@ class SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What an executor must know of a request, told once."""
+    """What an executor must know of a request, sent once."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class AdapterTransfer:
     num_bytes: int
     is_demand: bool = True  # a request waits for it, or it is pinned; prefetches give way
     offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
-    host: HostPlace | None = None  # where it comes from; None = nobody plans that
+    host: HostPlace | None = None  # where it comes from; None = not planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class StepPlan:
     transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
     # Taken out of the host's memory behind ``evict_adapters``; nothing refers to them. Places that
-    # never came to be are no error.
+    # never existed are no error.
     host_evictions: tuple[HostPlaceId, ...] = ()
 
     @property
@@ -224,7 +224,7 @@ class Executor(Protocol):
         A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
         come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
         transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it; after it
-        nobody reads or writes a load's place on the host. Adapters are evicted first, on the
+        nothing reads or writes a load's place on the host. Adapters are evicted first, on the
         device, then on the host; then transfers begin, then rows, which may use the layer groups
         of loads that have not ended if they are ASSISTED. A token sampled by a row has position
         ``start_position + num_tokens`` and is kept there: a row that is computed again replaces it

@@ -63,7 +63,7 @@ class Request:
     is_held: bool = False  # not to be scheduled until no step in flight refers to it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
-    # How often a row that starts there came to nothing and may have been the reason itself.
+    # How often a row that starts there was void and may have been the reason itself.
     retried_positions: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -98,9 +98,9 @@ class Request:
     def num_tokens_to_come(self) -> int:
         """Tokens whose KV is predicted to come, beyond the known ones.
 
-        Whoever has outgrown the prediction is thought to come to a quarter of it more: this is what
-        a wrong prediction costs, and without it requests are preempted four times as often (S1,
-        simulated). The last token of a request needs no KV.
+        A request that has outgrown the prediction is expected to need a quarter of it more: this is
+        what a wrong prediction costs, and without it requests are preempted four times as often
+        (S1, simulated). The last token of a request needs no KV.
         """
         num_predicted = self.num_predicted_output_tokens
         # Asked in every step for every request, so it calls little.

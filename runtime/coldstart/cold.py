@@ -55,12 +55,12 @@ NOBODY = Company()
 
 @dataclass(frozen=True, slots=True)
 class ColdRequest:
-    """A request whose adapter is not, or not wholly, on the device."""
+    """A request with an adapter that is not, or not wholly, on the device."""
 
     num_tokens: int  # known and not yet computed
     adapter: AdapterShape
     ready_s: tuple[float, ...]  # by layer: when its layer group is there, from now; 0 = is
-    max_chunk_tokens: int  # that one step may compute of it
+    max_chunk_tokens: int  # of it that one step may compute
     start_position: int = 0  # of the first of these tokens
     max_assisted_tokens: int = 0  # that the workers hold of one step; 0 = there are none
     num_workers: int = 0  # alive
@@ -78,7 +78,7 @@ class ColdRequest:
         return next(unread, len(self.ready_s))
 
     def after(self, time_s: float) -> "ColdRequest":
-        """The same, but for that so much time has gone by."""
+        """The same request after so much time."""
         if not time_s:
             return self
         read_s = None if self.read_s is None else _from(time_s, self.read_s)
@@ -96,7 +96,7 @@ def layer_times(
     all_tokens = num_tokens + company.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
     own_on_device, own_assisted = _costs(model, own), _costs(model, own, is_assisted=True)
-    # Layers are as those before them but where a split is or targets are others.
+    # Layers take as long as the one before, except at a split or where targets differ.
     splits = {part.split_layer for part in company.cold}
     rank_sums: tuple[int, ...] | None = None
     assisted_s = device_s = 0.0

@@ -29,7 +29,7 @@ _MIN_CHUNK_TOKENS = 16
 
 
 class PlannedColdStarts:
-    """See ``scheduler.cold.ColdStarts``. Requests of unknown or failed loads wait."""
+    """See ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PlannedColdStarts:
         return self._files.bytes_per_s
 
     def use(self, planner: Planner) -> None:
-        """Ask another planner from now on."""
+        """Use another planner from now on."""
         self._planner = planner
         self._link = LinkForecast(planner.model.link, self.transfers)
 
@@ -76,7 +76,7 @@ class PlannedColdStarts:
         self._files.learn(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Decide once for a request whose adapter is loading; then keep to it."""
+        """Decide once for a request with an adapter that is loading; then keep to it."""
         load = self.transfers.load_of(request.adapter_id)
         if load is None or not may_use_workers(request):
             return False
@@ -99,7 +99,7 @@ class PlannedColdStarts:
         """
         load = self.transfers.load_of(request.adapter_id)
         if load is None:
-            return None  # the load has failed, and the request is about to be told
+            return None  # the load has failed, and the request is about to end
         if needs_whole_adapter(request):
             return None
         if load.num_on_host == 0:
@@ -123,9 +123,9 @@ class PlannedColdStarts:
         return chunk
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Note how long the step takes without waits, if that is to be learned from.
+        """Note how long the step takes without waits, if that teaches anything.
 
-        That is also by how much others have made the steps of cold requests longer.
+        It also says by how much other rows have made the steps of cold requests longer.
         """
         step_s = 0.0
         if rows.chunks or rows.cold_chunks:
@@ -178,7 +178,7 @@ class PlannedColdStarts:
     def _decide(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> Decision:
-        """Ask the planner. How fast files are read, is no lesson for it."""
+        """Ask the planner. It does not learn from waits for files."""
         cold = self._cold_request(request, load, num_others, rows, now_s)
         decision = self._planner.decide(cold)
         if load.is_from_files:
@@ -191,7 +191,7 @@ class PlannedColdStarts:
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
-        """The next chunk, if there is one that the step can bear."""
+        """The next chunk; None if any would hold up the step for too long."""
         strategy = self._strategy_of(request)
         num_tokens = min(request.num_pending_tokens, max_tokens)
         if strategy is LoadStrategy.ASSISTED:
@@ -269,7 +269,7 @@ class PlannedColdStarts:
 
 def _layers(load: OpenLoad) -> AdapterLayers:
     layers = load.adapter.layers
-    assert layers is not None, f"nobody may plan with adapter {load.command.adapter_id}"
+    assert layers is not None, f"no plan may use adapter {load.command.adapter_id}"
     return layers
 
 

@@ -22,7 +22,7 @@ def company_of_step(model: MachineModel, rows: StepRows, cold: Sequence[ColdPart
 
 
 def company_of_decodes(model: MachineModel, rows: StepRows) -> Company:
-    """The rows that decode alone: who will be there in later steps, too."""
+    """Only the rows that decode: these will be in later steps, too."""
     if not rows.decodes:
         return NOBODY
     costs = row_costs(

@@ -1,6 +1,6 @@
 """When the layer groups of adapters that are read from files will be on the host. Pure.
 
-Whose turn it is, the table of transfers knows. How fast, is learned from what has been read.
+The table of transfers knows which adapter is read; the rate is learned from finished reads.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class FileForecast:
 def ready_s(
     on_link_s: Sequence[float], read_s: Sequence[float], copy_s: Sequence[float]
 ) -> tuple[float, ...]:
-    """By group: when it is on the device that must be read and then be copied.
+    """By group: when it is on the device, if it must be read first and then copied.
 
     Args:
         on_link_s: When it would be there if all were on the host.

@@ -1,7 +1,7 @@
 """Compares when first tokens came with when they were expected, and keeps that fair. Pure.
 
 A prediction knows the rows that share the step when it is made. What joins later makes the step
-longer by no fault of the strategy, so the prediction is given that time, too. A request that cannot
+longer by no fault of the strategy, so the prediction gets that time added. A request that cannot
 run for want of room or memory teaches nothing.
 """
 
@@ -27,7 +27,7 @@ class _Expected:
     load_id: TransferId
     decided_at_s: float
     has_chunks_to_come: bool  # that are computed while its adapter is loading
-    joined_s: float = 0.0  # by which company that nobody foresaw has made its steps longer
+    joined_s: float = 0.0  # by which unforeseen company has made its steps longer
     foreseen_s: float | None = None  # of the step that is put together; None = has no row in it
     has_declined: bool = False  # it has none because it would only have waited
     has_begun: bool = False
@@ -39,7 +39,7 @@ class FirstTokens:
     """First tokens of cold requests that have not come yet."""
 
     def __init__(self, open_transfers: Container[TransferId]) -> None:
-        """When its load has ended, a request is as others."""
+        """When its load has ended, a request is like any other."""
         self._open_transfers = open_transfers
         self._expected: dict[RequestId, _Expected] = {}
 
@@ -47,7 +47,7 @@ class FirstTokens:
         self, request_id: RequestId, load_id: TransferId, prediction: Prediction, now_s: float,
         *, is_at_once: bool,
     ) -> None:  # fmt: skip
-        """A request has been decided on; ``is_at_once``: it need not wait for its load."""
+        """A request has a strategy; ``is_at_once``: it need not wait for its load."""
         self._expected[request_id] = _Expected(prediction, load_id, now_s, is_at_once)
 
     def has_begun(self, request_id: RequestId) -> bool:
@@ -70,7 +70,7 @@ class FirstTokens:
             expected.has_declined = True
 
     def step_closed(self, step_s: float) -> None:
-        """Nobody else joins the step, which would take ``step_s`` with all adapters cached."""
+        """No other row joins the step, which would take ``step_s`` with all adapters cached."""
         for expected in self._expected.values():
             if expected.foreseen_s is not None:
                 expected.joined_s += step_s - expected.foreseen_s

@@ -35,7 +35,7 @@ class LinkForecast:
         )
 
     def _predict(self, from_s: float) -> Mapping[TransferId, Sequence[float]]:
-        """Let the transfers run in thought, from what has been reported."""
+        """Simulate the transfers from what has been reported."""
         moving = [one for one in self._transfers if one.direction is Direction.TO_DEVICE]
         lane = SharedLane(self._link.bytes_per_s)
         for one in moving:

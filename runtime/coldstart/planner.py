@@ -2,8 +2,8 @@
 
 It compares predictions, corrected by what was measured before. Workers are used only where their
 predicted gain passes a margin, and after a streak of bad predictions not at all for a while. The
-aim is bounded regret: where the link is fast and the prompt long, plain pipelining is the right
-answer, and where others would have to wait for the load, waiting without them is.
+aim is bounded regret. Where the link is fast and the prompt long, plain pipelining is best; where
+other requests would be held up by the load, it is best that the cold request waits outside steps.
 """
 
 from collections.abc import Iterable
@@ -100,7 +100,7 @@ class Planner:
         return False
 
     def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
-        """Learn how long a first token took that was predicted (corrected) as ``predicted_s``."""
+        """Learn how long a first token took; ``predicted_s`` is the corrected prediction."""
         if predicted_s <= 0.0:
             return
         record = self._records[strategy]
@@ -115,10 +115,10 @@ class Planner:
     def observe_stall(
         self, strategy: LoadStrategy, predicted_share: float, measured_share: float
     ) -> None:
-        """Learn how long a step waited that was predicted (not corrected) to, beside others.
+        """Learn how long a step with other rows waited; the prediction is not corrected.
 
         Shares are of the step without waits. One that something else held up counts as a bad one,
-        not as what it came to.
+        not by its measured wait.
         """
         limit = _MAX_EXCESS * self.config.max_stall_share
         excess = min(limit, max(-limit, measured_share - predicted_share))
@@ -127,7 +127,7 @@ class Planner:
         record.is_held_back = False
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
-        """A stall of steps that take ``warm_s`` without; who waits for the load stalls nobody."""
+        """A stall of steps that take ``warm_s`` without; 0 for a request that waits for its load."""
         if strategy not in AT_ONCE:
             return stall_s
         return max(0.0, stall_s + self._records[strategy].excess_share * warm_s)
@@ -142,9 +142,9 @@ class Planner:
             self._num_penalty_decisions = self.config.penalty_decisions
 
     def _fade(self, chosen: LoadStrategy) -> None:
-        """Forget slowly what spoke against others: a way that is not taken teaches nothing new.
+        """Slowly forget bad results of other strategies: one that is not used teaches nothing new.
 
-        A strategy that is chosen and held back is not taken either.
+        A strategy that is chosen and held back is not used either.
         """
         for strategy, record in self._records.items():
             is_taken = strategy is chosen

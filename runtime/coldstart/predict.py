@@ -1,4 +1,4 @@
-"""Predicts what each strategy comes to, by running the chunks of one request in thought. Pure."""
+"""Predicts the times of each strategy by simulating the chunks of one request. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from .cold import ColdPart, ColdRequest, Company, layer_times, warm_step_s
 from .split import Split, choose_split, end_of
 from .strategy import LoadStrategy, Prediction
 
-_SAME_SHARE = 0.01  # by which the ends of two ways may differ that are as good
+_SAME_SHARE = 0.01  # two ends that differ by no more count as equal
 
 
 def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
@@ -16,7 +16,7 @@ def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -
     loaded_s = max(request.ready_s, default=0.0)
     waits_first = strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}
     run = _Run(model, request, strategy, now_s=loaded_s if waits_first else 0.0)
-    # Who waits for the load has other company than that of the step which is put together.
+    # A request that waits for the load has other company than the step that is put together.
     company = request.later_company if waits_first else request.company
     for num_tokens in _chunks(request, strategy):
         run.chunk(num_tokens, company)
@@ -69,8 +69,8 @@ def gains_by_waiting(
 ) -> bool:  # fmt: skip
     """Whether a step that waits for files ends as soon if it begins when the next layers come.
 
-    Until then it would only hold up whoever comes meanwhile, and know less of how fast the files
-    are read.
+    A step that begins sooner only holds up requests that arrive meanwhile, and knows less of how
+    fast the files are read.
     """
     times_s = [time_s for time_s in (*request.ready_s, *(request.read_s or ())) if time_s > 0.0]
     if request.read_s is None or not times_s:
@@ -109,7 +109,7 @@ class _Run:
         """How much later a chunk begins that waits for files; see ``gains_by_waiting``.
 
         With workers when they can have all layers, if that is best; without them so late that it
-        ends no later and holds nobody up.
+        ends no later and holds up no request.
         """
         request = self.request.after(self.now_s)
         step = plan_step(self.model, request, num_tokens, company, self.strategy)

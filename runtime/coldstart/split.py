@@ -1,7 +1,7 @@
-"""Which layers of a cold chunk the workers compute: one pure function for all who ask.
+"""Which layers of a cold chunk the workers compute: one pure function for all callers.
 
-The planner predicts with it, the executor is told its result in the plan, and the simulator runs
-it: because the host runs ahead of the device, the split cannot be found out while the step runs.
+The planner predicts with it, the executor gets its result in the plan, and the simulator runs it:
+because the host runs ahead of the device, the split cannot be found out while the step runs.
 
 Source: Toppings, section 4.1 (the switch from CPU to GPU in mid-prefill), with the switching layer
 planned instead of polled.
@@ -17,7 +17,7 @@ class LayerTimes:
     assisted_s: tuple[float, ...]  # with the delta from the workers, exposed waiting included
     device_s: tuple[float, ...]  # with the delta from the device, once the layer group is there
     ready_s: tuple[float, ...]  # when the layer's group is there, from the chunk's start; 0 = is
-    # Until when other rows of the step hold the layer, whoever computes this row's deltas.
+    # Until when other rows of the step hold the layer, wherever this row's deltas are computed.
     held_s: tuple[float, ...]
 
     @property

@@ -1,10 +1,9 @@
-"""Compares how long steps with cold rows held the others up with what was predicted. Pure.
+"""Compares how long steps with cold rows held up other rows with what was predicted. Pure.
 
-How long a step takes without waits is known from the profile, and how far that is off on the
-machine of today from steps with a prompt and no cold row, if possible beside a load: whoever waits
-for it, a load makes steps longer, and more so the one that begins it. What a step with cold rows
-takes beyond that, the running requests have waited. Steps without others teach nothing: nobody was
-to be spared.
+The profile says how long a step takes without waits. Steps with a prompt and no cold row show how
+far the profile is off now, if possible steps beside a load: a load makes steps longer even where no
+row waits for it, most of all the step that begins it. What a step with cold rows takes beyond that
+is the wait of the running requests. Steps without other rows teach nothing: they held up none.
 """
 
 from collections.abc import Collection
@@ -18,7 +17,7 @@ _SMOOTHING = 0.2  # weight of the newest step in the running ratio
 
 @dataclass(frozen=True, slots=True)
 class StallLesson:
-    """A step with cold rows beside others has ended. Shares are of it without waits."""
+    """A step with cold rows beside others has ended. Shares are of its time without waits."""
 
     strategy: LoadStrategy
     predicted_share: float
@@ -39,7 +38,7 @@ class _Step:
 
 
 class Stalls:
-    """Steps that have been closed and not ended, and what their like took."""
+    """Steps that have been closed and not ended, and what similar steps took."""
 
     def __init__(self) -> None:
         self._steps: dict[StepId, _Step] = {}
@@ -57,7 +56,7 @@ class Stalls:
         self, step_id: StepId, cold: Collection[RequestId], warm_s: float, now_s: float,
         *, has_others: bool, begins_s: float = 0.0, is_loading: bool = False,
     ) -> None:  # fmt: skip
-        """Nobody else joins the step, predicted to take ``warm_s`` with all adapters cached.
+        """No other row joins the step, predicted to take ``warm_s`` with all adapters cached.
 
         ``begins_s``: which it takes to begin loads, beside that; ``is_loading``: one is under way.
         """

@@ -1,4 +1,4 @@
-"""How a request whose adapter is not on the device can be started. Plain data."""
+"""How a request can be started when its adapter is not on the device. Plain data."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,9 @@ from enum import StrEnum
 class LoadStrategy(StrEnum):
     """What happens between the arrival of a cold request and its first token."""
 
-    BLOCKING = "blocking"  # nobody computes until the adapter is there; a baseline, by name only
+    BLOCKING = (
+        "blocking"  # no request computes until the adapter is there; a baseline, by name only
+    )
     ASYNC_LOAD = "async_load"  # the others go on, the request waits for its adapter
     PIPELINED = "pipelined"  # starts at once, each layer waits for its own layer group
     ASSISTED = "assisted"  # starts at once, the first layers' deltas come from CPU workers
@@ -18,7 +20,7 @@ AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # the load need not h
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one strategy is expected to come to, in seconds from now."""
+    """The expected times of one strategy, in seconds from now."""
 
     strategy: LoadStrategy
     first_token_s: float

@@ -64,7 +64,7 @@ class AdapterCache:
         self._budget = budget
         self.slab = slab
         self.policy: RankingPolicy = LruPolicy() if policy is None else policy
-        # Of versions that are not on the device, too: policies may remember who is away.
+        # Of versions that are not on the device, too: policies may remember those that have left.
         self._copies: dict[AdapterId, DeviceCopy] = {}
         self._entries = {
             BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)

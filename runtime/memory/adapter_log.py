@@ -1,4 +1,4 @@
-"""What has become of adapters so far: uses, loads and evictions by version. Pure."""
+"""Uses, loads and evictions of adapters so far, by version. Pure."""
 
 import enum
 from collections import Counter
@@ -13,10 +13,10 @@ class EvictionReason(enum.StrEnum):
 
     KV = "kv"  # room for KV
     ADAPTER = "adapter"  # room for another adapter
-    UNUSED = "unused"  # the policy keeps none that nobody uses
+    UNUSED = "unused"  # the policy keeps no unused adapters
     ASKED = "asked"  # by the program that the engine is in
     MACHINE = "machine"  # the machine runs short of memory
-    DROPPED = "dropped"  # nobody can name it any more
+    DROPPED = "dropped"  # no request can name it any more
 
 
 class Transition(enum.StrEnum):
@@ -57,13 +57,13 @@ class AdapterLog:
     """Records by version, and the totals of all, those that have gone included."""
 
     def __init__(self) -> None:
-        self.changed: set[AdapterId] = set()  # until somebody takes them
+        self.changed: set[AdapterId] = set()  # until they are taken
         self.loads = _no_loads()
         self.evictions: Counter[EvictionReason] = Counter()
         self._records: dict[AdapterId, AdapterRecord] = {}
 
     def record(self, adapter_id: AdapterId) -> AdapterRecord:
-        """Of a version, whether or not anything has become of it."""
+        """The record of a version; an empty one if nothing was recorded."""
         return self._records.get(adapter_id) or AdapterRecord()
 
     def used(self, adapter_id: AdapterId, now_s: float) -> None:

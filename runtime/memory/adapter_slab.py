@@ -50,7 +50,7 @@ class AdapterSlab:
         self._ranges.free(*self._places.pop(adapter_id))
 
     def victims(self, num_bytes: int, ranked: Iterable[AdapterId]) -> tuple[AdapterId, ...] | None:
-        """Choose who must go so that ``num_bytes`` fit; None if that is not enough.
+        """Choose adapters to evict so that ``num_bytes`` fit; None if that is not enough.
 
         Args:
             num_bytes: Of the adapter to come.

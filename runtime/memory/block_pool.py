@@ -54,7 +54,7 @@ class BlockPool:
     def mark_cached(self, num_blocks: int) -> None:
         """So many of the blocks that are handed out hold prefixes which no request uses now.
 
-        They can be freed whenever somebody needs them.
+        They can be freed whenever they are needed.
         """
         assert 0 <= num_blocks <= len(self._allocated), num_blocks
         self.budget.mark_evictable((num_blocks - self._num_cached) * self.block_bytes)
@@ -68,7 +68,7 @@ class BlockPool:
     def promise(self, num_blocks: int) -> None:
         """Keep blocks for growth, or as many as there are, instead of those promised before."""
         num_bytes = min(num_blocks, self.num_unused_blocks) * self.block_bytes
-        # What is left of a block is nobody's.
+        # The remainder, less than a block, is not promised.
         self.num_promised_blocks = self.budget.promise(num_bytes) // self.block_bytes
         self.budget.promise(self.num_promised_blocks * self.block_bytes)
 

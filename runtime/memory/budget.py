@@ -8,7 +8,7 @@ class MemoryBudget:
     """Bytes taken by named owners; their sum never exceeds the capacity.
 
     Bytes can be promised, too: to growth that is expected, and that must find them. A promise takes
-    nothing yet, but nobody else gets what it needs. What is evictable may back it:
+    nothing yet, but no other owner gets what it needs. What is evictable may back it:
     ``promised <= free + evictable`` always holds.
     """
 
@@ -17,13 +17,13 @@ class MemoryBudget:
         assert capacity_bytes >= 0, capacity_bytes
         self.capacity_bytes = capacity_bytes
         self._free_bytes = capacity_bytes
-        self._evictable_bytes = 0  # taken, and free as soon as somebody needs them
+        self._evictable_bytes = 0  # taken, and free as soon as they are needed
         self._promised_bytes = 0
         self._reserved: dict[str, int] = {}
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody has taken."""
+        """Bytes that no owner has taken."""
         return self._free_bytes
 
     @property
@@ -33,9 +33,9 @@ class MemoryBudget:
 
     @property
     def unpromised_bytes(self) -> int:
-        """Bytes, free or evictable, that nobody has been promised.
+        """Bytes, free or evictable, that are not promised.
 
-        Less than 0 while a promise has to be made anew: what backed it is in use again.
+        Less than 0 while a promise has to be made again: what backed it is in use again.
         """
         return self.backed_bytes - self._promised_bytes
 
@@ -51,7 +51,7 @@ class MemoryBudget:
     def reserve(self, owner: str, num_bytes: int, *, promised_bytes: int = 0) -> bool:
         """Take ``num_bytes`` for ``owner`` if they are free; say whether they were.
 
-        Of these ``promised_bytes`` fulfil a promise; the others must not be promised to anybody.
+        Of these ``promised_bytes`` fulfil a promise; the others must not be promised.
         """
         assert 0 <= promised_bytes <= min(num_bytes, self._promised_bytes), promised_bytes
         if num_bytes > self._free_bytes or num_bytes - promised_bytes > self.unpromised_bytes:
@@ -72,7 +72,7 @@ class MemoryBudget:
         return self._promised_bytes
 
     def mark_evictable(self, num_bytes: int) -> None:
-        """So many bytes more (or less, if negative) can be freed whenever somebody needs them."""
+        """So many bytes more (or less, if negative) can be freed whenever they are needed."""
         self._evictable_bytes += num_bytes
         assert self._evictable_bytes >= 0, self._evictable_bytes
 

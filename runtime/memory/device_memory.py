@@ -1,8 +1,8 @@
 """Room on the device: KV blocks, adapters and the loads that take room.
 
-One object so that whoever needs room sees all of it: what is free, what is about to be free, and
-what could be evicted. Pure account keeping; loads and evictions are commands for an executor, whose
-next plan gives and takes at once: what is evicted is free here as soon as that is decided.
+One object, so that all code that needs room sees the whole: what is free, what is about to be free
+and what could be evicted. Pure account keeping; loads and evictions are commands for an executor.
+One plan both frees and takes memory, so what is evicted is free here as soon as that is decided.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,10 +46,11 @@ class DeviceMemory:
         """``pool`` and ``cache`` must take from one budget.
 
         ``host``: where adapters come from, and are in use if that is the device's memory: those
-        that nothing uses have what KV blocks and the others leave of the budget. None = nobody
-        plans that. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = nobody
-        does. ``transfers``: where they are kept; None = in its own table. ``max_history_blocks``:
-        of those that no request uses; None = all. ``inputs``: of the policy; None = it has none.
+        that nothing uses have what KV blocks and the others leave of the budget. None = this is
+        not planned. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = no KV
+        is kept. ``transfers``: where they are kept; None = in its own table.
+        ``max_history_blocks``: of those that no request uses; None = all.
+        ``inputs``: of the policy; None = it has none.
         ``num_host_slots``: blocks of KV that the host has room for, which takes a tree and inputs.
         """
         self.budget = pool.budget
@@ -83,7 +84,7 @@ class DeviceMemory:
 
     @property
     def has_evictions(self) -> bool:
-        """Whether a dropped adapter is still on the device, or evictions are to be told."""
+        """Whether a dropped adapter is still on the device, or evictions wait for a plan."""
         is_left = self._dropped or self._evictions or self._asked_evictions
         return bool(is_left) or (self.host is not None and self.host.has_evictions)
 
@@ -111,7 +112,7 @@ class DeviceMemory:
         """Whether running requests may come to ``num_blocks`` blocks more, with one that begins.
 
         What is evictable counts; the newcomer's adapter, if it is idle, and the blocks of its
-        ``path``, if nobody else holds them, no longer will.
+        ``path``, if no other request holds them, no longer count.
         """
         pool = self.pool
         num_blocks += sum(not node.num_references for node in path)
@@ -125,7 +126,7 @@ class DeviceMemory:
     def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
         """Announce what will be let go when the steps in flight have ended; see ``let_go``.
 
-        Returns how many blocks will be free or evictable then, which ``let_go`` wants to be told.
+        Returns how many blocks will be free or evictable then; ``let_go`` takes this number.
         """
         num_blocks = len(block_ids)
         for node in reversed(path):
@@ -148,7 +149,7 @@ class DeviceMemory:
     ) -> bool:
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
-        The blocks may be promised ones, the bytes may not. Evicts prefixes that nobody uses and
+        The blocks may be promised ones, the bytes may not. Evicts prefixes that no request uses and
         idle adapters (all but ``keep``) where what is free, or about to be, is too little. Where
         adapters have a slab the bytes are a range of that, and no adapter goes for blocks. Returns
         whether the room is there or will come by itself, with what drains or, where nothing else
@@ -266,8 +267,8 @@ class DeviceMemory:
     def evict(self, adapter_id: AdapterId) -> bool:
         """Evict an adapter with the next step if it is idle; say whether it is now.
 
-        It may be loaded again: who names it next finds it cold. Nothing is free before the step:
-        else somebody else could write to it while the device still has it.
+        It may be loaded again: the next request that names it finds it cold. Its memory is not free
+        before the step: else it could be written to while the device still reads the adapter.
         """
         is_idle = self.cache.is_idle(adapter_id)
         if is_idle:
@@ -280,7 +281,7 @@ class DeviceMemory:
         return gone
 
     def begin_plan(self, num_running: int, now_s: float) -> None:
-        """Carry out what ``evict`` and ``drop`` asked for; the next plan tells of it.
+        """Carry out what ``evict`` and ``drop`` asked for; the next plan contains it.
 
         What history holds too much of goes first, so that no newcomer finds it.
         """
@@ -315,7 +316,7 @@ class DeviceMemory:
     def evict_again(
         self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]
     ) -> None:
-        """Nobody knows whether these evictions were carried out."""
+        """It is unknown whether these evictions were carried out: command them again."""
         absent = AdapterState.ABSENT
         self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
         if self.host is not None:

@@ -1,8 +1,8 @@
 """Which adapters are kept in the host's memory, and where they lie. Pure account keeping.
 
-It hands out the ranges itself, so that a load finds room whenever the account says so, and whoever
-keeps the memory only does what it is told: a place is made where a load or a registration was given
-one, and evictions are carried out before anything that is commanded with or after them.
+It hands out the ranges itself, so that a load finds room whenever the account says so. The owner of
+the memory only follows commands: it makes a place where a load or a registration was given one, and
+carries out evictions before anything that is commanded with or after them.
 
 An adapter is kept once per content. The extents of its layers lie in one range where one is free
 and apart where not, so memory is lost to fragmentation only if no free range is as large as one
@@ -57,7 +57,7 @@ class HostCache:
         self._idle: dict[HostPlaceId, _Kept] = {}  # nothing uses them; oldest use first
         self._evictions: list[HostPlaceId] = []  # not yet commanded
         self._ids = itertools.count(1)
-        self.changed: set[str] = set()  # contents, until somebody takes them
+        self.changed: set[str] = set()  # contents, until they are taken
         self.evictions: Counter[EvictionReason] = Counter()
         self._evictions_of: dict[str, Counter[EvictionReason]] = {}  # by content
 
@@ -158,7 +158,7 @@ class HostCache:
             self._evict(kept)
 
     def forget(self, digest: str) -> None:
-        """Nobody will ask for this content any more: it goes now, or with its last use."""
+        """This content is not needed any more: it is evicted now, or with its last use."""
         self._evictions_of.pop(digest, None)
         kept = self._by_digest.pop(digest, None)
         if kept is None:
@@ -180,7 +180,7 @@ class HostCache:
         return evictions
 
     def evict_again(self, place_ids: Sequence[HostPlaceId]) -> None:
-        """Nobody knows whether these evictions were carried out."""
+        """It is unknown whether these evictions were carried out: command them again."""
         self._evictions = [*place_ids, *self._evictions]
 
     def check_invariants(self) -> None:
@@ -208,7 +208,7 @@ class HostCache:
         return HostPlace(place_id, extents, is_filled=False)
 
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:
-        """Take ranges, evicting as few as the order allows; None, with nobody evicted, if none."""
+        """Take ranges, evicting as few as the order allows; None, and no eviction, if none fits."""
         starts = _take(self._ranges, sizes)
         if starts is not None or sum(sizes) > self._ranges.capacity_bytes - self._used_bytes():
             return starts

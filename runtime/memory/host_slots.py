@@ -1,4 +1,4 @@
-"""Places for KV blocks in the host's memory: which are free, and whose copy goes first. Pure."""
+"""Places for KV blocks in the host's memory: which are free, and which copy goes first. Pure."""
 
 import heapq
 from collections import OrderedDict
@@ -59,9 +59,9 @@ class HostSlots:
                     self._nodes.move_to_end(node.host_slot)
 
     def oldest(self, spared: Collection[KvNode]) -> KvNode | None:
-        """Whose copy goes next: nobody refers to the node, and it is not ``spared``; None = nobody.
+        """The unreferenced node, not in ``spared``, with the next copy to go; None = no such node.
 
-        Those that may not go are thought to be used now, so nobody comes upon them again and again.
+        Nodes that may not go count as used now, so the next calls do not visit them again.
         """
         for _ in range(len(self._nodes)):
             slot, node = next(iter(self._nodes.items()))
@@ -74,7 +74,7 @@ class HostSlots:
         """Assert that each slot is in one place, and that nodes know theirs."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
-        assert not free & self._nodes.keys(), "a slot is free, and somebody's"
+        assert not free & self._nodes.keys(), "a slot is free and in use"
         assert 0 <= self._num_touched <= self.num_slots
         assert len(free) + len(self._nodes) + self._num_moving == self._num_touched
         for slot, node in self._nodes.items():

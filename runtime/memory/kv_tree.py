@@ -1,9 +1,9 @@
-"""Which full KV blocks are kept, by the tokens they are of, so that nobody computes them again.
+"""Which full KV blocks are kept, by their tokens, so that they are not computed again.
 
-Owns the tree of what is kept on the device and on the host, and who refers to it. It knows no pool,
-no budget and no link: blocks and slots that nobody needs any more it returns. Pure.
+Owns the tree of what is kept on the device and on the host, and the references to it. It knows no
+pool, no budget and no link: it returns blocks and slots that are not needed any more. Pure.
 
-Every referenced node refers to its parent, so who holds a node holds all before it, and what is not
+Every referenced node refers to its parent, so a hold of a node holds all before it, and what is not
 referenced has nothing referenced behind it. A node with a block has a parent with one: blocks leave
 the device from the leaves on, and come back from the root on.
 
@@ -20,7 +20,7 @@ from .policies.policy import MemoryPolicy
 
 
 class FreedKv(NamedTuple):
-    """What has no content any more, and belongs to whoever receives this."""
+    """What has no content any more, and belongs to the caller that receives this."""
 
     block_ids: list[BlockId]
     host_slots: list[HostSlot]
@@ -81,7 +81,7 @@ class KvTree:
         self.num_claims = 0  # how often an unreferenced block was referred to, or went
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
-        self.changed: set[bytes] = set()  # namespaces with other blocks, until somebody takes them
+        self.changed: set[bytes] = set()  # namespaces with other blocks, until they are taken
         self._roots: dict[bytes, _Root] = {}
         self._detached: set[KvNode] = set()
 
@@ -108,7 +108,7 @@ class KvTree:
         """Refer to ``node``, and so to all before it, until ``release``.
 
         Requests hold the last block of theirs that the tree has, copies the block they read or
-        write. O(1) if somebody refers to it already, otherwise O(its depth).
+        write. O(1) if it is referenced already, otherwise O(its depth).
         """
         held: KvNode | None = node
         while held is not None:
@@ -123,7 +123,7 @@ class KvTree:
             held = held.parent
 
     def release(self, node: KvNode) -> FreedKv:
-        """End one ``hold`` of ``node``; what nobody refers to stays for others, unless detached."""
+        """End one ``hold`` of ``node``; nodes without references stay, unless detached."""
         freed = FreedKv([], [])
         released: KvNode | None = node
         while released is not None:
@@ -178,7 +178,7 @@ class KvTree:
     def give_block(self, node: KvNode, block_id: BlockId) -> None:
         """A node that is only on the host, and held, gets a block; so must its parent have.
 
-        Until the copy to it has ended nobody may read it: who starts the copy keeps account of it.
+        It must not be read until the copy to it has ended, which the caller keeps account of.
         """
         parent, root = node.parent, node.root
         assert node.block_id is None and node.num_references > 0, node
@@ -203,7 +203,7 @@ class KvTree:
     def clear_host_slot(self, node: KvNode) -> FreedKv:
         """Give up the copy on the host; what has no block either goes, with all behind it.
 
-        What is only on the host and referenced must not be given up: somebody waits for it.
+        What is only on the host and referenced must not be given up: a request waits for it.
         """
         assert node.host_slot is not None, node
         if node.block_id is None:
@@ -229,14 +229,14 @@ class KvTree:
         return freed
 
     def forget_content(self, node: KvNode) -> FreedKv:
-        """Nobody finds it any more, nor what is behind it: a copy to its block has failed.
+        """A copy to its block has failed: no match finds it any more, nor what is behind it.
 
         No error if that is so already.
         """
         return self._cut(node) if node.root is not None else FreedKv([], [])
 
     def drop_namespace(self, namespace: bytes) -> FreedKv:
-        """Nobody finds anything of it any more. O(its nodes)."""
+        """No match finds anything of it any more. O(its nodes)."""
         freed = FreedKv([], [])
         root = self._roots.pop(namespace, None)
         if root is not None:
@@ -284,7 +284,7 @@ class KvTree:
         return freed
 
     def _unlink(self, node: KvNode) -> None:
-        """No match finds it; who is detached already may have another in its place."""
+        """No match finds it; a detached node may have another in its place already."""
         parent, root = node.parent, node.root
         owner = parent if parent is not None else root
         if owner is not None and owner.children.get(node.tokens) is node:
@@ -293,7 +293,7 @@ class KvTree:
             del self._roots[root.namespace]
 
     def _detach(self, tops: Iterable[KvNode], freed: FreedKv) -> None:
-        """Free what nobody refers to of subtrees that are unlinked, and detach the rest."""
+        """Free what is unreferenced in subtrees that are unlinked, and detach the rest."""
         left = list(tops)
         while left:
             node = left.pop()
@@ -316,7 +316,7 @@ class KvTree:
             self._lose_slot(node, freed)
         self._policy.forget(node)
         node.root = None
-        node.children.clear()  # no circle is left: nobody may be collecting them
+        node.children.clear()  # leave no reference cycle: the garbage collector may be off
         self.num_nodes -= 1
 
     def _lose_slot(self, node: KvNode, freed: FreedKv) -> None:

@@ -21,5 +21,5 @@ def kv_namespace(
 
 
 def _length_prefixed(parts: Iterable[bytes]) -> bytes:
-    """Join ``parts`` so that they can be told apart again."""
+    """Join ``parts``, each behind its length, so that no two lists give equal bytes."""
     return b"".join(struct.pack(">Q", len(part)) + part for part in parts)

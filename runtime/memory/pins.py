@@ -57,7 +57,7 @@ class Pins:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, pinned adapters may make way; those that do are to be loaded again."""
+        """Inside, pinned adapters may be evicted; those that are will be loaded again."""
         resident = [one for one in self._adapters if one not in self._to_load]
         for adapter_id in resident:
             self._cache.unpin(adapter_id)
@@ -72,7 +72,7 @@ class Pins:
         return sum(sizes) if self._cache.slab is None else sum(map(room_bytes, sizes))
 
     def check_invariants(self) -> None:
-        """Assert that whoever is to be loaded is pinned and not on the device."""
+        """Assert that adapters that are to be loaded are pinned and not on the device."""
         for adapter_id in self._to_load:
             assert adapter_id in self._adapters
             assert self._cache.state(adapter_id) is AdapterState.ABSENT

@@ -1,4 +1,4 @@
-"""What memory policies go by and only others see. Pure."""
+"""Inputs of memory policies that only other parts can measure. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class ReuseShare:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Told by the memory, asked by its policy; see ``policies.facts.MemoryFacts``."""
+    """Set by the memory, read by its policy; see ``policies.facts.MemoryFacts``."""
 
     costs: ReloadCosts
     batch_size: RecentMean = field(default_factory=RecentMean)

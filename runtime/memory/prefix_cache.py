@@ -1,7 +1,7 @@
-"""The KV of prefixes that requests have computed, and to whom it is of use. Pure account keeping.
+"""The KV of prefixes that requests have computed, and which versions can use it. Pure accounts.
 
-Joins the tree, which knows contents and who holds them, with the pool, which knows what is free:
-blocks that nobody holds stay, and are evictable.
+Joins the tree, which knows contents and their references, with the pool, which knows what is free:
+blocks that no request holds stay, and are evictable.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class PrefixCache:
     ) -> None:  # fmt: skip
         """``tree``: ranked by ``policy``, of blocks of ``pool``; None = nothing is kept.
 
-        ``slots``: on the host. ``reuse``: is told what is found and computed; None = nobody is.
+        ``slots``: on the host. ``reuse``: counts what is found and computed; None = not counted.
         """
         self._pool = pool
         self._slots = slots
@@ -43,7 +43,7 @@ class PrefixCache:
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no request holds."""
         return 0 if self._tree is None else self._tree.num_unreferenced_blocks
 
     @property
@@ -97,7 +97,7 @@ class PrefixCache:
         self._policy.visit(node, now_s)
         self._reuse.note(num_computed=1)
         if self.num_evictable_blocks != self._pool.num_cached_blocks:
-            # The same was there, and nobody held it: it no longer backs a promise.
+            # The same was there and not held: it no longer backs a promise.
             self._mark_cached()
             self._pool.promise(self._pool.num_promised_blocks)
         return node
@@ -108,14 +108,14 @@ class PrefixCache:
             self.free(self._tree.release(path[-1]))
 
     def evict(self, node: KvNode) -> None:
-        """Free a block that nobody holds, and behind which there is none."""
+        """Free a block that no request holds and that has none behind it."""
         assert self._tree is not None
         self.free(self._tree.evict(node))
 
     def evict_behind(
         self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
     ) -> bool:
-        """If a version is not on the device, evict what only it could use and nobody holds.
+        """If a version is not on the device, evict what only it could use and is not held.
 
         KV of the same content is used by all versions that have it. Returns whether all is gone:
         copies hold what they move.
@@ -130,7 +130,7 @@ class PrefixCache:
         return not num_left
 
     def behind(self, adapter_id: AdapterId) -> list[KvNode]:
-        """Return what a version could use and nobody holds; what is behind another before that.
+        """Return what a version could use and is not held, children before their parents.
 
         O(its namespaces), and what there is.
         """
@@ -150,7 +150,7 @@ class PrefixCache:
         return num_device_blocks, num_host_blocks
 
     def take_changed_versions(self) -> set[AdapterId]:
-        """Return those whose blocks are others than at the last call."""
+        """Return the versions with other blocks than at the last call."""
         changed = set[AdapterId]()
         if self._tree is not None:
             for namespace in self._tree.changed:
@@ -169,7 +169,7 @@ class PrefixCache:
         )
 
     def drop_version(self, adapter_id: AdapterId) -> None:
-        """Nobody asks for this version any more: what only it could use goes."""
+        """This version is not used any more: evict what only it could use."""
         for namespace in self._namespaces.pop(adapter_id, ()):
             versions = self._versions[namespace]
             versions.remove(adapter_id)

@@ -22,7 +22,7 @@ class AdapterRegistrations:
     """Those under way; where the host's memory is the device's, they reserve of the budget."""
 
     def __init__(self, budget: MemoryBudget, host: HostCache | None) -> None:
-        """``host``: None = nobody plans where adapters come from."""
+        """``host``: None = not planned where adapters come from."""
         self._budget = budget
         self._host = host
         self._reserved: dict[HostPlaceId, int] = {}  # bytes
@@ -32,7 +32,7 @@ class AdapterRegistrations:
         return len(self._reserved)
 
     def begin(self, layer_bytes: Sequence[int]) -> HostRoom:
-        """Make room for an adapter whose layers take so many bytes, if it may have any."""
+        """Make room for an adapter with layers of so many bytes, if it may have any."""
         if self._host is None:
             return HostRoom(None)
         num_bytes = sum(layer_bytes) if self._host.is_device_memory else 0

@@ -69,7 +69,7 @@ class MemoryRelief:
     def follow(self, look: Callable[[], MemoryRoom | None], on_end: Callable[[], None]) -> None:
         """Ask ``look`` before each step: what was seen of memory since, if it matters.
 
-        ``on_end``: told when idle items may take memory again.
+        ``on_end``: called when idle items may take memory again.
         """
         self._look = look
         self._on_end = on_end
@@ -93,7 +93,7 @@ class MemoryRelief:
             )  # fmt: skip
 
     def take_freed_blocks(self, *, is_needed: bool) -> tuple[BlockId, ...]:
-        """Blocks whose memory goes back with the next plan; ``is_needed``: others need it."""
+        """Blocks that give memory back with the next plan; ``is_needed``: it is needed now."""
         if is_needed or self._limit_bytes is not None:
             return self._pool.give_back()
         return ()

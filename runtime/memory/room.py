@@ -1,4 +1,4 @@
-"""Makes room on the device: the policy says who is worst, and here it is said who may go. Pure."""
+"""Makes room on the device: the policy ranks, this module knows what may be evicted. Pure."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from .prefix_cache import PrefixCache
 
 
 class RoomMaker:
-    """Evicts prefixes that nobody uses, and idle adapters."""
+    """Evicts prefixes that no request uses, and idle adapters."""
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache,
@@ -28,7 +28,7 @@ class RoomMaker:
         self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId,
         reason: EvictionReason = EvictionReason.KV,
     ) -> bool:  # fmt: skip
-        """Evict the worst until so much more is free; False, with nobody evicted, if it cannot be.
+        """Evict the worst until so much more is free; False, and no eviction, if it cannot be.
 
         ``reason``: what the room is for. A leaf that goes lets its parent be ranked, so they go one
         after the other.

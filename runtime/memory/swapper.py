@@ -1,8 +1,8 @@
 """Which KV blocks are copied to the host before they must go, and which come back. Pure.
 
-Copying is apart from eviction: what is likely to go soon is copied ahead, so that whoever needs
-room finds blocks that can be dropped at once; what is not copied by then is dropped, and computed
-again.
+Copying is apart from eviction: what is likely to go soon is copied ahead, so that there are blocks
+that can be dropped at once when room is needed. What is not copied when it must go is dropped, and
+computed again.
 A copy holds what it moves, from its plan to its end, and belongs to no request.
 """
 
@@ -41,7 +41,7 @@ class KvSwapper:
         Args:
             tree: What is kept, in blocks of ``pool`` and in ``slots``.
             pool: The device's blocks.
-            prefixes: Who frees what the tree gives back.
+            prefixes: Frees what the tree gives back.
             slots: On the host.
             policy: Ranks what leaves the device.
             transfers: Where copies are begun.
@@ -63,7 +63,7 @@ class KvSwapper:
         self._has_more = True  # could have been copied
 
     def num_readable(self, path: Sequence[KvNode]) -> int:
-        """Blocks at the beginning of a match whose KV is on the device."""
+        """Blocks at the beginning of a match that have their KV on the device."""
         for number, node in enumerate(path):
             if node.block_id is None or node in self._coming:
                 return number

@@ -21,12 +21,12 @@ class TiedKv:
         self._prefixes = prefixes
         self._is_on = cache.policy.rules.ties_kv_to_adapter
         self._left: dict[AdapterId, None] = {}  # that may have KV without the adapter
-        # Blocks that nobody could use, because their adapter is not on the device.
+        # Blocks that no request could use, because their adapter is not on the device.
         self.num_invalid_blocks = 0
         self._count_at_s = -math.inf
 
     def count(self, now_s: float) -> None:
-        """Count anew what is invalid, now and then: there may be many namespaces."""
+        """Count what is invalid, from time to time only: there may be many namespaces."""
         if not self._is_on and now_s >= self._count_at_s:
             self.num_invalid_blocks = self._prefixes.num_blocks_without(self._is_on_device)
             self._count_at_s = now_s + _COUNTED_EVERY_S

@@ -1,6 +1,6 @@
 """What moves between host and device: the only record of it. Pure.
 
-Memory begins and ends transfers here; who predicts when they will have ended reads it.
+Memory begins and ends transfers here; predictions of when they end read it.
 """
 
 import itertools
@@ -108,14 +108,14 @@ class OpenCopy(OpenTransfer):
 
 
 class ReadingTurn(NamedTuple):
-    """Whose turn it is to be read from files, by what is known."""
+    """The adapter that is read from files now, as far as is known."""
 
     load: OpenLoad
-    since_s: float  # when its newest layer group was heard of, or its turn began
+    since_s: float  # when its newest layer group was reported, or its turn began
 
 
 class TransferTable:
-    """Open transfers by id, and by adapter where they are loads; what the next plan tells of them.
+    """Open transfers by id, and by adapter where they are loads; what the next plan says of them.
 
     Files are read one adapter after the other, each in the order of its layers; those that
     requests wait for before prefetches, which give way between two layer groups.
@@ -124,7 +124,7 @@ class TransferTable:
     def __init__(self) -> None:
         self.reading: ReadingTurn | None = None
         self.link_use = LinkUse()
-        self.changed: set[AdapterId] = set()  # whose loads have moved, until somebody takes them
+        self.changed: set[AdapterId] = set()  # with loads that have moved, until they are taken
         self._open: dict[TransferId, OpenTransfer] = {}  # oldest first
         self._loads: dict[AdapterId, OpenLoad] = {}  # those among them
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
@@ -280,7 +280,7 @@ class TransferTable:
         )
 
     def _heard_of(self, load: OpenLoad, now_s: float) -> None:
-        """More of a load is on the host: whatever the order was thought to be, this is the one."""
+        """More of a load is on the host, so this is the one being read, in the order or not."""
         self.reading = ReadingTurn(load, now_s)
         if load.is_on_host:
             self.reading = None

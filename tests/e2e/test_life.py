@@ -135,7 +135,7 @@ def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None
     assert all(asked_s < ERROR_WITHIN_S for asked_s, status in seen if status == 200)
     assert server.process.wait(10) == 1
     assert_nothing_left(server, shared_memory)
-    assert any("the engine is dead" in line for line in server.log_lines)
+    assert any("the engine has died; the server ends" in line for line in server.log_lines)
 
 
 def test_sigterm_lets_running_requests_finish(start: Callable[..., Served]) -> None:

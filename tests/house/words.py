@@ -18,7 +18,7 @@ EXCEPTIONS = Path(__file__).with_name("word_exceptions.txt")
 
 # Words for people, which a sentence about a request, an adapter or a process does not need.
 _PERSONS = (
-    "who", "whom", "whose", "whoever", "whomever", "nobody", "somebody", "anybody", "everybody",
+    "who", "whom", "whoever", "whomever", "nobody", "somebody", "anybody", "everybody",
     "someone", "everyone", "anyone",
 )  # fmt: skip
 # Words and phrases that documentation of software does not use.

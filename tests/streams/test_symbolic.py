@@ -158,7 +158,7 @@ def test_events_are_refused_when_given_back_or_recorded_twice() -> None:
         lambda: device.release_event(event),
         lambda: device.is_done(event),
     ):
-        with pytest.raises(DeviceError, match="given back"):
+        with pytest.raises(DeviceError, match="was released"):
             call()
 
 

@@ -31,7 +31,7 @@ class CorunMemoryPolicy:
     """The lowest H = L + f c / bytes goes first.
 
     f are visits decayed over ``DECAY_ARRIVALS`` arrivals, which are the visits of adapters; the
-    first one of a KV block, which nobody has asked for yet, counts as the share of blocks that are
+    first one of a KV block, which no request has needed yet, counts as the share of blocks that are
     found lately. c is what its reload costs, in seconds. L is the lowest H of what could have gone
     when something last went: that of the victim, wherever the lowest is the victim. All but c is as
     of the last visit, so that a block which becomes a leaf late is as old as the rest of its
@@ -69,7 +69,7 @@ class CorunMemoryPolicy:
         uses = self._uses.pop(item, None)
         if uses is None:
             return
-        if uses.rank is not None:  # else it was in use to the end, and nobody's victim
+        if uses.rank is not None:  # else it was in use to the end, and not a victim
             lowest = self._offered.lowest_rank
             went = uses.rank if lowest is None else min(uses.rank, lowest)
             if math.isfinite(went):

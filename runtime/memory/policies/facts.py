@@ -1,4 +1,4 @@
-"""What a memory policy is told once, and what the memory asks of it beside ranks. Plain data."""
+"""The facts that a memory policy gets, and the rules it has beside ranks. Plain data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .policy import MemoryItem, MemoryPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What ranks depend on and only others know."""
+    """What ranks depend on and only other parts know."""
 
     reload_cost_s: Callable[[MemoryItem], float]  # what a request waits if it is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
@@ -20,9 +20,9 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
-    """What holds in the memory whose policy this is, apart from who goes first."""
+    """The rules of a memory under this policy, apart from the order of evictions."""
 
-    keeps_idle_adapters: bool = True  # False: an adapter leaves when nobody uses it, room or no
+    keeps_idle_adapters: bool = True  # False: an adapter leaves with its last use
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks take room from blocks alone, adapters from adapters
@@ -33,7 +33,7 @@ class RankingPolicy(MemoryPolicy, Protocol):
     """A memory policy with its rules, as the registry makes them.
 
     A use shows in the rank when the item is offered next. What is offered without ever having been
-    visited counts as used just then, by whoever computed or loaded it: blocks become leaves long
+    visited counts as used just then, as it was computed or loaded: blocks become leaves long
     after they were filled, so the memory should visit them when it enters them. Requests for the
     base model visit it as an adapter of no bytes, so that visits of adapters are arrivals. Some
     remember adapters for a while that have left: one that comes back is the same object.

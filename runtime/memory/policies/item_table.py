@@ -1,4 +1,4 @@
-"""Items as rows of numpy columns, for policies whose scores move with time. Pure."""
+"""Items as rows of numpy columns, for policies with scores that change with time. Pure."""
 
 from collections.abc import Iterable, Iterator
 

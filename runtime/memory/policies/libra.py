@@ -50,7 +50,7 @@ class _ReuseAge:
 class LibraPolicy:
     """The lowest Eval = LoRA_Eval x cost x prob x (1 - sigmoid(age / tau)) goes first.
 
-    The cost is what a reload costs: with a copy on the host and nobody to assist it is the paper's
+    The cost is what a reload costs: with a copy on the host and no assistance it is the paper's
     transfer over the link, and elsewhere the paper has none. Ranking takes O(n), other calls O(1),
     but for one in 1,000 visits of adapters, which looks through those that are away.
     """

@@ -8,7 +8,7 @@ from .ranked_heap import RankedHeap
 
 
 class LruPolicy:
-    """Who was visited longest ago goes first, adapters before blocks where idle ones leave at once.
+    """The least recently visited goes first; adapters before blocks where idle ones leave at once.
 
     Every call takes O(log n). In parts that are split it ranks both, each in its own order.
     """

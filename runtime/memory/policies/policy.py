@@ -1,4 +1,4 @@
-"""How memory policies are asked who leaves the device. They rank and nothing else. Pure."""
+"""The interface of memory policies, which only rank what may leave the device. Pure."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -37,6 +37,6 @@ class MemoryPolicy(Protocol):
         """Yield what is offered, each once, the worst first. Nothing changes meanwhile.
 
         ``is_adapter``: only adapters, or only blocks, in the order that they have among all; None =
-        both. Who asks for one kind pays nothing for the other.
+        both. A call for one kind costs nothing for the other.
         """
         ...

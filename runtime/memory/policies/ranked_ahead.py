@@ -6,23 +6,23 @@ from itertools import islice
 from .facts import MemoryRules, RankingPolicy
 from .policy import MemoryItem
 
-_KINDS = (None, False, True)  # whom ``victims`` may be asked for: each has its own order
-_MOST_ROUNDS = 4  # of victims that nobody took, and that are named before those of a new ranking
+_KINDS = (None, False, True)  # what ``victims`` may be called for: each has its own order
+_MOST_ROUNDS = 4  # of victims that were not taken, and are named before those of a new ranking
 
 
 class RankedAhead:
     """The same policy, but victims are named in the order they had when they were last ranked.
 
-    Who is used, or goes, is named no longer; what is offered since then is named when those that
-    were ranked first have gone. So a ranking serves ``num_items`` victims, one by one. It counts
-    from when the first of them goes: to look changes nothing.
+    An item that is used or leaves is named no longer; what is offered since then is named when
+    those that were ranked first have gone. So a ranking serves ``num_items`` victims, one by one.
+    It counts from when the first of them goes: to look changes nothing.
     """
 
     def __init__(self, policy: RankingPolicy, num_items: int) -> None:
         assert num_items > 0, num_items
         self._policy = policy
         self._num_items = num_items
-        # Offered, and untouched since they were ranked; and the same, by who has looked last.
+        # Offered, and untouched since they were ranked. ``_seen``: by the last call, none taken yet.
         self._ahead: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
         self._seen: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
 

@@ -15,7 +15,7 @@ class RankedHeap:
     """The lowest rank first, of equal ranks the older one. Every call takes O(log n), amortised.
 
     Iterating takes O(log n) for each item, and leaves the heap as it is. Adapters and blocks can be
-    asked for apart: who needs one kind does not come by all of the other.
+    asked for apart: a search for one kind does not pass all of the other.
     """
 
     def __init__(self) -> None:

@@ -143,7 +143,7 @@ def test_events_are_counted_in_generations(setting: Setting) -> None:
         device.record(stream, event)
     device.release_event(event)
     for use in (device.is_done, device.release_event):
-        with pytest.raises(DeviceError, match="given back"):
+        with pytest.raises(DeviceError, match="was released"):
             use(event)
     again = device.event()
     assert (again.index, again.generation) == (event.index, event.generation + 1)

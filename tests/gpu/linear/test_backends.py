@@ -82,10 +82,10 @@ def test_choice(
 @pytest.mark.parametrize(
     ("name", "dtype", "device", "reason"),
     [
-        ("onednn", torch.float32, "cuda", "for the CPU"),
+        ("onednn", torch.float32, "cuda", "it supports only the CPU"),
         ("onednn", torch.float64, "cpu", "it supports .*float32.*, the model is torch.float64"),
-        ("numba", torch.float32, "cpu", "it computes torch.bfloat16"),
-        ("numba", torch.bfloat16, "cuda", "for the CPU"),
+        ("numba", torch.float32, "cpu", "it supports torch.bfloat16, the model is torch.float32"),
+        ("numba", torch.bfloat16, "cuda", "it supports only the CPU"),
         ("cublas", torch.float32, "cpu", "unknown"),
     ],
 )

@@ -40,7 +40,7 @@ def test_choice_on_the_cpu(
     ("name", "dtype", "device", "reason"),
     [
         ("numba", torch.float16, "cpu", "float32 and bfloat16"),
-        ("numba", torch.float32, "cuda", "for the CPU"),
+        ("numba", torch.float32, "cuda", "it supports only the CPU"),
         ("triton", torch.float32, "cpu", "supports only CUDA"),
         ("cutlass", torch.float32, "cpu", "unknown"),
     ],

@@ -108,13 +108,21 @@ def test_nf4_is_full_weights_unless_integers_are_asked_for() -> None:
         (PLAIN_CONFIG, {"lm_head_quantization": "int8"}, "needs --quantization"),
         (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "only on the CPU"),
         (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is supported only on the CPU"),
-        (nf4_config(), {"quantization": "int8", "device": "cuda"}, "--quantization int8 is served"),
+        (
+            nf4_config(),
+            {"quantization": "int8", "device": "cuda"},
+            "--quantization int8 is supported only on the CPU",
+        ),
         (
             nf4_config(),
             {"lm_head_quantization": "int8", "device": "cuda"},
             "--lm-head-quantization int8 is supported only on the CPU",
         ),
-        (gptq_config(8), {"quantization": "int4"}, "is int4, but the checkpoint is in int8"),
+        (
+            gptq_config(8),
+            {"quantization": "int4"},
+            "is int4, but the checkpoint is already in int8",
+        ),
     ],
 )
 def test_options_that_contradict_are_refused(

@@ -178,7 +178,7 @@ def test_a_linear_that_overrides_forward_is_no_target() -> None:
     model = make_model("llama3-rope")
     model.model.layers[0].mlp.up_proj = Doubled(64, 96, bias=False)
     assert build_target_map(model).refused["model.layers.0.mlp.up_proj"] == (
-        "Doubled is no plain linear module"
+        "Doubled is not a plain linear module"
     )
 
 

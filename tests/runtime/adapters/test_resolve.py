@@ -338,7 +338,7 @@ def test_two_adapters_in_one_file() -> None:
     found = problems(all_pairs(infix=".one") + all_pairs(infix=".two"))
     assert len(found) == 8
     assert (
-        "has base_model.model.model.layers.0.self_attn.q_proj.lora_A.one.weight already"
+        "already has base_model.model.model.layers.0.self_attn.q_proj.lora_A.one.weight"
         in (found[0])
     )
 

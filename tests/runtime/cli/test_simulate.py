@@ -252,7 +252,10 @@ def test_placements_side_by_side(
         "--placement-every-s", "2",
     ]  # fmt: skip
     assert main(arguments) == 2
-    assert "--placement loraserve goes by what" in capsys.readouterr().err
+    assert (
+        "--placement loraserve needs the capacity of a server within an SLO: give --slo-ttft-s"
+        in capsys.readouterr().err
+    )
     assert main([*arguments, "--slo-ttft-s", "1e-6"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "one of them holds, or misses, --slo-ttft-s 1e-06 at any load" in error

@@ -38,7 +38,7 @@ def model(link_bytes_per_s: float) -> MachineModel:
 
 
 class Start:
-    """A request of 32 tokens, 128 ms of work, whose adapter has begun to be read."""
+    """A request of 32 tokens, 128 ms of work, with an adapter that is being read."""
 
     def __init__(self, link_bytes_per_s: float = 1e9, num_others: int = 0) -> None:
         self.planner = Planner(model(link_bytes_per_s), PlannerConfig())

@@ -240,7 +240,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(_crowds())
 def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
-    """Whoever is in it: layer by layer, the step is run in thought as a device would."""
+    """With any rows: the step is simulated layer by layer, as a device would run it."""
     cold_starts, rows, now_s = crowd.cold_starts, crowd.rows, crowd.now_s
     for request in crowd.requests:
         if cold_starts.may_start(request, 5, rows, now_s):
@@ -361,7 +361,7 @@ def test_what_is_unknown_waits(loads: Loads) -> None:
     assert not cold_starts.may_start(request, 0, _rows(), 0.0)
     _load(loads)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
-    loads.end(ADAPTER, 0.1)  # failed: the request is about to be told
+    loads.end(ADAPTER, 0.1)  # failed: the request is about to end
     assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.1) is None
 
 

@@ -76,7 +76,7 @@ def test_later_steps_have_those_that_decode(is_decode_apart: bool) -> None:
 
 @pytest.mark.parametrize("read_s", [0.0, 0.02, 0.05])
 def test_a_chunk_whose_adapter_is_there_takes_the_layers_of_a_warm_one(read_s: float) -> None:
-    """Whatever hides under reading the weights, and whoever else is cold."""
+    """However much hides under reading the weights, and beside other cold rows."""
     model = replace(_MODEL, read_s=read_s)
     other = ColdPart(16, _SHAPE, 0, (0.0, 0.0), 7)
     company = company_of_step(model, _rows(is_decode_apart=False), [other])

@@ -50,7 +50,7 @@ def test_what_a_load_costs_is_no_wait_for_it() -> None:
     steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     lesson = steps.run(0.13, cold=(COLD,), begins_s=0.02)
     assert lesson is not None and lesson.measured_share == pytest.approx(0.1)
-    assert steps.run(0.11, is_loading=True) is None  # as much for whoever waits until it has ended
+    assert steps.run(0.11, is_loading=True) is None  # as much for rows that wait until it has ended
     steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     lesson = steps.run(0.121, cold=(COLD,))
     assert lesson is not None and lesson.measured_share == pytest.approx(0.1)
@@ -69,7 +69,7 @@ def test_nothing_is_learned_where_it_would_be_a_guess() -> None:
     assert steps.run(0.2, cold=(COLD,), has_others=False) is None
     steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     steps.stalls.planned(RequestId(2), LoadStrategy.PIPELINED, 0.0)
-    assert steps.run(0.2, cold=(COLD, RequestId(2))) is None  # whose fault is it?
+    assert steps.run(0.2, cold=(COLD, RequestId(2))) is None  # of two strategies
     steps.stalls.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     assert steps.run(0.2) is None  # planned, but not let in
     assert steps.run(0.2, cold=(COLD,)) is None  # nor is that plan for the step after

@@ -118,7 +118,7 @@ def test_a_dead_engine_says_why_before_it_ends(child: Child) -> None:
     assert child.status() == 1
     log = child.log()
     assert "the device answers nothing" in log  # closing it failed, and hides nothing
-    assert log.splitlines()[-1].endswith("the engine stops: the device is lost")
+    assert log.splitlines()[-1].endswith("the engine has stopped: the device is lost")
 
 
 def test_the_end_of_the_channel_ends_the_process(child: Child) -> None:

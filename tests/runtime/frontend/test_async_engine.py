@@ -307,7 +307,7 @@ def test_an_id_is_open_once(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         task = asyncio.create_task(collect(engine, fake_core.SILENT, LONG, "one"))
         await until(lambda: engine.get_stats().num_running == 1)
-        with pytest.raises(RequestError, match="'one' is open"):
+        with pytest.raises(RequestError, match="id 'one' is already open"):
             await collect(engine, "x", params(), "one")
         await engine.abort("one")
         await task

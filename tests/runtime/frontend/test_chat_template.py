@@ -161,7 +161,7 @@ def test_what_has_no_text_is_not_continued(hf: Any) -> None:
 
 
 def test_several_without_a_default_are_refused(hf: Any) -> None:
-    with pytest.raises(ValueError, match=r"default: \['rag'\]"):
+    with pytest.raises(ValueError, match=r"no default template; it has \['rag'\]"):
         render(hf, {"rag": "x"})
 
 

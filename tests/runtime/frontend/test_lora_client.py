@@ -176,5 +176,7 @@ def test_a_directory_that_cannot_be_read_is_not_said_to_hold_nothing(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(UnknownModelError, match=r"'a' is not known.*Permission denied"):
+    with pytest.raises(
+        UnknownModelError, match=r"cannot look for adapter 'a': .*Permission denied"
+    ):
         asyncio.run(resolver.resolve_lora("base", "a"))

@@ -187,7 +187,7 @@ class Lives:
             self.num_references[adapter_id] -= 1
 
     def backing_bytes(self) -> int:
-        """What lies there and will go if somebody needs its place."""
+        """What lies there and will go if its place is needed."""
         return sum(
             20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id)
         )

@@ -53,7 +53,7 @@ def test_sizes_are_rounded_up_to_what_is_taken() -> None:
 
 
 def test_victims_make_the_room_that_is_asked_for() -> None:
-    """Whatever came and went before."""
+    """After any sequence of adapters."""
     for seed in range(50):
         rng = random.Random(seed)
         slab, there = AdapterSlab(40 * KIB), list[AdapterId]()

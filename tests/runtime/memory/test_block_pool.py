@@ -127,7 +127,7 @@ _OPERATION = st.tuples(
 
 @given(st.lists(_OPERATION, max_size=50))
 def test_any_sequence_keeps_promises(operations: list[tuple[str, int]]) -> None:
-    """Free and taken are all; whoever has a promise finds its blocks, and others do not."""
+    """Free and taken are all; each promise finds its blocks, and others do not."""
     budget = MemoryBudget(900)
     pool = BlockPool(12, 100, budget)
     held: list[BlockId] = []

@@ -199,7 +199,7 @@ class InPlace:
         self.plan()
 
     def plan(self) -> None:
-        """What is commanded comes to its end; the machine has no more than there is."""
+        """What is commanded ends; the machine has no more than there is."""
         self.memory.begin_plan(0, 0.0)
         evictions = self.memory.take_evictions()
         transfers = self.memory.transfers.take_commands()
@@ -226,7 +226,7 @@ class InPlace:
 
 
 def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
-    """What is in use is reserved; what nothing uses lies in what nobody has reserved."""
+    """What is in use is reserved; what nothing uses lies in what is not reserved."""
     memory = InPlace(8)
     for adapter_id in (1, 2, 3):
         memory.load(adapter_id)

@@ -1,4 +1,4 @@
-"""The account of the host's memory: who is kept, who has to go, and where they lie."""
+"""The account of the host's memory: what is kept, what has to go, and where it lies."""
 
 import pytest
 from corun.runtime.memory.adapter_log import EvictionReason
@@ -172,7 +172,7 @@ def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(
 
 
 class CacheAndArena(RuleBasedStateMachine):
-    """The account beside the real arena, which is told late and by others: they agree."""
+    """The account beside the real arena, which gets commands late and apart: they agree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class CacheAndArena(RuleBasedStateMachine):
         self.uses: list[tuple[HostPlace, str, ArenaEntry]] = []
 
     def carry_out(self) -> None:
-        """What a plan does first, and whoever makes room for a registration."""
+        """What a plan does first, and what a registration does to make room."""
         before = self.arena.place_ids
         evictions = self.cache.take_evictions()
         self.arena.evict(evictions)

@@ -17,7 +17,7 @@ A, B = b"a" * 32, b"b" * 32
 
 
 class RecordingPolicy:
-    """In the order in which they were offered; whatever it is told must make sense."""
+    """In the order in which they were offered; all calls must make sense."""
 
     def __init__(self) -> None:
         self.offered: dict[MemoryItem, None] = {}
@@ -62,7 +62,7 @@ def enter(
 def keep(
     tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A
 ) -> list[KvNode]:
-    """The same, and nobody holds it."""
+    """The same, and it is not held."""
     path = enter(tree, token_ids, first_block, namespace)
     assert tree.release(path[-1]) == ([], [])
     tree.check_invariants()

@@ -1,4 +1,4 @@
-"""Prefixes that are kept, to whom they belong, and how they make way."""
+"""Prefixes that are kept, the versions that they belong to, and how they are evicted."""
 
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of

@@ -16,7 +16,7 @@ TOTAL = 100_000
 
 
 class Machine:
-    """What the machine says of its memory, and what is told at the end of a shortage."""
+    """What the machine says of its memory, and what is called at the end of a shortage."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.room: MemoryRoom | None = None

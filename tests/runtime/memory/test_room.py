@@ -1,4 +1,4 @@
-"""Who goes by the rules of the policy: KV with its adapter or apart, one ranking or one each."""
+"""What goes by the rules of the policy: KV with its adapter or apart, one ranking or one each."""
 
 from collections.abc import Iterator
 
@@ -112,7 +112,7 @@ def test_a_ranking_that_takes_long_is_good_for_one_per_cent() -> None:
 
 
 class Counted(LruPolicy):
-    """Counts whom those who look for victims come by."""
+    """Counts the items that a search for victims passes."""
 
     def __init__(self) -> None:
         super().__init__(MemoryRules(is_split=True, ties_kv_to_adapter=False))

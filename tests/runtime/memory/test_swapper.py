@@ -103,7 +103,7 @@ def send_away(
 
 
 def clear(memory: DeviceMemory) -> None:
-    """Let everything make way."""
+    """Evict everything."""
     assert memory.reclaim(memory.pool.num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == memory.pool.num_blocks
 
@@ -372,7 +372,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=2, max_size=12))
     def come_and_go(self, is_adapter: bool, symbols: list[int]) -> None:
-        """What mostly happens: history that nobody holds."""
+        """What mostly happens: history that no request holds."""
         self.begin(is_adapter, symbols)
         self.end_request(len(self.requests) - 1)
         self.plan(2)

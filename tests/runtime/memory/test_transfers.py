@@ -1,4 +1,4 @@
-"""The table of what moves: what the next plan tells of it, and whose files are read."""
+"""The table of what moves: what the next plan says of it, and which files are read."""
 
 import pytest
 from corun.profiles.link import Direction
@@ -107,7 +107,7 @@ def test_of_what_has_ended_nothing_is_heard() -> None:
 
 
 def test_whose_files_are_read() -> None:
-    """A prefetch gives way between two layer groups; whoever is heard of has its turn."""
+    """A prefetch gives way between two layer groups; a load with newer reports has its turn."""
     loads = Loads()
     table = loads.table
 

@@ -96,7 +96,7 @@ def test_unknown_fields_are_counted_and_logged_once(
             body = chat(novel=1, messages=[{"role": "user", "content": "hi", "weight": 2}])
             assert http.post(CHAT, json=body).status_code == 200
     lines = [line for line in caplog.messages if "unknown field" in line]
-    assert [line.split()[3] for line in lines] == ["'novel'", "'messages[0].weight'"]
+    assert [line.split()[4] for line in lines] == ["'novel'", "'messages[0].weight'"]
     assert f'unknown_fields_total{{model_name="tiny"}} {before + 6}.0' in http.get("/metrics").text
     caplog.clear()
     with caplog.at_level(logging.WARNING):

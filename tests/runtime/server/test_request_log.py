@@ -107,7 +107,7 @@ def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixtu
             log.write(record(number))
     (said,) = caplog.messages
     assert said == (
-        "--request-log /dev/full: lines are lost: No space left on device; requests are served "
+        "--request-log /dev/full: cannot write, lines are lost: No space left on device; requests are served "
         "as before"
     )
 

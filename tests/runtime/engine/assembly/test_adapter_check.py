@@ -46,8 +46,8 @@ def test_another_base_is_noted(adapter_dir: Path, model_dir: str) -> None:
     named = Path(model_dir).rename(Path(model_dir).with_name("Tiny-1B"))
     for base, note in (
         ("x/Tiny-1B", None),
-        ("x/Other-1B", "made for x/Other-1B, another base than the one that is served (tiny-1b)"),
-        ("x/Tiny-1B-AWQ", "a quantised copy of the base that is served in full"),
+        ("x/Other-1B", "made for x/Other-1B, not for the base model that is served (tiny-1b)"),
+        ("x/Tiny-1B-AWQ", "a quantised copy of the base model, which is served in full"),
     ):
         edit_config(adapter_dir, base_model_name_or_path=base)
         report = run_check(adapter_dir, str(named))

@@ -78,8 +78,8 @@ def test_adapters_of_another_base_are_named_once_a_base(
             edit_config(path, base_model_name_or_path=base)
             engine.add_lora(LoRARequest(f"a{number}", number + 1, str(path)))
     other, copied = [one.message for one in caplog.records if one.levelname == "WARNING"]
-    assert "adapter-0 is made for x/Other-1B, another base than the one that is served" in other
-    assert "adapter-2 is trained over x/tiny-1b-bnb-4bit, an nf4 copy of the base" in copied
+    assert "adapter-0 is made for x/Other-1B, not for the base model that is served" in other
+    assert "adapter-2 is trained over x/tiny-1b-bnb-4bit, an nf4 copy of the base model" in copied
 
 
 def test_a_small_model_takes_what_it_can_need_and_says_so(

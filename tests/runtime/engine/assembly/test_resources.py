@@ -146,7 +146,7 @@ def test_and_under_policies_that_split_the_memory() -> None:
     # Without --max-model-len the context becomes what fits.
     assert plan_memory(asked, facts(), 512 * 16 + 1).max_model_len == 512 * 16
     config = replace(asked, max_model_len=512 * 16 + 1)
-    with pytest.raises(ResourceError, match=r"0\.5 GiB hold the KV of 8192 tokens, .* take 8193"):
+    with pytest.raises(ResourceError, match=r"0\.5 GiB hold the KV of 8192 tokens, .* need 8193"):
         plan_memory(config, facts(), 512 * 16 + 1)
 
 

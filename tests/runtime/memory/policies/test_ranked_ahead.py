@@ -1,4 +1,4 @@
-"""One ranking serves many victims, for as long as nobody uses them."""
+"""One ranking serves many victims, for as long as they are not used."""
 
 from collections.abc import Iterator
 from itertools import islice
