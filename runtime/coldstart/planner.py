@@ -127,7 +127,7 @@ class Planner:
         record.is_held_back = False
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
-        """A stall of steps that take ``warm_s`` without; 0 for a request that waits for its load."""
+        """A stall of steps that take ``warm_s`` without; 0 if a request waits for its load."""
         if strategy not in AT_ONCE:
             return stall_s
         return max(0.0, stall_s + self._records[strategy].excess_share * warm_s)

@@ -22,7 +22,7 @@ class RankedAhead:
         assert num_items > 0, num_items
         self._policy = policy
         self._num_items = num_items
-        # Offered, and untouched since they were ranked. ``_seen``: by the last call, none taken yet.
+        # Offered, untouched since they were ranked. ``_seen``: by the last call, none taken yet.
         self._ahead: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
         self._seen: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
 

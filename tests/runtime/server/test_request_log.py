@@ -107,8 +107,8 @@ def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixtu
             log.write(record(number))
     (said,) = caplog.messages
     assert said == (
-        "--request-log /dev/full: cannot write, lines are lost: No space left on device; requests are served "
-        "as before"
+        "--request-log /dev/full: cannot write, lines are lost: No space left on device; requests "
+        "are served as before"
     )
 
 
