@@ -1,6 +1,6 @@
-"""Demand for adapters and what a placement makes of it, step by step. Pure.
+"""Steps of a placement: measured demand in, planned shares out. Pure.
 
-The same for simulated clusters and live ones.
+Simulated and live clusters share this code.
 """
 
 from collections import Counter, defaultdict
@@ -13,13 +13,13 @@ from .policy.reports import ServerId, Shares
 
 
 class PlacementSteps:
-    """A placement, what it has seen of demand, and its last plan."""
+    """A placement, the demand that it has seen, and its last plan."""
 
     def __init__(
         self, policy: PlacementPolicy, *,
         min_copies: Mapping[str, int] | None = None, shares: Shares | None = None,
     ) -> None:  # fmt: skip
-        """``min_copies``: by adapter; ``shares``: of an earlier plan, to go on from."""
+        """``min_copies``: by adapter. ``shares``: an earlier plan, where the next one starts."""
         self.shares: Shares = shares or {}
         self._policy = policy
         self._min_copies = min_copies or {}
@@ -27,19 +27,19 @@ class PlacementSteps:
         self._prompt_tokens, self._output_tokens = Counter[str](), Counter[str]()
 
     def expect(self, tokens_per_s: Mapping[str, tuple[float, float]]) -> None:
-        """Say what came in an earlier step, or is expected before anything has come.
+        """Add the demand of an earlier step, or demand that is expected before the first step.
 
-        Of prompts and of outputs, by adapter.
+        Tokens/s of prompts and outputs, by adapter.
         """
         self._forecast.add(tokens_per_s)
 
     def record(self, adapter: str, prompt_tokens: int, output_tokens: int) -> None:
-        """So many of its tokens have come, or been generated."""
+        """Count tokens of prompts and outputs for the current step."""
         self._prompt_tokens[adapter] += prompt_tokens
         self._output_tokens[adapter] += output_tokens
 
     def end_step(self, lasted_s: float) -> None:
-        """What has been noted is what came in a step, which lasted so long."""
+        """End the current step, which lasted ``lasted_s``."""
         self._forecast.add(
             {
                 name: (
@@ -53,11 +53,11 @@ class PlacementSteps:
         self._output_tokens.clear()
 
     def remove(self, adapter: str) -> None:
-        """There is no such adapter any more."""
+        """Remove an adapter and its demand."""
         self._forecast.remove(adapter)
 
     def demand_of(self, name: str, rank: int, num_bytes: int) -> AdapterDemand:
-        """One adapter with what is expected of it in the next step."""
+        """Return an adapter with its expected demand in the next step."""
         return AdapterDemand(
             name=name, rank=rank, num_bytes=num_bytes,
             tokens_per_s=self._forecast.tokens_per_s(name),
@@ -78,7 +78,7 @@ class PlacementSteps:
 
 
 def names_at(shares: Shares) -> dict[ServerId, set[str]]:
-    """Adapters by server."""
+    """Return the names of adapters by server."""
     found = defaultdict[ServerId, set[str]](set)
     for name, row in shares.items():
         for server_id in row:
@@ -90,10 +90,13 @@ def _with_copies(
     name: str, row: Mapping[ServerId, float], number: int, servers: Sequence[StoreServer],
     previous: Shares,
 ) -> Mapping[ServerId, float]:  # fmt: skip
-    """``row`` on at least so many servers, those first that had it; new ones get an equal share."""
+    """Return ``row`` on at least ``number`` servers; previous ones come first.
+
+    Each added server gets an equal share.
+    """
     if number > len(servers):
         raise ConfigError(
-            f"--min-copies {name}={number} is more than the {len(servers)} engines that there are"
+            f"--min-copies {name}={number} is more than the {len(servers)} engines of the cluster"
         )
     before = previous.get(name, {})
     others = sorted(

@@ -1,7 +1,7 @@
 """Divides a machine among engines: cores, devices, memory. Pure.
 
-A worker spins and an engine's thread is never idle, so none of them shares a physical core with
-another engine's, and gateways, controller and agent have one to themselves.
+Workers spin and an engine's thread is never idle. So engines share no physical core with each
+other, and gateways, controller and agent have a core of their own.
 """
 
 import math
@@ -14,7 +14,7 @@ from ..machine.devices import VisibleDevice
 from ..machine.facts import MachineFacts
 
 _GIB = 2**30
-_HOST_SHARE = 1 / 8  # of free memory, for adapters and for KV each, as an engine alone takes it
+_HOST_SHARE = 1 / 8  # of free memory, for adapters and for KV each; the default of a single engine
 _MAX_HOST_ADAPTER_BYTES = 8 * _GIB
 _MAX_HOST_KV_BYTES = 16 * _GIB
 
@@ -23,24 +23,24 @@ Core = tuple[int, ...]  # the CPUs of a physical core
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineNeeds:
-    """What one of the engines is like; all are alike."""
+    """The needs of each engine; all engines are alike."""
 
     num_engines: int
-    has_workers: bool  # whether cores that compute LoRA deltas are of use
-    weights_bytes: int  # of the base model, as far as it is known
+    has_workers: bool  # whether CPU workers compute LoRA deltas
+    weights_bytes: int  # of the base model; 0 = unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShare:
-    """What one engine gets."""
+    """The share of one engine."""
 
-    cpus: tuple[int, ...] = ()  # all that are its own; () = it shares those of the machine
+    cpus: tuple[int, ...] = ()  # its own CPUs; () = it shares those of the machine
     engine_cpus: tuple[int, ...] = ()
     worker_cpus: tuple[int, ...] = ()  # one worker each
     num_threads: int | None = None  # of an engine on shared cores
     device: VisibleDevice | None = None  # None = the CPU, or the devices that the process sees
-    memory_bytes: int | None = None  # KV and adapters; None = as the engine finds best
-    host_adapter_bytes: int | None = None  # beside a device
+    memory_bytes: int | None = None  # for KV and adapters; None = the engine decides
+    host_adapter_bytes: int | None = None  # host memory of an engine on a device
     host_kv_bytes: int | None = None
 
 
@@ -52,7 +52,7 @@ class MachineDivision:
     others_cpus: tuple[int, ...]  # of gateways, controller and agent
 
     def lines(self) -> tuple[str, ...]:
-        """Say it in words, an engine a line."""
+        """Return a description, one line per engine."""
         if not self.shares:
             return ("no engines",)
         if not any(share.cpus for share in self.shares):
@@ -80,7 +80,7 @@ def divide_machine(
     if devices and number > len(devices) and not unpinned:
         raise ConfigError(
             f"--engines is {number}, but there are {len(devices)} CUDA devices, and each has one "
-            "to itself; give fewer, or --unpinned"
+            "to itself; give fewer engines, or --unpinned"
         )
     own = [devices[index % len(devices)] if devices else None for index in range(number)]
     memory = _memory(machine, needs, has_devices=bool(devices))
@@ -105,7 +105,7 @@ def divide_machine(
 
 
 def _engine_cpus(cores: Sequence[Core], needs: EngineNeeds) -> tuple[int, ...]:
-    """Where workers have the other cores, the engine has one; else it computes on all of them."""
+    """With workers the engine gets the first core, and workers the others; else it gets all."""
     own = cores[:1] if needs.has_workers else cores
     return tuple(sorted(cpu for core in own for cpu in core))
 
@@ -157,7 +157,7 @@ def _by_node(
 
 
 def _most_cores(machine: MachineFacts, needs: EngineNeeds, least: int) -> int:
-    """How many of an engine's cores may be busy without the quota's throttling all of them."""
+    """Return how many cores an engine can keep busy within the CPU quota."""
     if machine.cpu_quota is None:
         return len(machine.allowed_cpus)
     most = math.floor(machine.cpu_quota) // needs.num_engines
@@ -170,7 +170,7 @@ def _most_cores(machine: MachineFacts, needs: EngineNeeds, least: int) -> int:
 
 
 def _physical_cores(machine: MachineFacts) -> list[Core]:
-    """Physical cores as far as they are allowed; CPUs of which nothing is known stand alone."""
+    """Return the allowed CPUs by physical core; a CPU with an unknown core is one of its own."""
     allowed = set(machine.allowed_cpus)
     cores = [tuple(cpu for cpu in core if cpu in allowed) for core in machine.core_cpus]
     known = {cpu for core in cores for cpu in core}
@@ -180,7 +180,7 @@ def _physical_cores(machine: MachineFacts) -> list[Core]:
 def _nodes_of(
     machine: MachineFacts, own: Sequence[VisibleDevice | None]
 ) -> list[int | None]:  # fmt: skip
-    """The NUMA node of each engine: its device's, or else each its part of all nodes."""
+    """Return the NUMA node of each engine: its device's, or else an equal part of all nodes."""
     known = [node.index for node in machine.numa_nodes if _has_allowed(machine, node.cpus)]
     nodes: list[int | None] = []
     for index, device in enumerate(own):
@@ -188,7 +188,7 @@ def _nodes_of(
             nodes.append(device.numa_node if device.numa_node in known else None)
         else:
             nodes.append(known[index * len(known) // len(own)] if known else None)
-    # Unless all are known, cores of one would be taken for another's.
+    # If one is unknown, cores of a known node could be given out twice.
     return nodes if None not in nodes else [None] * len(own)
 
 
@@ -206,7 +206,7 @@ def _num(groups: Iterable[Sequence[Core]]) -> int:
 
 
 def _memory(machine: MachineFacts, needs: EngineNeeds, *, has_devices: bool) -> EngineShare:
-    """The memory of an engine, and nothing else of its share."""
+    """Return a share that has only memory."""
     number, free_bytes = needs.num_engines, machine.memory_available_bytes
     if number == 1:
         return EngineShare()
@@ -220,7 +220,7 @@ def _memory(machine: MachineFacts, needs: EngineNeeds, *, has_devices: bool) -> 
     if left_bytes <= 0:
         raise ConfigError(
             f"--engines {number} needs {number * needs.weights_bytes / _GIB:.3g} GiB for weights "
-            f"alone, and {free_bytes / _GIB:.3g} GiB are free; give fewer"
+            f"alone, and {free_bytes / _GIB:.3g} GiB are free; give fewer engines"
         )
     return EngineShare(memory_bytes=left_bytes // number)
 

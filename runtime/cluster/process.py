@@ -1,8 +1,8 @@
-"""How processes of a cluster begin and end: ``python -P -m MODULE``, with settings on its input.
+"""Start and end of a cluster's processes: ``python -P -m MODULE``, with settings on stdin.
 
 They end when the process that started them ends, and never import the user's main module. They
 ignore SIGINT, which a terminal sends to all of them: the parent ends them in order, by SIGTERM. The
-exit status is 0 after that, 2 for an error that only a user can mend, otherwise 1.
+exit status is 0 after that, 2 for an error that only a user can fix, otherwise 1.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from ..errors import ConfigError, CorunError
 from .settings import ProcessSettings
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2  # starting it again changes nothing
+EXIT_USAGE = 2  # a restart would fail in the same way
 _PARENT_VARIABLE = "_CORUN_PARENT_PID"  # a variable, since the command parses the arguments
 
 _Settings = TypeVar("_Settings", bound=ProcessSettings)
@@ -39,7 +39,7 @@ def spawn(
     module: str, *arguments: str, settings: msgspec.Struct | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":  # fmt: skip
-    """Start ``module`` as a process that ends with the thread that calls. Raises ``OSError``."""
+    """Start ``module`` as a process that ends with the calling thread. Raises ``OSError``."""
     with signals_held():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module.removesuffix(".__main__"), *arguments],
@@ -76,16 +76,16 @@ async def ended(process: "subprocess.Popen[bytes]") -> int:
 
 
 def exit_words(status: int) -> str:
-    """Say how a process ended."""
+    """Describe how a process ended."""
     if status >= 0:
         return f"exit status {status}"
     return f"killed by {signal.Signals(-status).name}"
 
 
 def bind_to_parent() -> None:
-    """End with the thread that called ``spawn``; at once if its process is gone.
+    """End this process when the thread that called ``spawn`` ends, at once if it is gone.
 
-    From here on SIGTERM ends this process, and SIGINT does nothing.
+    From now on SIGTERM ends this process, and SIGINT does nothing.
     """
     try:
         die_with_parent(int(os.environ.pop(_PARENT_VARIABLE)))
@@ -98,9 +98,9 @@ def run_process(
     kind: type[_Settings], run: Callable[[_Settings, asyncio.Event], Awaitable[int | None]], *,
     make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None, is_bound: bool = True,
 ) -> NoReturn:  # fmt: skip
-    """Be a process that ``spawn`` started: ``run`` it until SIGTERM sets the event.
+    """Run a process that ``spawn`` started; SIGTERM sets the event of ``run``.
 
-    What ``run`` returns is the exit status, where it has said itself what went wrong. Without
+    ``run`` returns the exit status if it has logged the error itself. Without
     ``is_bound`` its parent may end before it.
     """
     if is_bound:
@@ -120,7 +120,7 @@ def run_process(
         sys.stderr.write(f"corun: error: {error}\n")
         exit_process(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
     except Exception:
-        _logger.exception("it ends by a defect")
+        _logger.exception("internal error; exiting")
         exit_process(EXIT_FAILED)
     exit_process(status or os.EX_OK)
 

@@ -1,6 +1,6 @@
-"""A router and all that it knows: its view of servers, and what it has learned of outputs. Pure.
+"""A router with its state: its views of servers, and the lengths of outputs so far. Pure.
 
-Simulated clusters and gateways seat their routers alike.
+Simulated clusters and gateways share this code.
 """
 
 import random
@@ -14,7 +14,7 @@ from .policy.views import ServerView
 
 
 class RouterState:
-    """One router, which knows of servers only what they have reported and what it sent them."""
+    """One router, its views of servers (last reports, requests sent since) and output lengths."""
 
     def __init__(self, router: Router, rng: random.Random) -> None:
         self._router = router
@@ -25,23 +25,23 @@ class RouterState:
 
     @property
     def may_move(self) -> bool:
-        """Whether it ever moves what waits."""
+        """Whether the router can move waiting requests."""
         return type(self._router).moves is not Router.moves
 
     def add_server(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
-        """A server may be sent requests from now on, or is another one than before."""
+        """Add a server, or replace it after a restart."""
         self._views[server_id] = ServerView(server_id, costs, report)
         self._list()
 
     def set_costs(self, server_id: ServerId, costs: ServerCosts) -> None:
-        """Things cost otherwise there than was said when it joined."""
+        """Replace the costs of a server; unknown servers are ignored."""
         view = self._views.get(server_id)
         if view is not None:
             self._views[server_id] = view.with_costs(costs)
             self._list()
 
     def remove_server(self, server_id: ServerId) -> None:
-        """It may not any more. Unknown ones have left."""
+        """Remove a server; unknown servers are ignored."""
         if self._views.pop(server_id, None) is not None:
             self._list()
 
@@ -58,38 +58,38 @@ class RouterState:
         self._router.on_placed(shares)
 
     def rank(self, request: RouteRequest, now_s: float) -> Sequence[ServerId]:
-        """Servers, best first."""
+        """Return servers, best first."""
         return self._router.rank(request, self._servers, now_s, self._rng)
 
     def assign(self, request: RouteRequest, server_id: ServerId, now_s: float) -> int:
-        """It sends a request there. Returns its number, from 1 on since the server joined."""
+        """Record a request sent to a server; return its number there, which starts at 1."""
         number = self._views[server_id].assign(request, now_s)
         self._router.on_assigned(request, server_id)
         return number
 
     def withdraw(self, server_id: ServerId, number: int) -> None:
-        """A request is not at that server (any more), whether it reports so or not."""
+        """Remove a sent request from the view of a server, without waiting for its report."""
         view = self._views.get(server_id)
         if view is not None:
             view.withdraw(number)
 
     def first_token_s(self, request: RouteRequest, server_id: ServerId, now_s: float) -> float:
-        """What a request waits for there, without its adapter and what is kept of its prompt."""
+        """Predict seconds to the first token, without adapter loads and prefix cache hits."""
         view = self._views[server_id]
         own_s = prefill_s(view.costs, request.num_prompt_tokens, request.num_bytes)
         queue_s = max(view.load.busy_until_s - now_s, 0.0)
         return queue_s + view.load.chunk_step_s + view.load.correction * own_s
 
     def moves(self, waiting: Mapping[ServerId, Sequence[RouteRequest]]) -> Sequence[Move]:
-        """Those of its requests that it wants elsewhere."""
+        """Return the waiting requests to move, see ``Router.moves``."""
         return self._router.moves(waiting, self._servers)
 
     def predicted_tokens(self, adapter: str | None) -> int:
-        """Of a request's output: as its adapter's before."""
+        """Predict the output tokens of a request, from its adapter's earlier outputs."""
         return self._outputs.predict(adapter)
 
     def record_output(self, adapter: str | None, num_tokens: int) -> None:
-        """One of its requests has put out so many tokens."""
+        """Record the length of an output."""
         self._outputs.ended(adapter, num_tokens)
 
     def _list(self) -> None:

@@ -1,6 +1,6 @@
-"""What each process of a cluster is started with: one struct, as JSON on its standard input.
+"""The settings of each process of a cluster: one struct, as JSON on its standard input.
 
-Not on the command line, which a list of processes shows: the cluster's key is in it.
+They are not on the command line, which other users can list: they contain the cluster's key.
 """
 
 import sys
@@ -16,18 +16,18 @@ from .resources import AgentResources
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of each of them."""
+    """Settings of all processes."""
 
-    process_name: ClassVar[str]  # in its log
+    process_name: ClassVar[str]  # in its log lines
 
     cluster_key: str
     log_level: str = "info"
-    # Of the command: the same when only this process starts again.
+    # Of the command; a process that restarts alone keeps it.
     run_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class ControllerSettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.controller``, which ``process.run_process`` runs."""
+    """Settings of ``corun.runtime.cluster.controller``."""
 
     process_name: ClassVar[str] = "controller"
 
@@ -41,7 +41,7 @@ class ControllerSettings(ProcessSettings, frozen=True):
 
 
 class GatewaySettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.gateway``, which ``process.run_process`` runs."""
+    """Settings of ``corun.runtime.cluster.gateway``."""
 
     process_name: ClassVar[str] = "gateway"
 
@@ -53,7 +53,7 @@ class GatewaySettings(ProcessSettings, frozen=True):
 
 
 class AgentSettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.agent``, which ``process.run_process`` runs."""
+    """Settings of ``corun.runtime.cluster.agent``."""
 
     process_name: ClassVar[str] = "agent"
 
@@ -62,34 +62,34 @@ class AgentSettings(ProcessSettings, frozen=True):
     host: str  # of the agent, and of its engines
     port: int  # its parent keeps it bound
     state_dir: str
-    division: MachineDivision  # of this machine, an engine for each of its shares
+    division: MachineDivision  # of this machine, one share per engine
     adapter_cache_bytes: int
     engine: EngineConfig
-    serve: ServeConfig  # limits of engines; their addresses and keys are the agent's to say
-    num_places: int | None = None  # for engines; None = as many as are asked for
+    serve: ServeConfig  # limits of engines; the agent sets their addresses and keys
+    num_places: int | None = None  # for engines; None = unlimited
     engine_command: tuple[str, ...] = (sys.executable, "-P", "-m", "corun.runtime.cli")
 
 
 class NodeSettings(ProcessSettings, frozen=True):
-    """Of an agent on one of Ray's machines: ``corun.runtime.cluster.machines.supervised``."""
+    """Settings of an agent on one of Ray's machines (``machines.supervised``)."""
 
     process_name: ClassVar[str] = "agent"
 
     controller_url: str
     state_dir: str  # on each machine
-    adapter_cache_bytes: int | None  # None = half of what is free there
+    adapter_cache_bytes: int | None  # None = half of the free space there
     engine: EngineConfig
     serve: ServeConfig
     unpinned: bool
     resources: AgentResources = AgentResources(1, 1.0, 0.0)
-    unsupervised_s: float = 120.0  # so long an agent goes on without an actor
-    agent_id: str = ""  # the machine's to say, as is its address
+    unsupervised_s: float = 120.0  # for so long an agent goes on without an actor
+    agent_id: str = ""  # set on the machine, as its address is
     host: str = ""
-    engine_command: tuple[str, ...] | None = None  # None = as there
+    engine_command: tuple[str, ...] | None = None  # None = the default there
 
 
 class RaySettings(ProcessSettings, frozen=True):
-    """Of ``corun.runtime.cluster.machines.nodes``, which keeps agents running on Ray's machines."""
+    """Settings of ``corun.runtime.cluster.machines.nodes``."""
 
     process_name: ClassVar[str] = "ray"
 

@@ -21,7 +21,7 @@ from ..engine_state import (
     Wire,
 )
 
-# What engines say for themselves is beside them, since one machine has nothing of a cluster.
+# Messages of engines are in ``engine_state.py``: a single server uses them without a cluster.
 __all__ = [
     "ENGINE_STATE_PATH",
     "GATEWAY_HEADER",
@@ -59,7 +59,7 @@ AGENT_FILES_PATH = "/v1/agent/adapters"  # GET /{digest}: ``Manifest``; GET /{di
 
 
 class MeasuredEngine(Wire, frozen=True):
-    """An engine of another kind, which does not tell what it is, as its profile has it."""
+    """The profile of an engine that does not report its own, such as vLLM."""
 
     server: MeasuredServer
     dtype: str
@@ -75,11 +75,11 @@ class EngineCard(Wire, frozen=True):
     url: str
     agent_id: str | None = None  # None: no agent started it
     is_draining: bool = False
-    measured: MeasuredEngine | None = None  # None: it tells itself what it is
+    measured: MeasuredEngine | None = None  # None: it reports its own profile
 
 
 class AgentCard(Wire, frozen=True):
-    """An agent, and which adapter files it has."""
+    """An agent and the digests of the adapter files that it has."""
 
     agent_id: str
     url: str
@@ -87,10 +87,10 @@ class AgentCard(Wire, frozen=True):
 
 
 class AdapterEntry(Wire, frozen=True):
-    """What a name stands for."""
+    """The adapter behind a name."""
 
     name: str
-    revision: int  # grows with each change of the name, and never comes again
+    revision: int  # grows with each change of the name, and is never reused
     digest: str
     rank: int
     num_bytes: int  # of its files
@@ -101,7 +101,7 @@ class AdapterEntry(Wire, frozen=True):
 
 
 class TableChange(Wire, frozen=True):
-    """What is otherwise since the last one; the first one of a stream is whole."""
+    """Changes since the last message; the first message of a stream is the whole table."""
 
     sequence: int
     is_whole: bool = False
@@ -110,25 +110,25 @@ class TableChange(Wire, frozen=True):
     agents: tuple[AgentCard, ...] = ()
     removed_agents: tuple[str, ...] = ()
     adapters: tuple[AdapterEntry, ...] = ()
-    # Name: the revision from which on it is gone.
+    # Name: the revision at which it was removed.
     removed_adapters: dict[str, int] = msgspec.field(default_factory=dict)
-    shares: dict[str, dict[str, float]] | None = None  # adapter: engine: share; None = as before
+    shares: dict[str, dict[str, float]] | None = None  # adapter: engine: share; None = unchanged
 
 
 class TableAck(Wire, frozen=True):
-    """A gateway goes by everything up to ``sequence``."""
+    """A gateway has applied all changes up to ``sequence``."""
 
     gateway_id: str
     sequence: int
 
 
 class GatewayDemand(Wire, frozen=True):
-    """Tokens by adapter since the last one (one a second)."""
+    """Tokens by adapter since the last message; one message a second."""
 
     gateway_id: str
     prompt_tokens: dict[str, int]
     output_tokens: dict[str, int]
-    # Engines that it does not send to, and why: exited, silent, refused.
+    # Engines that it does not send to, and the cause: exited, silent, refused.
     ejected: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -148,17 +148,17 @@ class EngineStatus(Wire, frozen=True):
 
 
 class PeerFetches(Wire, frozen=True):
-    """What an agent has taken from one peer so far, or from directories ("source")."""
+    """Counts of an agent's fetches from one peer, or from directories ("source")."""
 
     num_fetched: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-    num_lost: int = 0  # it was dead or silent, or had not what was asked for
-    num_wrong: int = 0  # it sent other content
+    num_lost: int = 0  # the peer was dead or silent, or lacked the files
+    num_wrong: int = 0  # the peer sent other content
 
 
 class AgentReport(Wire, frozen=True):
-    """An agent, every half second and when something changes."""
+    """The state of an agent, sent every half second and on changes."""
 
     agent_id: str
     url: str
@@ -167,30 +167,30 @@ class AgentReport(Wire, frozen=True):
     store_bytes: int  # --adapter-cache-gib
     used_bytes: int
     core_division: str  # to display: the cores of each engine
-    keeps: tuple[str, ...] = ()  # of its copies those that it does not drop
-    num_places: int | None = None  # for engines; None = as many as are asked for
+    keeps: tuple[str, ...] = ()  # digests of copies that it does not drop
+    num_places: int | None = None  # for engines; None = unlimited
     fetches: dict[str, PeerFetches] = msgspec.field(default_factory=dict)  # by peer's URL
 
 
 class AgentOrders(Wire, frozen=True):
-    """The answer: which reported copies must not be dropped, and which are to go.
+    """The answer to ``AgentReport``: which reported copies to keep, and which to drop.
 
-    The others may be; a copy that came after the report stays until the next answer.
+    The agent may drop all others. A copy that is newer than the report stays until the next answer.
     """
 
-    keep: tuple[str, ...] = ()  # digests of which this agent has the last copy, or that are pinned
-    unneeded: tuple[str, ...] = ()  # digests that no name stands for
-    elsewhere: tuple[str, ...] = ()  # digests that the placement has at other agents alone
+    keep: tuple[str, ...] = ()  # digests that are pinned, or have their last copy here
+    unneeded: tuple[str, ...] = ()  # digests without a name
+    elsewhere: tuple[str, ...] = ()  # digests placed at other agents only
 
 
 class CheckAdapter(Wire, frozen=True):
-    """Look at a directory as ``corun check`` does, and take its files into the store."""
+    """Check a directory as ``corun check`` does, and copy its files into the store."""
 
     path: str
 
 
 class CheckedAdapter(Wire, frozen=True):
-    """What the directory holds."""
+    """The answer to ``CheckAdapter``."""
 
     digest: str
     rank: int
@@ -206,39 +206,39 @@ class Ensure(Wire, frozen=True):
 
 
 class Ensured(Wire, frozen=True):
-    """It does."""
+    """The answer to ``Ensure``: the engine serves the adapter."""
 
     incarnation: str  # of the engine
-    revision: int  # that is served now, not below the one asked for
-    model: str | None = None  # what requests call it there; None = by its name
+    revision: int  # served now, at least the requested one
+    model: str | None = None  # its name in requests to the engine; None = its own name
 
 
 class Unload(Wire, frozen=True):
-    """A name is gone from this revision on."""
+    """A name was removed at this revision."""
 
     name: str
     revision: int
 
 
 class Pin(Wire, frozen=True):
-    """Keep a name on the devices of engines that have it, or no longer."""
+    """Pin or unpin a name on the devices of engines that serve it."""
 
     name: str
     pinned: bool
 
 
 class EngineChange(Wire, frozen=True):
-    """Change which engines there are."""
+    """Add, remove or drain engines."""
 
     action: str  # add | remove | drain
-    engine_id: str | None = None  # of remove and drain; of drain also an agent
-    url: str | None = None  # of add: one that others run; None = the agent starts one more
-    measured: MeasuredEngine | None = None  # of add: of that one, if it is of another kind
-    num_engines: int = 1  # of add without a URL
+    engine_id: str | None = None  # for remove and drain; for drain also an agent's id
+    url: str | None = None  # for add: of a running engine; None = an agent starts one
+    measured: MeasuredEngine | None = None  # for add with a URL: of another engine type
+    num_engines: int = 1  # for add without a URL
 
 
 class AdapterChange(Wire, frozen=True):
-    """Load, unload or pin a name, as a client asked."""
+    """Load, unload or pin a name, as a client requests."""
 
     action: str  # load | unload | pin
     name: str
@@ -254,30 +254,30 @@ class Join(Wire, frozen=True):
 
 
 class EndAgent(Wire, frozen=True):
-    """End when the requests of all engines have; answered at once."""
+    """End after the requests of all engines have finished; answered at once."""
 
     agent_id: str
 
 
-# The process that has agents run on other machines -> controller.
+# The process that runs agents on other machines -> controller.
 
 
 class MachinesReport(Wire, frozen=True):
-    """How it is with them, every half second."""
+    """The state of agents on other machines, sent every half second."""
 
     kind: str  # ray
     is_up: bool  # whether engines can be started there now
-    num_agents: int  # that are to run there
-    num_supervised: int = 0  # of them those that actors watch there now
-    reason: str | None = None  # why it is not
-    taken: tuple[str, ...] = ()  # of the wishes that it got last, those that it has written down
+    num_agents: int  # that should run there
+    num_supervised: int = 0  # of these, with an actor that supervises them now
+    reason: str | None = None  # why it is down
+    taken: tuple[str, ...] = ()  # of the last requests (``wishes``), those that it has stored
 
 
 class MachinesOrders(Wire, frozen=True):
-    """The answer: an engine is to be started for each of these wishes, once."""
+    """The answer to ``MachinesReport``: requests for engines, each to be started once."""
 
-    wishes: tuple[str, ...] = ()
-    num_engines: int = 0  # that are ready, wherever they run
+    wishes: tuple[str, ...] = ()  # ids of the requests
+    num_engines: int = 0  # that are ready, on all machines
 
 
 # Agent -> agent.
@@ -292,7 +292,7 @@ class StoredFile(Wire, frozen=True):
 
 
 class Manifest(Wire, frozen=True):
-    """All files of an adapter; their digest is the adapter's."""
+    """All files of an adapter, and their digest."""
 
     digest: str
     files: tuple[StoredFile, ...]
@@ -304,7 +304,7 @@ class ClusterStatus(Wire, frozen=True):
     engines: tuple[EngineCard, ...]
     agents: tuple[AgentReport, ...]
     adapters: tuple[AdapterEntry, ...]
-    ejected: dict[str, dict[str, str]]  # gateway: engine: why
+    ejected: dict[str, dict[str, str]]  # gateway: engine: cause
     placement: str
     num_gateways: int
-    machines: MachinesReport | None = None  # None: agents run on the controller's only
+    machines: MachinesReport | None = None  # None: agents run on the controller's machine only

@@ -1,4 +1,4 @@
-"""What the controller's ``/metrics`` shows: copies, fetches, and what placement has moved."""
+"""The controller's ``/metrics``: copies, fetches and placement."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .table import RoutingTable
 
 
 class _Collector:
-    """Reads the parts when it is asked."""
+    """Collects metrics from the controller's parts."""
 
     def __init__(
         self, table: RoutingTable, pool: CopyPool, members: Members, placing: Placing
@@ -25,7 +25,7 @@ class _Collector:
         self._placing = placing
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what there is now."""
+        """Yield the current values."""
         table, copies = self._table, self._pool.num_copies()
         by_name = Counter[str]()
         for number, entry in enumerate(table.adapters.values()):
@@ -40,13 +40,13 @@ class _Collector:
         yield family
         numbers = [len(agent.digests) for agent in table.agents.values()]
         for name, text, value in (
-            ("most_adapters", "Adapters at the agent that has most.", max(numbers, default=0)),
+            ("most_adapters", "Adapters at the agent with most adapters.", max(numbers, default=0)),
             (
-                "adapters_per_agent", "Adapters over agents: what each has if none is copied.",
+                "adapters_per_agent", "Adapters divided by agents.",
                 len(set(copies)) / max(1, len(numbers)),
             ),
             ("engines", "Engines that get requests.", len(self._members.open_engines())),
-            ("gateways", "Gateways that listen.", len(table.subscribers)),
+            ("gateways", "Connected gateways.", len(table.subscribers)),
             ("placement_moved_bytes", "Bytes moved by the last step of the placement.",
              self._placing.moved_bytes),
             ("placement_step_seconds", "Time to plan the last step of the placement.",
@@ -56,13 +56,13 @@ class _Collector:
         yield from self._fetches()
 
     def _fetches(self) -> Iterator[Metric]:
-        """By agent, and where it took files from."""
+        """Yield counts of fetches by agent and peer."""
         for name, field, text in (
             ("fetches", "num_fetched", "Adapters fetched by an agent."),
-            ("fetched_bytes", "num_bytes", "Bytes of their files."),
-            ("fetch_seconds", "seconds", "Time that took, checks included."),
-            ("fetches_lost", "num_lost", "Fetches that a peer did not end."),
-            ("fetches_wrong", "num_wrong", "Fetches of other content than the digest names."),
+            ("fetched_bytes", "num_bytes", "Bytes of files fetched by an agent."),
+            ("fetch_seconds", "seconds", "Seconds of fetches, with checks."),
+            ("fetches_lost", "num_lost", "Fetches that a peer did not complete."),
+            ("fetches_wrong", "num_wrong", "Fetches with content that did not match the digest."),
         ):
             family = GaugeMetricFamily(f"corun_cluster_{name}", text, labels=["agent", "peer"])
             for report in self._members.reports.values():

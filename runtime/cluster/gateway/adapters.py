@@ -1,4 +1,7 @@
-"""Adapters of the whole cluster over HTTP: listed from what is known, changed by the controller."""
+"""HTTP routes for the adapters of the cluster: list, load, pin and unload.
+
+Lists come from the gateway's own state; the controller makes changes.
+"""
 
 from typing import Any
 
@@ -51,7 +54,7 @@ class ClusterAdapterRoutes:
         return json_response(self._json(self._info(entry), entry) | {"age_s": self._age_s()})
 
     async def load(self, request: Request) -> Response:
-        """Have a name served everywhere, or pin it; answered when one engine serves it."""
+        """Load an adapter for all engines, or pin it; answered when one engine serves it."""
         body = parse_body(LoadRequest, await self._read(request), self._unknown_fields)
         if body.lora_path is None and body.pinned is not None:
             change = AdapterChange(action="pin", name=body.lora_name, pinned=body.pinned)
@@ -70,7 +73,7 @@ class ClusterAdapterRoutes:
         return await self._change(change, "loaded")
 
     async def unload(self, request: Request) -> Response:
-        """Have a name served nowhere; requests that run under it finish."""
+        """Unload an adapter from all engines; its running requests finish."""
         body = parse_body(UnloadRequest, await self._read(request), self._unknown_fields)
         return await self._change(AdapterChange(action="unload", name=body.lora_name), "unloaded")
 
@@ -94,7 +97,7 @@ class ClusterAdapterRoutes:
         return json_response(answer)
 
     def _info(self, entry: AdapterEntry) -> AdapterInfo:
-        """As one engine would show it, at the fastest level that an engine has it at."""
+        """Return an adapter as one engine shows it, at the fastest level of all engines."""
         levels = self._levels(entry.name).values()
         level = min(levels, key=LEVELS.index, default=LEVELS[-1])
         return AdapterInfo(
@@ -104,7 +107,7 @@ class ClusterAdapterRoutes:
         )  # fmt: skip
 
     def _levels(self, name: str) -> dict[str, str]:
-        """Where each engine has it that serves it."""
+        """Return the level of an adapter at each engine that serves it."""
         placed = {
             engine_id: link.state.adapters.get(name)
             for engine_id, link in self._state.links.items()
@@ -121,6 +124,6 @@ class ClusterAdapterRoutes:
         return adapter_json(info) | own
 
     def _age_s(self) -> float:
-        """Of the oldest of the engines' states."""
+        """Return the age of the oldest engine state."""
         ages_s = (link.health.silent_s for link in self._state.links.values())
         return round(max(ages_s, default=0.0), 3)

@@ -1,4 +1,4 @@
-"""A gateway's HTTP application: that of one ``corun serve``, as far as many engines have it."""
+"""A gateway's HTTP application: the routes of ``corun serve`` that a cluster supports."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -63,7 +63,7 @@ class _BasicGatewayRoutes:
         self._metrics = metrics
 
     async def health(self, request: Request) -> Response:
-        """200 while the gateway lives; whether it has engines, ``/ready`` says."""
+        """200 while the gateway runs; ``/ready`` shows whether it has engines."""
         return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
@@ -97,7 +97,7 @@ class _BasicGatewayRoutes:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def list_models(self, request: Request) -> Response:
-        """The base model under each served name, and the adapters that can be asked for."""
+        """The base model under each served name, and the adapters that are not failed."""
         return json_response(ModelList(self._cards()))
 
     async def get_model(self, request: Request) -> Response:

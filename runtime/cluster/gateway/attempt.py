@@ -27,7 +27,7 @@ class ElsewhereError(Exception):
     """This engine does not answer, and the client has received nothing: another may be tried."""
 
     def __init__(self, reason: HttpError, *, may_retry_here: bool = False) -> None:
-        """``may_retry_here``: the same engine would do, asked once more."""
+        """``may_retry_here``: the same engine may be tried once more."""
         super().__init__(str(reason))
         self.reason = reason  # the client's error if no other engine answers
         self.may_retry_here = may_retry_here
@@ -42,13 +42,13 @@ class AttemptLostError(HttpError):
 
 
 class Attempt:
-    """Use it as a context, in which its answer is read."""
+    """An async context manager in which the answer is read."""
 
     def __init__(
         self, state: GatewayState, link: EngineLink, route: RouteRequest,
         entry: AdapterEntry | None, translation: Translation,
     ) -> None:  # fmt: skip
-        """``translation``: of this request at this engine."""
+        """``translation``: of this request for this engine."""
         self.link = link
         self.translation = translation
         self.exchange: EngineExchange | None = None
@@ -72,10 +72,10 @@ class Attempt:
         self.link.withdraw(self._number, self._incarnation)
 
     async def send(self, start: bytes, body: bytes) -> EngineExchange:
-        """Send a request and return the exchange once its answer begins with success or a refusal.
+        """Send a request; return the exchange once the head of its answer is there.
 
-        ``start``: the request's line and headers, but for those of its body, the gateway's own and
-        the empty line.
+        ``start``: request line and headers, without those of the body, the gateway's own header
+        and the empty line.
         Raises ``ElsewhereError`` for an engine that is gone, full, or without the adapter.
         """
         body = self.translation.body(body)
@@ -93,15 +93,16 @@ class Attempt:
             raise self._elsewhere(error) from None
         if exchange.status in _ELSEWHERE or exchange.status in (401, 403):
             raise ElsewhereError(await self._refusal(exchange))
-        if exchange.status == 404 and self._entry is not None:  # dropped since it was asked
+        if exchange.status == 404 and self._entry is not None:  # dropped after it was loaded
             self.link.served.pop(self._entry.name, None)
             raise ElsewhereError(await self._refusal(exchange), may_retry_here=True)
         return exchange
 
     async def read(self) -> bytes:
-        """Return what has come of the answer, nothing at its end.
+        """Return the next bytes of the answer, or nothing at its end.
 
-        Raises ``ElsewhereError`` before the first byte of it, after it ``AttemptLostError``.
+        If the engine is lost, raises ``ElsewhereError`` before the first byte and
+        ``AttemptLostError`` after it.
         """
         assert self.exchange is not None
         try:
@@ -114,7 +115,7 @@ class Attempt:
         return data
 
     def on_first_token(self) -> None:
-        """The first token of a stream has come."""
+        """Count the first token of a stream."""
         waited_s = time.monotonic() - self._sent_s
         self.link.counts.first_token(waited_s, self._predicted_s)
 

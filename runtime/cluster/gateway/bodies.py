@@ -1,6 +1,6 @@
-"""What a gateway reads of a request's body, which it forwards as it came. Pure.
+"""The fields of a request's body that routing needs; the body is forwarded unchanged. Pure.
 
-What a body must not be, engines say: a fault of it is none for routing.
+Engines validate bodies: an invalid field is ignored here.
 """
 
 import re
@@ -11,9 +11,9 @@ import msgspec
 
 from ...server.completions import DEFAULT_MAX_TOKENS
 
-# Where beginnings end: at first as finely as KV blocks of 16 tokens, then as coarsely as it pays.
+# Ends of beginnings, in bytes: first about one KV block of 16 tokens apart, then more.
 _ENDS = (64, 128, 256, *range(512, 512 * 129, 512))
-_SESSION_BYTES = 256  # of a prompt's beginning, by which requests of one session are known
+_SESSION_BYTES = 256  # of a prompt's beginning, which identifies a session
 _QUOTES = 2
 _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d+)[^{}]*')
 _OUTPUT = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -39,14 +39,14 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyFacts:
-    """One request, as its body has it."""
+    """The facts of one request, from its body."""
 
     model: str | None
     text: bytes  # prompts or messages, as JSON
-    num_ids: int | None  # tokens, if they were given as ids; otherwise text counts
-    num_choices: int  # of all prompts
+    num_ids: int | None  # number of token ids; None = the prompt is text
+    num_choices: int  # over all prompts
     max_output_tokens: int | None  # of each choice
-    predicted_output_tokens: int | None  # as the client says
+    predicted_output_tokens: int | None  # given by the client
     user: str | None
     cache_salt: str | None
 
@@ -58,7 +58,7 @@ class BodyFacts:
         return f"{hash(self.text[:_SESSION_BYTES]):x}"
 
     def beginnings(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Ever longer ones, see ``RouteRequest``; ``num_tokens``: of all of the text."""
+        """Return beginnings of rising length, see ``RouteRequest``; ``num_tokens``: of all text."""
         text = self.text
         key, start, found = hash(self.cache_salt), 0, []
         for end in _ENDS:
@@ -77,7 +77,7 @@ _UNREADABLE = BodyFacts(
 
 
 def read_facts(body: bytes, *, is_chat: bool) -> BodyFacts:
-    """Read what routing goes by; of what is no JSON object nothing. O(bytes)."""
+    """Read the facts of a body; one that is no JSON object has none. O(bytes)."""
     try:
         fields = _decode(body)
         text = bytes(fields.messages if is_chat else fields.prompt)
@@ -99,9 +99,9 @@ def read_facts(body: bytes, *, is_chat: bool) -> BodyFacts:
 
 
 def read_usage(body: bytes) -> tuple[int, int] | None:
-    """Return the tokens of prompts and outputs that an answer, or its end, reports, if it does.
+    """Return tokens of prompts and outputs from the usage at the end of an answer, if there is one.
 
-    Text cannot pretend to be it: quotes in it are escaped.
+    Generated text cannot look like usage, since quotes in it are escaped.
     """
     start = body.rfind(b'"usage":')
     found = _USAGE.match(body, start) if start >= 0 else None
@@ -112,7 +112,7 @@ def read_usage(body: bytes) -> tuple[int, int] | None:
 
 
 def _count(prompt: bytes) -> tuple[int, int | None]:
-    """How many prompts there are, and their ids if they are ids."""
+    """Return the number of prompts, and of their token ids; None if they are text."""
     if not prompt.startswith(b"["):
         return 1, None
     first = prompt[1:].lstrip()[:1]
@@ -134,7 +134,7 @@ def _count_or_none(value: object) -> int | None:
 
 
 class TokenRatio:
-    """How many bytes of text a token has, learned by name of adapter and kind of body."""
+    """Bytes of text per token, measured by adapter and kind of body."""
 
     def __init__(self) -> None:
         self._bytes_per_token: dict[tuple[str | None, bool], float] = {}
@@ -157,7 +157,7 @@ class TokenRatio:
             self._bytes_per_token.pop(next(iter(self._bytes_per_token)))
 
 
-_BYTES_PER_TOKEN = 4.0  # of English, before anything is known
+_BYTES_PER_TOKEN = 4.0  # English text; the initial value
 _MIN_TOKENS = 8  # shorter prompts are mostly special tokens
 _LEARNING_RATE = 0.1
 _MAX_RATIOS = 4096

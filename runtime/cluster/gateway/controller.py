@@ -1,6 +1,6 @@
-"""A gateway's side of the controller: the table, demand, and changes that clients ask for.
+"""A gateway's connection to the controller: the table, demand, and changes by clients.
 
-A controller that is gone is waited for: until it is back all goes on by what is known.
+While the controller is away the gateway goes on with its last table, and reconnects.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _TICK_S = 0.1
 _DEMAND_EVERY_S = 1.0
 _CALL_TIMEOUT_S = 2.0
 _CHANGE_TIMEOUT_S = 180.0  # a load waits until an engine serves it
-_DRAIN_S = 60.0  # what runs at an engine that is not in the table any more may go on so long
+_DRAIN_S = 60.0  # for requests at an engine that was removed from the table
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ControllerLink:
         self._session = session
         self._url = url
         self._tasks: dict[EngineLink, asyncio.Task[object]] = {}
-        self._removed: dict[EngineLink, float] = {}  # and when
+        self._removed: dict[EngineLink, float] = {}  # with the time of removal
 
     async def run(self) -> None:
         """Keep the table current, and report to engines and the controller."""
@@ -63,9 +63,9 @@ class ControllerLink:
             await cancel_all(*self._tasks.values())
 
     async def change(self, change: AdapterChange) -> AdapterEntry:
-        """Have the controller do it; return what the name stands for, or stood for.
+        """Have the controller make a change; return the entry of the name, or its last one.
 
-        Raises ``HttpError``: what it answers, or a 503 if it does not.
+        Raises ``HttpError``: the controller's refusal, or a 503 if it does not answer.
         """
         url = self._url + ADAPTERS_PATH
         return await call(self._session, url, change, AdapterEntry, timeout_s=_CHANGE_TIMEOUT_S)
@@ -117,7 +117,7 @@ class ControllerLink:
         return link
 
     async def _report_demand(self) -> None:
-        """Report demand. What an unreachable controller misses is of a second."""
+        """Report demand every second. If a report fails, the demand of that second is lost."""
         while True:
             await asyncio.sleep(_DEMAND_EVERY_S)
             prompt_tokens, output_tokens = self._state.counts.take_demand()
@@ -141,7 +141,7 @@ class ControllerLink:
                     self._tasks.pop(link).cancel()
             for task in self._tasks.values():
                 if task.done():
-                    task.result()  # a defect ends the gateway, which is begun again
+                    task.result()  # an internal error ends the gateway, which is restarted
 
     async def _post(self, path: str, body: TableAck | GatewayDemand) -> None:
         with suppress(HttpError):

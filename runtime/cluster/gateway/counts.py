@@ -1,4 +1,4 @@
-"""What a gateway counts."""
+"""Counts of a gateway."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ _RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Of one engine, whichever process it is, and whether it is there."""
+    """Counts of one engine, over restarts and absences."""
 
     num_requests: int = 0
-    num_retried: int = 0  # that failed here and went elsewhere
+    num_retried: int = 0  # that failed here and were sent to another engine
     num_ejections: Counter[str] = field(default_factory=Counter)  # by cause
-    # How long first tokens of streams took, and were said to take.
+    # Measured and predicted time to the first token of streams.
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
     predicted_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
     ratio: Histogram = field(default_factory=lambda: Histogram(_RATIO_BOUNDS))
 
     def first_token(self, measured_s: float, predicted_s: float) -> None:
-        """A first token has come."""
+        """Count a first token."""
         self.first_token_s.observe(measured_s)
         self.predicted_s.observe(predicted_s)
         if predicted_s > 0.0:
@@ -31,7 +31,7 @@ class EngineCounts:
 
 @dataclass(slots=True)
 class GatewayCounts:
-    """Of all requests."""
+    """Counts of all requests."""
 
     http_requests: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     connections_ended: Counter[str] = field(default_factory=Counter)
@@ -43,15 +43,15 @@ class GatewayCounts:
     output_tokens: Counter[str] = field(default_factory=Counter)
 
     def answered(self, method: str, route: str, status: str, took_s: float) -> None:
-        """A request has been answered. How long that took is the engine's to say."""
+        """Count an answered request. Durations are in the engines' metrics."""
         self.http_requests[method, route, status] += 1
 
     def of_engine(self, engine_id: str) -> EngineCounts:
-        """Where an engine's requests are counted."""
+        """Return the counts of an engine."""
         return self.engines.setdefault(engine_id, EngineCounts())
 
     def take_demand(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return tokens of prompts and outputs by adapter since it was asked last."""
+        """Return and reset tokens of prompts and outputs by adapter."""
         taken = dict(self.prompt_tokens), dict(self.output_tokens)
         self.prompt_tokens.clear()
         self.output_tokens.clear()

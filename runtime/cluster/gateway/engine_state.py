@@ -3,7 +3,7 @@
 from ..policy.reports import ServerCosts, ServerReport
 from ..wire import Accepted, EngineLoadState, EngineProfile, EngineState, PlacedAdapter
 
-# What is not known of a file's way from a peer: that of a network of 10 Gbit/s.
+# The speed of fetches from peers is not measured: a network of 10 Gbit/s is assumed.
 _PEER_BYTES_PER_S = 1e9
 
 _NOTHING = EngineLoadState(
@@ -26,7 +26,7 @@ class ReportedState:
         self._on_gpu = self._in_host = self._loading = frozenset[str]()
 
     def apply(self, state: EngineState) -> None:
-        """Take what an engine tells. O(what is new), and its adapters if some are."""
+        """Apply a message of the engine. O(changes), plus O(adapters) if adapters changed."""
         self.incarnation = state.incarnation
         self.is_ready = state.is_ready
         if state.load is not None:
@@ -40,7 +40,7 @@ class ReportedState:
             self._sort()
 
     def lacks(self, number: int) -> bool:
-        """Whether the load does not have a request of this gateway in it."""
+        """Return whether the reported load does not include a request of this gateway yet."""
         accepted = self._accepted
         return number > accepted.last or number in accepted.missing
 
@@ -71,7 +71,7 @@ class ReportedState:
 
 
 def costs_of_engine(profile: EngineProfile) -> ServerCosts:
-    """What things cost at an engine, as it says."""
+    """Return an engine's costs, from its profile."""
     return ServerCosts(
         model=profile.machine,
         max_num_batched_tokens=profile.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""How a gateway answers what engines answer: which of them, once more elsewhere, byte for byte.
+"""Forwards requests to engines and answers to clients; retries once at another engine.
 
 An endpoint is an ASGI application, because streams are written without a response in between.
 """
@@ -22,10 +22,10 @@ from .upstream import EngineExchange
 
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
-_MAX_EVENT_BYTES = 1 << 20  # of which a stream may hold the beginning back
+_MAX_EVENT_BYTES = 1 << 20  # an incomplete event longer than this is forwarded in parts
 _SESSION_HEADER = b"x-session-id"
 _FORWARDED = (b"content-type", b"traceparent", b"tracestate")
-# What is between a gateway and an engine, or the server's to write.
+# Headers between gateway and engine, and those that the server writes itself.
 _NOT_FORWARDED = frozenset(
     {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server"}
 )
@@ -40,7 +40,7 @@ class Inbound:
     __slots__ = ("body", "entry", "facts", "is_chat", "route", "start")
 
     def __init__(self, state: GatewayState, path: str, body: bytes, scope: Scope) -> None:
-        """Raises ``RequestError`` for a model that is not served."""
+        """Read a request. Raises ``RequestError`` for a model that is not served."""
         headers = dict(scope["headers"])
         has_messages = path == "/tokenize" and b'"messages"' in body
         self.is_chat = has_messages or path == "/v1/chat/completions"
@@ -63,7 +63,7 @@ class ForwardingEndpoint:
     """Forwards the requests for one path to engines."""
 
     def __init__(self, state: GatewayState, path: str, *, generates: bool) -> None:
-        """``generates``: its answers are tokens, which count."""
+        """``generates``: answers are generated tokens, which are counted."""
         self._state = state
         self._path = path
         self._generates = generates
@@ -86,7 +86,7 @@ class ForwardingEndpoint:
             await writer.write_error(exc)
 
     async def _answer(self, inbound: Inbound, writer: ResponseWriter, send: Send) -> None:
-        """Have an engine answer, or else another one, once."""
+        """Have an engine answer; on failure try one other engine."""
         tried: set[ServerId] = set()
         failed: HttpError | None = None
         for _ in range(2):
@@ -109,11 +109,11 @@ class ForwardingEndpoint:
                 if not error.may_retry_here:
                     tried.add(link.server_id)
             link.counts.num_retried += 1
-            _logger.info("a request leaves engine %s: %s", link.engine_id, failed)
+            _logger.info("engine %s did not serve a request: %s", link.engine_id, failed)
         raise failed or none_ready(self._state.why_none())
 
     async def _ensure(self, inbound: Inbound, link: EngineLink) -> str | None:
-        """Have the engine serve the request's adapter, if it has one; return what it calls that.
+        """Have the engine serve the request's adapter, if any; return its name at the engine.
 
         Raises ``ElsewhereError``.
         """
@@ -147,9 +147,9 @@ class ForwardingEndpoint:
     async def _forward_stream(
         self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter
     ) -> int:
-        """Forward whole events as they come; return about how many tokens they were.
+        """Forward complete events as they arrive; return about how many tokens they had.
 
-        An event that has come in part waits for its rest, so that an error is one of its own.
+        An incomplete event waits for its rest, so that an error can follow as its own event.
         """
         rest = last = b""
         num_events = 0
@@ -180,7 +180,7 @@ class ForwardingEndpoint:
         self, inbound: Inbound, attempt: Attempt, exchange: EngineExchange, writer: ResponseWriter,
         send: Send,
     ) -> int:  # fmt: skip
-        """Forward an answer once it is all there; return its tokens."""
+        """Forward an answer once it is complete; return its tokens."""
         body = attempt.translation.answer(exchange.status, await attempt.read_all())
         headers = [one for one in exchange.headers if one[0] not in _NOT_FORWARDED]
         headers.append((b"content-length", b"%d" % len(body)))
@@ -189,7 +189,7 @@ class ForwardingEndpoint:
         return self._observe_usage(inbound, body) or 0
 
     def _observe_usage(self, inbound: Inbound, answer: bytes) -> int | None:
-        """Read what the end of an answer says of tokens; return those of the output, if it does."""
+        """Read the usage of an answer, if there is one; return the tokens of the output."""
         usage = read_usage(answer) if self._generates else None
         if usage is None:
             return None
@@ -210,7 +210,7 @@ class ForwardingEndpoint:
 
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """Cut behind the last event that is whole; what is too long to wait for goes as it is."""
+    """Split after the last complete event; a rest that is too long is not held back."""
     if data.endswith(_EVENT_END):
         return data, b""
     found = data.rfind(_EVENT_END)

@@ -1,4 +1,4 @@
-"""A gateway's side of each engine: its stream of states, its connections, and what it serves."""
+"""A gateway's link to one engine: its states, its connections, and the adapters it serves."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from .routing import Routing
 from .table import KnownTable
 from .upstream import EngineExchange, UpstreamPool
 
-_PROFILE_EVERY_S = 10.0  # while it is not measured
+_PROFILE_EVERY_S = 10.0  # until the engine has measured its profile
 _AGAIN_S = 0.2
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EngineLink:
         self.health = EngineHealth()
         self.profile: EngineProfile | None = None
         self.base_cards: tuple[ModelCard, ...] = ()
-        self.served: dict[str, Ensured] = {}  # by name: what it surely serves
+        self.served: dict[str, Ensured] = {}  # by name: adapters that it is known to serve
         self.open: set[EngineExchange] = set()
         self.counts = counts
         self._gateway_id = gateway_id
@@ -58,12 +58,12 @@ class EngineLink:
 
     @property
     def engine_id(self) -> str:
-        """As the controller calls it."""
+        """The engine's id in the controller's table."""
         return self.card.engine_id
 
     @property
     def incarnation(self) -> str | None:
-        """Of its process; None before its first state."""
+        """The id of its process; None before its first state."""
         return self._incarnation
 
     @property
@@ -73,11 +73,11 @@ class EngineLink:
         return is_open and self.health.ejected_for is None and self.state.is_ready
 
     def on_ejected(self, notify: Callable[[str], None]) -> None:
-        """Tell of the next ejection, and why; ``remove_on_ejected`` takes it back."""
+        """Call ``notify`` with the cause of each ejection, until ``remove_on_ejected``."""
         self._on_ejected.add(notify)
 
     def remove_on_ejected(self, notify: Callable[[str], None]) -> None:
-        """Stop notifying it."""
+        """Stop calling ``notify``."""
         self._on_ejected.discard(notify)
 
     async def run(self) -> None:
@@ -99,35 +99,35 @@ class EngineLink:
             try:
                 self.profile = await self._engine_type.profile(self._session, self.card)
             except HttpError as error:
-                _logger.debug("engine %s tells no profile: %s", self.engine_id, error)
+                _logger.debug("cannot read the profile of engine %s: %s", self.engine_id, error)
             else:
                 self._routing.set_costs(self.server_id, self.profile)
 
     def change(self, card: EngineCard) -> None:
-        """The controller says something else of it, or of files beside it."""
+        """Apply a change of the engine's card, or of files at its agent."""
         self.card = card
         self.publish()
 
     def remove(self) -> None:
-        """No new requests; those that run may end."""
-        if not self._is_removed:  # by now another one may have its name
+        """Send no new requests; running ones go on."""
+        if not self._is_removed:  # another engine may have its name now
             self._is_removed = True
             self._routing.remove_server(self.server_id)
 
     def close(self) -> None:
-        """Let go of it, and of what runs there."""
+        """Close all connections, and fail the requests that run there."""
         self.remove()
         for exchange in tuple(self.open):
             exchange.fail(f"engine {self.engine_id} has been removed")
         self.pool.close()
 
     def advance(self, duration_s: float) -> None:
-        """So much time has passed: eject it if it has been silent for too long."""
+        """Count ``duration_s``, and eject the engine if it was silent for too long."""
         if self.health.advance(duration_s):
-            self.eject(SILENT, "its beat does not grow")
+            self.eject(SILENT, "its heartbeat does not grow")
 
     def eject(self, cause: str, reason: str) -> None:
-        """Send it nothing until it comes back, and expect no answers from it."""
+        """Send no requests until the engine recovers, and fail those that run there."""
         if not self.health.eject(cause):
             return
         self.counts.num_ejections[cause] += 1
@@ -140,13 +140,13 @@ class EngineLink:
         self.pool.close()
 
     def record_sent(self, number: int, entry: AdapterEntry | None) -> None:
-        """A request goes there."""
+        """Record a request that is sent there."""
         self._sent.last_number = number
         if entry is not None:
             self._sent.use(entry.name)
 
     def record_served(self, name: str, ensured: Ensured) -> None:
-        """It has said so; at a later revision, it may have said before."""
+        """Record that it serves an adapter, unless a later revision is recorded."""
         if ensured.incarnation == self._incarnation:
             known = self.served.get(name)
             if known is None or known.revision <= ensured.revision:
@@ -154,18 +154,18 @@ class EngineLink:
             self._sent.use(name)
 
     def translation(self, model: str | None, asked: str | None) -> Translation:
-        """Of a request for an adapter that it calls ``model``, or for the base model."""
+        """``model``: the adapter's name at the engine; None = the base model."""
         if model is None and self.base_cards:
             model = self.base_cards[0].id
         return self._engine_type.translation(model, asked)
 
     def withdraw(self, number: int, incarnation: str | None) -> None:
-        """A request is not there any more that was sent to this process."""
+        """Remove a request that was sent to this process of the engine."""
         if incarnation == self._incarnation and not self._is_removed:
             self._routing.withdraw(self.server_id, number)
 
     def publish(self) -> None:
-        """Tell the router what is known of it now; another one may have its name meanwhile."""
+        """Send the engine's current state to the router, unless the engine was removed."""
         if self._is_removed:
             return
         self._routing.apply_report(self.server_id, self._report(), self.state.lacks)
@@ -201,7 +201,7 @@ class EngineLink:
         for name in new.removed:
             self.served.pop(name, None)
         if self.health.on_heartbeat(new.beat):
-            _logger.info("engine %s is sent requests", self.engine_id)
+            _logger.info("engine %s gets requests", self.engine_id)
         if is_new and not self._is_removed:
             assert self.profile is not None
             self._routing.add_server(self.server_id, self.profile, self._report())

@@ -1,4 +1,4 @@
-"""Engines are asked to serve an adapter before the first request for it goes there."""
+"""Has an engine load an adapter before the first request for it is routed there."""
 
 import asyncio
 import time
@@ -14,11 +14,11 @@ from ..wire import AGENT_ENSURE_PATH, ENSURE_PATH, AdapterEntry, Ensure, Ensured
 from .links import EngineLink
 from .table import KnownTable
 
-_TIMEOUT_S = 120.0  # a file of many GB, from afar
+_TIMEOUT_S = 120.0  # for a fetch of many GB
 
 
 class LoadBeforeRoute:
-    """One call for an engine and a revision, however many requests wait for it."""
+    """Loads adapters at engines: one call per engine and revision, for all waiting requests."""
 
     def __init__(
         self, session: aiohttp.ClientSession, controller_url: str, table: Callable[[], KnownTable]
@@ -30,13 +30,13 @@ class LoadBeforeRoute:
         self._table = table
         self._waiting: dict[tuple[str, str, int], asyncio.Future[Ensured]] = {}
         self._tasks = TaskSet()
-        self._sources_used: Counter[str] = Counter()  # by calls that are under way
+        self._sources_used: Counter[str] = Counter()  # by running calls
 
     async def ensure(self, link: EngineLink, entry: AdapterEntry) -> Ensured:
-        """Return once the engine serves ``entry`` at its revision or a later one, and how.
+        """Return once the engine serves ``entry`` at its revision or a later one.
 
-        Raises ``HttpError``: what the agent, or else the controller, answers, or that the engine
-        has been ejected meanwhile.
+        Raises ``HttpError`` if the agent (or the controller, for an engine without one) refuses, or
+        the engine is ejected meanwhile.
         """
         served = link.served.get(entry.name)
         if served is not None and served.revision >= entry.revision:
@@ -50,7 +50,7 @@ class LoadBeforeRoute:
         return await asyncio.shield(future)
 
     async def close(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel all running calls."""
         await cancel_all(*self._tasks)
 
     async def _run(
@@ -75,7 +75,7 @@ class LoadBeforeRoute:
         finally:
             link.remove_on_ejected(ejected)
             self._waiting.pop((link.engine_id, entry.name, entry.revision), None)
-            _fail(future, UnreachableError("the gateway ends"))
+            _fail(future, UnreachableError("the gateway is shutting down"))
 
     async def _ask(self, link: EngineLink, entry: AdapterEntry) -> Ensured:
         agent_id = link.card.agent_id
@@ -88,7 +88,7 @@ class LoadBeforeRoute:
                 table.sources(entry, agent_id), key=lambda one: (self._sources_used[one], one)
             )
         else:
-            raise UnreachableError(f"the agent {agent_id!r} is not there")
+            raise UnreachableError(f"agent {agent_id!r} is not in the table")
         asked = Ensure(engine_id=link.engine_id, adapter=entry, sources=tuple(sources))
         first = sources[0] if sources else ""
         self._sources_used[first] += 1

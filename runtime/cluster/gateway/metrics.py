@@ -1,4 +1,4 @@
-"""What a gateway's ``/metrics`` shows: its engines, and its decisions."""
+"""A gateway's ``/metrics``: its engines and its routing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from .state import GatewayState
 
 
 class GatewayMetrics:
-    """The collector that renders them, with a registry of its own."""
+    """A Prometheus collector with a registry of its own."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
@@ -24,11 +24,11 @@ class GatewayMetrics:
         return generate_latest(self._registry)
 
     def describe(self) -> Sequence[Metric]:
-        """Return nothing: names are known only with the prefix."""
+        """Return nothing: names depend on the prefix."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families of the moment."""
+        """Yield all metric families."""
         cards = self._state.base_cards()
         families = Families(
             self._state.settings.metrics_prefix, cards[0].id if cards else "unknown"
@@ -38,19 +38,19 @@ class GatewayMetrics:
         yield from self._gateway(families)
 
     def _engines(self, families: Families) -> Iterator[Metric]:
-        """Of engines that are in the table now."""
+        """Yield gauges of engines that are in the table now."""
         links = self._state.links
         for name, text, values in (
             (
-                "in_flight", "Requests that are open, by engine.",
+                "in_flight", "Open requests, by engine.",
                 {engine_id: float(len(link.open)) for engine_id, link in links.items()},
             ),
             (
-                "usable", "1 while an engine is sent requests.",
+                "usable", "1 while an engine gets requests.",
                 {engine_id: float(link.is_usable) for engine_id, link in links.items()},
             ),
             (
-                "state_age_seconds", "Since an engine's beat grew.",
+                "state_age_seconds", "Seconds since an engine's last heartbeat.",
                 {engine_id: link.health.silent_s for engine_id, link in links.items()},
             ),
         ):  # fmt: skip
@@ -58,18 +58,19 @@ class GatewayMetrics:
             yield families.gauges(f"gateway_engine_{name}", text, ("engine",), samples)
 
     def _engine_counts(self, families: Families) -> Iterator[Metric]:
-        """Of all engines that there ever were."""
+        """Yield counts of all engines since the gateway started."""
         engines = self._state.counts.engines
         yield families.counts_by(
             "gateway_engine_requests", "Requests sent, by engine.", "engine",
             {engine_id: one.num_requests for engine_id, one in engines.items()},
         )  # fmt: skip
         yield families.counts_by(
-            "gateway_engine_retries", "Of these, sent to another one then.", "engine",
+            "gateway_engine_retries",
+            "Requests that failed at an engine and were sent to another one.", "engine",
             {engine_id: one.num_retried for engine_id, one in engines.items()},
         )  # fmt: skip
         yield families.counts(
-            "gateway_engine_ejections", "By engine and cause.", ("engine", "cause"),
+            "gateway_engine_ejections", "Ejections, by engine and cause.", ("engine", "cause"),
             [
                 ((engine_id, cause), number)
                 for engine_id, one in engines.items()
@@ -77,10 +78,10 @@ class GatewayMetrics:
             ],
         )  # fmt: skip
         for name, text, attribute in (
-            ("first_token_seconds", "From sending a stream's request to its first token.",
+            ("first_token_seconds", "Time from sending a stream's request to its first token.",
              "first_token_s"),
-            ("predicted_first_token_seconds", "As it was predicted.", "predicted_s"),
-            ("first_token_ratio", "Measured over predicted.", "ratio"),
+            ("predicted_first_token_seconds", "Predicted time to the first token.", "predicted_s"),
+            ("first_token_ratio", "Measured over predicted time to the first token.", "ratio"),
         ):  # fmt: skip
             yield _histograms(
                 families, f"gateway_{name}", text,
@@ -91,20 +92,20 @@ class GatewayMetrics:
         state, counts = self._state, self._state.counts
         yield families.histogram("gateway_decision_seconds", counts.decision_s)
         yield families.count(
-            "gateway_lost", "Streams that ended by an error after their first byte.",
+            "gateway_lost", "Streams that ended with an error after their first byte.",
             counts.num_lost,
         )  # fmt: skip
         yield families.gauge(
-            "gateway_hears_controller", "1 while changes of the table arrive.",
+            "gateway_hears_controller", "1 while the gateway is connected to the controller.",
             float(state.is_connected),
         )  # fmt: skip
         yield families.counts_by(
-            "gateway_ensures", "Engines asked to serve an adapter, by result.", "result",
+            "gateway_ensures", "Adapter loads before a request is routed, by result.", "result",
             state.load_before_route.num_by_result,
         )  # fmt: skip
         yield families.count(
             "gateway_ensure_seconds",
-            "That engines took to serve one.",
+            "Total time of these adapter loads.",
             state.load_before_route.total_s,
         )
         yield from families.http(counts.connections_ended, counts.http_requests)

@@ -1,6 +1,6 @@
-"""The router of one gateway: which engines it chooses from, and what a request is to it.
+"""The router of one gateway, and its input: engines and requests.
 
-The router is made when the first engine has said what it is, since some go by an SLO of it.
+The router is made when the profile of the first engine is known: some routers need an SLO from it.
 """
 
 import random
@@ -18,7 +18,7 @@ _MAX_SESSION_CHARS = 256
 
 
 class Routing:
-    """Chooses engines. Times are the monotonic clock's."""
+    """Ranks engines for requests. Times are of the monotonic clock."""
 
     def __init__(self, router: str, num_gateways: int, rng: random.Random) -> None:
         """Raises ``ConfigError`` if there is no such router."""
@@ -32,7 +32,7 @@ class Routing:
         self._costs: dict[EngineProfile, ServerCosts] = {}  # engines of one kind share them
 
     def add_server(self, server_id: ServerId, profile: EngineProfile, report: ServerReport) -> None:
-        """An engine is there, or is another process than before."""
+        """Add an engine, or replace it after a restart."""
         if self._state is None:
             slo_tpot_s = default_slo_tpot_s(
                 profile.machine, profile.max_num_seqs, report.total_kv_tokens
@@ -43,7 +43,7 @@ class Routing:
         self._state.add_server(server_id, self._costs_of(profile), report)
 
     def set_costs(self, server_id: ServerId, profile: EngineProfile) -> None:
-        """Take the costs that an engine has measured again."""
+        """Replace an engine's costs after it has measured its profile again."""
         if self._state is not None:
             self._state.set_costs(server_id, self._costs_of(profile))
 
@@ -55,12 +55,12 @@ class Routing:
             self._state.apply_report(server_id, report, lacks)
 
     def remove_server(self, server_id: ServerId) -> None:
-        """An engine is no longer there."""
+        """Remove an engine."""
         if self._state is not None:
             self._state.remove_server(server_id)
 
     def set_shares(self, shares: Shares) -> None:
-        """A placement says which engines have which adapters."""
+        """Set the shares of a placement."""
         self._shares = shares
         if self._state is not None:
             self._state.set_shares(shares)
@@ -68,7 +68,7 @@ class Routing:
     def route_of(
         self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None, *, is_chat: bool
     ) -> RouteRequest:
-        """Describe a request to the router; ``session``: as its header says."""
+        """Return a request as routers see it; ``session``: from its header."""
         name = None if entry is None else entry.name
         rank = 0 if entry is None else entry.rank
         num_tokens = facts.num_ids
@@ -86,23 +86,23 @@ class Routing:
         )
 
     def rank(self, route: RouteRequest) -> Sequence[ServerId]:
-        """Engines that are ready, best first."""
+        """Return the engines that are ready, best first."""
         return () if self._state is None else self._state.rank(route, time.monotonic())
 
     def assign(self, route: RouteRequest, server_id: ServerId) -> tuple[int, float]:
-        """It goes there. Return its number there, and the predicted seconds to its first token."""
+        """Assign a request; return its number there and the predicted time to first token."""
         assert self._state is not None
         now_s = time.monotonic()
         predicted_s = self._state.first_token_s(route, server_id, now_s)
         return self._state.assign(route, server_id, now_s), predicted_s
 
     def withdraw(self, server_id: ServerId, number: int) -> None:
-        """It is not there any more."""
+        """Remove a request that has ended or failed there."""
         if self._state is not None:
             self._state.withdraw(server_id, number)
 
     def record_output(self, name: str | None, num_tokens: int) -> None:
-        """An output had so many tokens."""
+        """Record the length of an output."""
         if self._state is not None:
             self._state.record_output(name, num_tokens)
 

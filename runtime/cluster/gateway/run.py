@@ -1,4 +1,4 @@
-"""One gateway, from its settings to its end."""
+"""Runs one gateway."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from .routing import Routing
 from .samples import TokenSamples
 from .state import GatewayState, gateway_id_of
 
-_CUT_GRACE_S = 1.0  # for the errors of requests that were cut
+_CUT_GRACE_S = 1.0  # to send errors to requests that were cut
 
 _logger = logging.getLogger(__name__)
 
 
 async def run_gateway(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serve until ``stop``; then no new requests, and the running ones have their time to finish.
+    """Serve until ``stop``; then refuse new requests and let running ones finish in time.
 
     Raises ``ConfigError`` for an unknown router, a port that is taken, or keys that cannot be read.
     """
@@ -41,7 +41,7 @@ async def run_gateway(settings: GatewaySettings, stop: asyncio.Event) -> None:
     access = Access.of(serve)
     seed = f"{settings.gateway_id} {time.time_ns()}"
     routing = Routing(settings.router, settings.num_gateways, random.Random(seed))  # noqa: S311 - no secret
-    allow_descriptors(2 * serve.max_connections)  # each request has one to an engine, too
+    allow_descriptors(2 * serve.max_connections)  # a request has a second one, to an engine
     with bind(serve.host, serve.port, shares_port=True) as sock:
         async with make_session(settings.cluster_key) as session:
             state = _make_state(settings, session, access, routing)
@@ -92,7 +92,7 @@ def _make_state(
 
 @asynccontextmanager
 async def _running(controller: ControllerLink) -> AsyncIterator[None]:
-    """Run it inside the block; its failure, which is a defect, ends the block."""
+    """Run the controller link inside the block; an internal error of it ends the block."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(controller.run())
         yield

@@ -1,4 +1,4 @@
-"""How many tokens texts have, where no answer says so: engines are asked about a few of them."""
+"""Measures tokens per text where answers have no usage: engines tokenize a few texts."""
 
 from collections import Counter
 from contextlib import suppress
@@ -15,7 +15,7 @@ from .links import EngineLink
 
 _PATH = "/tokenize"
 _TIMEOUT_S = 5.0
-_FIRST = 4  # of each name and kind, then one in so many:
+_FIRST = 4  # texts of each adapter and kind; then one in _ONE_IN
 _ONE_IN = 256
 _MAX_TEXT_BYTES = 1 << 16
 
@@ -27,13 +27,13 @@ class _TokenizeBody(msgspec.Struct, omit_defaults=True):
 
 
 class _Count(msgspec.Struct):
-    """Of an answer what is wanted: engines of other kinds have other fields beside it."""
+    """The field of the answer that is used; the others depend on the engine type."""
 
     count: int
 
 
 class TokenSamples:
-    """What streams do not say: their usage is not asked for, and must not be in the stream then."""
+    """Token counts of streams without usage, which clients must request."""
 
     def __init__(self, session: aiohttp.ClientSession, ratio: TokenRatio) -> None:
         self._session = session
@@ -42,7 +42,7 @@ class TokenSamples:
         self._tasks = TaskSet()
 
     def record(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
-        """An engine has answered a request with this text; ``name``: the adapter that it has."""
+        """Record an answered request with this text; ``name``: its adapter."""
         number = self._num_seen[name, is_chat] = self._num_seen[name, is_chat] + 1
         is_one_text = is_chat or text.startswith(b'"')
         if not is_one_text or len(text) > _MAX_TEXT_BYTES:
@@ -51,7 +51,7 @@ class TokenSamples:
             self._tasks.begin(self._ask(link, text, name, is_chat=is_chat))
 
     async def close(self) -> None:
-        """Ask nothing more."""
+        """Cancel all running calls."""
         await cancel_all(*self._tasks)
 
     async def _ask(self, link: EngineLink, text: bytes, name: str | None, *, is_chat: bool) -> None:
@@ -59,7 +59,7 @@ class TokenSamples:
         served = None if name is None else link.served.get(name)
         model = name if served is None else served.model or name
         body = _TokenizeBody(model=model, **{field: msgspec.Raw(text)})
-        with suppress(HttpError):  # it is only about being more exact
+        with suppress(HttpError):  # samples only improve estimates
             tokens = await call(
                 self._session, link.card.url + _PATH, body, _Count, timeout_s=_TIMEOUT_S
             )

@@ -1,4 +1,4 @@
-"""All that one gateway knows and has; its endpoints share it."""
+"""The state of one gateway, which its endpoints share."""
 
 import secrets
 import time
@@ -20,18 +20,18 @@ from .routing import Routing
 from .samples import TokenSamples
 from .table import KnownTable
 
-_MAX_NAME_CHARS = 48  # of an id, which engines take up to 64 of
+_MAX_NAME_CHARS = 48  # of an id; engines accept ids of up to 64
 
 
 def gateway_id_of(name: str) -> str:
-    """Return an id that no other process has had: engines count what one has sent them."""
+    """Return a unique id: engines count requests by gateway."""
     plain = "".join(one if one.isascii() and one.isalnum() else "-" for one in name)
     return f"{plain[-_MAX_NAME_CHARS:]}-{secrets.token_hex(4)}"
 
 
 @dataclass(slots=True, kw_only=True)
 class GatewayState:
-    """On one event loop."""
+    """State of a gateway. On one event loop."""
 
     gateway_id: str
     cluster_key: str
@@ -47,14 +47,14 @@ class GatewayState:
     is_connected: bool = False
 
     def check_accepting(self) -> None:
-        """Raise unless new requests are served."""
+        """Raise ``HttpError`` unless new requests are served."""
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code=SHUTTING_DOWN)
         if not self.table.sequence:
             raise none_ready("the controller has not listed any yet")
 
     def check_ready(self) -> None:
-        """Raise unless a request would find an engine."""
+        """Raise ``HttpError`` unless an engine is ready."""
         self.check_accepting()
         if not any(link.is_usable for link in self.links.values()):
             raise none_ready(self.why_none())
@@ -90,13 +90,13 @@ class GatewayState:
         return None
 
     def why_none(self) -> str:
-        """What keeps engines from being sent requests."""
+        """Return the reason of each engine that gets no requests."""
         if not self.links:
             return "there is none"
         return "; ".join(f"{engine_id} {_why(link)}" for engine_id, link in self.links.items())
 
     def ejected(self) -> dict[str, str]:
-        """Engines that get no requests for what they are seen to do."""
+        """Return ejected engines and the causes."""
         causes = {one: link.health.ejected_for for one, link in self.links.items()}
         return {engine_id: cause for engine_id, cause in causes.items() if cause is not None}
 

@@ -10,17 +10,19 @@ from ..wire import AdapterEntry, AgentCard, EngineCard, TableChange
 
 @dataclass(slots=True)
 class KnownTable:
-    """Engines, agents and adapters; nothing before the first change."""
+    """Engines, agents and adapters; empty before the first change."""
 
     sequence: int = 0
     engines: dict[str, EngineCard] = field(default_factory=dict)
     agents: dict[str, AgentCard] = field(default_factory=dict)
     adapters: dict[str, AdapterEntry] = field(default_factory=dict)
     shares: Shares = field(default_factory=dict)
-    names_by_agent: dict[str, frozenset[str]] = field(default_factory=dict)  # with files there
+    names_by_agent: dict[str, frozenset[str]] = field(
+        default_factory=dict
+    )  # adapters with files there
 
     def apply(self, change: TableChange) -> None:
-        """Take a change, or all of it. O(adapters and copies), but for a change of shares alone."""
+        """Apply a change. O(adapters and copies), except for a change of shares alone."""
         if change.is_whole:
             self.engines, self.agents, self.adapters = {}, {}, {}
         for engine_id in change.removed_engines:
@@ -42,15 +44,15 @@ class KnownTable:
         self.sequence = change.sequence
 
     def on_disk(self, engine: EngineCard) -> frozenset[str]:
-        """Names of adapters with files at the engine's agent."""
+        """Return the adapters with files at the engine's agent."""
         if engine.agent_id is None:
             return frozenset()
         return self.names_by_agent.get(engine.agent_id, frozenset())
 
     def usable(self, name: str, asked: str, base_names: Collection[str]) -> AdapterEntry:
-        """Return the adapter that a request names; ``asked``: as it does.
+        """Return the adapter of a request; ``asked``: the name in the request.
 
-        Raises ``UnknownModelError`` or ``AdapterUnavailableError`` that says why there is none.
+        Raises ``UnknownModelError`` or ``AdapterUnavailableError`` with the reason.
         """
         entry = self.adapters.get(name)
         if entry is None:
@@ -60,7 +62,7 @@ class KnownTable:
         return entry
 
     def sources(self, entry: AdapterEntry, agent_id: str | None) -> list[str]:
-        """URLs of other agents that have an adapter's files."""
+        """Return URLs of other agents that have an adapter's files."""
         return [
             agent.url
             for agent in self.agents.values()
@@ -68,7 +70,7 @@ class KnownTable:
         ]
 
     def _sort_copies(self) -> None:
-        """An agent's set is another object only if it is another set: views compare by identity."""
+        """Rebuild ``names_by_agent``; unchanged sets stay the same objects, which views rely on."""
         by_digest: dict[str, list[str]] = {}
         for entry in self.adapters.values():
             by_digest.setdefault(entry.digest, []).append(entry.name)

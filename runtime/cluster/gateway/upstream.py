@@ -1,8 +1,8 @@
-"""Connections from a gateway to one engine: a request out, its answer back, bytes as they come.
+"""HTTP connections from a gateway to one engine.
 
-Written on asyncio's transports and the parser that the server side uses, since every token of
-every stream passes here: a token costs one call of the parser, which knows no more of it than its
-length. What is not read piles up to 64 KiB, then the engine waits.
+Every token of every stream passes here. So this uses asyncio's transports and the server's HTTP
+parser directly: a token costs one call of the parser. Up to 64 KiB wait unread; then reading from
+the engine pauses.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _MAX_IDLE_S = 3.0
 
 
 class UpstreamLostError(Exception):
-    """An engine's connection could not be made, or ended within an answer; the text says which."""
+    """A connection to an engine failed, or ended before the answer was complete."""
 
 
 class ConnectFailedError(UpstreamLostError):
@@ -29,11 +29,11 @@ class ConnectFailedError(UpstreamLostError):
 
 
 class StaleConnectionError(UpstreamLostError):
-    """A kept connection had been closed meanwhile: the engine has not read the request."""
+    """The engine had closed an idle connection before it read the request."""
 
 
 class EngineExchange(asyncio.Protocol):
-    """One connection, and the answer that comes on it. Made by ``UpstreamPool``."""
+    """One connection and its current answer. Made by ``UpstreamPool``."""
 
     def __init__(self, pool: "UpstreamPool") -> None:
         self._pool = pool
@@ -44,7 +44,7 @@ class EngineExchange(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        self.status = 0  # until the head has come
+        self.status = 0  # until the head has arrived
         self.headers: list[tuple[bytes, bytes]] = []
         self.is_complete = False
         self._keeps_alive = False
@@ -57,7 +57,7 @@ class EngineExchange(asyncio.Protocol):
     # The caller's side.
 
     def send(self, request: bytes) -> None:
-        """Send a whole request. The transport keeps what the engine does not take yet."""
+        """Send a complete request; the transport buffers it."""
         assert self._transport is not None
         self._num_requests += 1
         self._transport.write(request)
@@ -68,9 +68,9 @@ class EngineExchange(asyncio.Protocol):
             await self._news()
 
     async def read(self) -> bytes:
-        """Return what has come of the body, waiting for some; nothing at its end.
+        """Wait for and return the next bytes of the body, or nothing at its end.
 
-        Raises ``UpstreamLostError`` once all is read that has come.
+        Raises ``UpstreamLostError`` after all received bytes have been read.
         """
         while not self._chunks:
             if self.is_complete:
@@ -83,7 +83,7 @@ class EngineExchange(asyncio.Protocol):
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
-        """End the exchange: the answer is read, or not wanted, which the engine sees at once."""
+        """End the exchange. If the answer is incomplete the connection is closed at once."""
         if self._waiter is not None:
             self._waiter.cancel()
         if self.is_complete and self._lost is None and self._keeps_alive:
@@ -93,7 +93,7 @@ class EngineExchange(asyncio.Protocol):
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """Nothing more is to be expected: the engine is given up."""
+        """Fail the exchange with ``reason``, and close the connection."""
         self._lose(UpstreamLostError(reason))
         if self._transport is not None:
             self._transport.abort()
@@ -116,7 +116,7 @@ class EngineExchange(asyncio.Protocol):
             self._lost = error
             self._wake()
 
-    # The side of the connection.
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -125,24 +125,24 @@ class EngineExchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.fail(f"the engine speaks no HTTP/1.1: {error}")
+            self.fail(f"the engine's answer is not HTTP/1.1: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._pool.remove(self)
         if self._num_requests > 1 and not self.status:
-            self._lose(StaleConnectionError("the engine had closed a kept connection"))
+            self._lose(StaleConnectionError("the engine had closed an idle connection"))
         else:
             self._lose(UpstreamLostError("the engine closed the connection"))
 
-    # The parser's.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        self._keeps_alive = self._parser.should_keep_alive()  # which it forgets at the end
+        self._keeps_alive = self._parser.should_keep_alive()  # not available after the end
         self._wake()
 
     def on_body(self, body: bytes) -> None:
@@ -195,18 +195,18 @@ class UpstreamPool:
         return exchange
 
     def release(self, exchange: EngineExchange) -> None:
-        """Its answer is read."""
+        """Keep the connection of a complete exchange for the next request."""
         exchange.idle_since_s = time.monotonic()
         self._idle.append(exchange)
         if len(self._idle) > _MAX_IDLE:
             self._idle.pop(0).fail("too many are idle")
 
     def remove(self, exchange: EngineExchange) -> None:
-        """Its connection has ended."""
+        """Remove a closed connection."""
         if exchange in self._idle:
             self._idle.remove(exchange)
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close all idle connections."""
         for exchange in self._idle[:]:
-            exchange.fail("the gateway lets go of the engine")
+            exchange.fail("the gateway closes its connections to the engine")
