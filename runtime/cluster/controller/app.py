@@ -70,7 +70,7 @@ class ControllerRoutes:
 
     def __init__(self, parts: ControllerParts) -> None:
         self._parts = parts
-        self._used_s: dict[str, float] = {}  # agent: when the use of its copies was noted
+        self._used_s: dict[str, float] = {}  # agent: when the use of its copies was stored
         self._is_ending = False
 
     def app(self, cluster_key: str) -> web.Application:
@@ -94,7 +94,7 @@ class ControllerRoutes:
         return app
 
     async def table(self, request: web.Request) -> web.StreamResponse:
-        """The table, whole, then what changes, as long as the gateway listens."""
+        """Stream the table: first all of it, then changes, until the gateway disconnects."""
         gateway_id = request.query.get("gateway", "")
         if not gateway_id:
             raise HttpError(
@@ -112,26 +112,26 @@ class ControllerRoutes:
                 elif not await _woken(subscriber):
                     await stream.comment()
         except ConnectionError:
-            pass  # the gateway has left, or does not read
+            pass  # the gateway has disconnected, or does not read
         finally:
             table.unsubscribe(subscriber)
         return response
 
     async def acks(self, request: web.Request) -> web.Response:
-        """A gateway goes by the table up to a sequence."""
+        """Take a gateway's acknowledgement of the table up to a sequence."""
         ack = await read_struct(request, TableAck)
         self._parts.table.acknowledge(ack.gateway_id, ack.sequence)
         return struct_response(ack)
 
     async def demand(self, request: web.Request) -> web.Response:
-        """What a gateway has seen in the last second."""
+        """Take a gateway's demand and ejections of the last second."""
         demand = await read_struct(request, GatewayDemand)
         self._parts.placing.record(demand)
         self._parts.members.eject(demand)
         return web.json_response({})
 
     async def agents(self, request: web.Request) -> web.Response:
-        """What an agent has, answered by what it must keep."""
+        """Take an agent's report; answer with orders on copies."""
         parts, report = self._parts, await read_struct(request, AgentReport)
         agent_id, now_s = report.agent_id, time.time()
         parts.members.report(report)
@@ -151,17 +151,19 @@ class ControllerRoutes:
                 )
                 self._used_s[agent_id] = now_s
             except ResourceError as error:
-                _logger.warning("the copies of %s are not noted yet: %s", agent_id, error)
+                _logger.warning(
+                    "could not save the copies of agent %s (will retry): %s", agent_id, error
+                )
         return struct_response(orders)
 
     async def ensure(self, request: web.Request) -> web.Response:
-        """Have an engine serve an adapter: of gateways, for engines without an agent."""
+        """Have an engine without an agent serve an adapter, for a gateway."""
         asked = await read_struct(request, Ensure)
         ensured = await self._parts.commands.ensure(asked.engine_id, asked.adapter)
         return struct_response(ensured)
 
     async def adapters(self, request: web.Request) -> web.Response:
-        """Load, unload or pin a name; answered by what it stands for, or stood for."""
+        """Load, unload or pin a name; answer with its entry, or its last one."""
         change = await read_struct(request, AdapterChange)
         entry = await self._parts.changes.apply(change)
         if change.action == "unload":
@@ -169,23 +171,23 @@ class ControllerRoutes:
         return struct_response(entry)
 
     async def engines(self, request: web.Request) -> web.Response:
-        """Add, drain or remove engines; answered by what there is then."""
+        """Add, drain or remove engines; answer with the new status."""
         await self._parts.engine_changes.apply(await read_struct(request, EngineChange))
         return struct_response(self._status())
 
     async def machines(self, request: web.Request) -> web.Response:
-        """How it is with other machines, answered by what is to be started there."""
+        """Take the report on other machines; answer with the engines to start there."""
         report = await read_struct(request, MachinesReport)
         num_engines = len(self._parts.table.engines)
         return struct_response(self._parts.machines.apply_report(report, num_engines))
 
     async def status(self, request: web.Request) -> web.Response:
-        """What there is."""
+        """The status of the cluster."""
         return struct_response(self._status())
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Copies and placement, in the format of Prometheus."""
-        from .metrics import exposition  # a start need not wait for it
+        """Prometheus exposition."""
+        from .metrics import exposition  # not needed at start
 
         text = exposition(self._parts.table, self._parts.pool, self._parts.members,
                           self._parts.placing)  # fmt: skip
@@ -210,7 +212,7 @@ class ControllerRoutes:
 
 
 async def _woken(subscriber: Subscriber) -> bool:
-    """Wait for a change; False if none came for so long that a gateway might worry."""
+    """Wait for a change; return False when a keep-alive is due."""
     try:
         async with asyncio.timeout(_COMMENT_EVERY_S):
             await subscriber.wake.wait()

@@ -19,7 +19,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class CapacityTask(msgspec.Struct, frozen=True):
-    """An engine, of which the operating capacity is searched."""
+    """A search for the operating capacity of one engine."""
 
     profile: EngineProfile
     total_kv_tokens: int

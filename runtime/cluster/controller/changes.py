@@ -22,15 +22,15 @@ from .registry import Registry
 from .table import RoutingTable
 
 _ACKS_TIMEOUT_S = 2.0
-_UNLOAD_TIMEOUT_S = 10.0  # then the answer waits no longer for slow ones
+_UNLOAD_TIMEOUT_S = 10.0  # longer unloads go on after the answer
 _AGAIN_S = 1.0
-_BACK_S = 5.0  # after a restart, until engines and agents are back
+_BACK_S = 5.0  # after a restart, for engines and agents to report
 
 _logger = logging.getLogger(__name__)
 
 
 class AdapterChanges:
-    """The names of the cluster."""
+    """Changes to the adapters of the cluster."""
 
     def __init__(
         self, registry: Registry, table: RoutingTable, members: Members, commands: Commands
@@ -44,7 +44,7 @@ class AdapterChanges:
         self._tasks = TaskSet()
 
     def recover(self) -> None:
-        """Take what was there before a restart; what was begun is undone."""
+        """Restore adapters after a restart; unfinished changes are undone."""
         for name in self._registry.open_changes():
             self._registry.undo_change(name)
         self.show(None)
@@ -52,19 +52,19 @@ class AdapterChanges:
             self._unloads[name] = (revision, set())
 
     def show(self, base_fingerprint: str | None) -> None:
-        """Tell gateways of all adapters; those of another base than this one cannot be served."""
+        """Put all adapters into the table; those of another base model are failed."""
         bases = self._registry.base_fingerprints()
         for entry in self._registry.adapters():
             self._table.put_adapter(_shown(entry, bases[entry.name], base_fingerprint))
 
     def busy(self) -> frozenset[str]:
-        """Digests that are being loaded."""
+        """Return digests that are being loaded."""
         return frozenset(self._registry.open_changes().values())
 
     async def apply(self, change: AdapterChange) -> AdapterEntry:
-        """Do what a client asks; return what the name stands for, or stood for.
+        """Make a change; return the entry of the name, or its last one.
 
-        Raises ``CorunError`` that says why not: then all is as before.
+        Raises ``CorunError`` if the change fails; then nothing has changed.
         """
         lock = self._locks.setdefault(change.name, asyncio.Lock())
         async with lock:
@@ -80,7 +80,7 @@ class AdapterChanges:
         )  # fmt: skip
 
     async def retry_unloads(self) -> None:
-        """Keep notifying targets that a name is unloaded, until all know. Runs for ever."""
+        """Retry unloads at agents and engines that did not confirm them. Runs for ever."""
         await asyncio.sleep(_BACK_S)
         while True:
             await asyncio.sleep(_AGAIN_S)
@@ -88,7 +88,7 @@ class AdapterChanges:
                 await self._try_to_unload(name)
 
     async def close(self) -> None:
-        """End what is under way; it is done again where that is needed."""
+        """Cancel background work."""
         await cancel_all(*self._tasks)
 
     # Load and reload.
@@ -136,7 +136,7 @@ class AdapterChanges:
         return entry
 
     async def _same(self, old: AdapterEntry, change: AdapterChange, path: str) -> AdapterEntry:
-        """The content is there already; where it came from, and its pin, may be others."""
+        """Update source and pin of an adapter with unchanged content."""
         entry = old
         if path != old.source:
             entry = msgspec.structs.replace(old, source=path)
@@ -147,7 +147,7 @@ class AdapterChanges:
         return entry
 
     async def _serve_on_one(self, entry: AdapterEntry, agent_id: str | None) -> str:
-        """Have one engine serve it, at best one of the agent that has its files; return which."""
+        """Have one engine serve it, if possible at the agent with the files; return its id."""
         engines = sorted(
             self._members.open_engines(), key=lambda one: (one.agent_id != agent_id, one.engine_id)
         )
@@ -164,7 +164,7 @@ class AdapterChanges:
         raise failed
 
     def _undo(self, name: str) -> None:
-        """The name is what it was, at a revision that engines with the new content do not have."""
+        """Restore the name's former entry, at a new revision; without one, unload the name."""
         before = self._registry.undo_change(name)
         if before is not None:
             self._table.put_adapter(before)
@@ -175,7 +175,7 @@ class AdapterChanges:
         self._tasks.begin(self._try_to_unload(name))
 
     async def _follow(self, entry: AdapterEntry, first: str) -> None:
-        """Have the other engines that serve the name take the new content, one by one."""
+        """Load the new content at the other engines that serve the name, one by one."""
         for engine in self._members.open_engines():
             if engine.engine_id == first:
                 continue
@@ -186,7 +186,7 @@ class AdapterChanges:
                 if any(one.name == entry.name for one in state.adapters):
                     await self._commands.ensure(engine.engine_id, entry)
             except CorunError as error:
-                # It takes the new content with the next request for it.
+                # The engine loads the new content with the next request for it.
                 _logger.warning(
                     "engine %s has not loaded the new %r: %s",
                     engine.engine_id,
@@ -205,7 +205,11 @@ class AdapterChanges:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await self._send_unloads(entry.name)
         except (HttpError, TimeoutError) as error:
-            _logger.warning("%r is unloaded, but not at all engines yet: %s", entry.name, error)
+            _logger.warning(
+                "adapter %r is unloaded, but not at all engines yet (will retry): %s",
+                entry.name,
+                error,
+            )
         return entry
 
     async def _try_to_unload(self, name: str) -> None:
@@ -215,9 +219,9 @@ class AdapterChanges:
             _logger.debug("%s is not unloaded everywhere yet: %s", name, error)
 
     async def _send_unloads(self, name: str) -> None:
-        """Notify the targets that do not know yet. Raises the first error, after all are tried."""
+        """Unload at targets that have not confirmed it. Raises the first error, after all."""
         if name not in self._unloads:
-            return  # it is loaded again
+            return  # it was loaded again
         revision, notified = self._unloads[name]
         targets = self._commands.targets()
         failed: HttpError | None = None
@@ -235,7 +239,7 @@ class AdapterChanges:
             self._registry.unloaded(name, revision)
 
     async def _pin(self, before: AdapterEntry, *, pinned: bool) -> AdapterEntry:
-        """Pin at all targets, and at engines that load it later; a refusal undoes the change."""
+        """Pin at all targets; engines that load it later pin it too. A refusal undoes the pin."""
         if pinned:
             self._commands.check_can_pin()
         entry = msgspec.structs.replace(before, pinned=pinned)

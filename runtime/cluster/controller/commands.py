@@ -50,7 +50,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Commands:
-    """To all engines of the table, and to agents. Raises ``HttpError``, as those answer."""
+    """Calls to agents, and to engines of the table. Raises ``HttpError`` with their answers."""
 
     def __init__(
         self, table: RoutingTable, members: Members, pool: CopyPool, session: aiohttp.ClientSession
@@ -59,14 +59,14 @@ class Commands:
         self._members = members
         self._pool = pool
         self._session = session
-        self._fetching = Counter[str]()  # copies under way, by the agent that they come from
-        self._served: dict[tuple[str, str], Ensured] = {}  # by engine without an agent, and name
+        self._fetching = Counter[str]()  # running copies, by source agent
+        self._served: dict[tuple[str, str], Ensured] = {}  # by engine (without an agent) and name
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def check(self, path: str) -> tuple[str | None, CheckedAdapter]:
-        """Have an agent look at a directory and keep its files; return which agent did.
+        """Have an agent check a directory and store its files; return the agent's id.
 
-        Without agents the controller looks itself. Raises the first refusal if all refuse.
+        Without agents the controller checks it. If all refuse, raises the first refusal.
         """
         agents = self._members.live_agents()
         if not agents:
@@ -82,7 +82,7 @@ class Commands:
                 errors.append(error)
             else:
                 return agent.agent_id, checked
-        # That a directory is wrong says more than that an agent is away.
+        # A wrong directory (4xx) explains more than an unreachable agent.
         raise min(errors, key=lambda one: one.status >= 500)
 
     async def ensure(self, engine_id: str, entry: AdapterEntry) -> Ensured:
@@ -104,7 +104,7 @@ class Commands:
             self._fetching.subtract(sources[:1] if is_copied else ())
 
     async def unload(self, target: str, name: str, revision: int) -> None:
-        """Have an agent, or an engine without one, drop a name."""
+        """Have an agent, or an engine without one, unload a name."""
         static = self._members.static.get(target)
         if static is None:
             body = Unload(name=name, revision=revision)
@@ -136,7 +136,7 @@ class Commands:
                 )  # fmt: skip
 
     def targets(self) -> set[str]:
-        """The receivers of changes of names: all agents, and engines without one."""
+        """Return all agents, and engines without one: each gets changes of names."""
         return {*self._members.reports, *self._members.static}
 
     async def change_engines(self, agent_id: str, change: EngineChange) -> None:
@@ -144,12 +144,12 @@ class Commands:
         await self._ask(self._members.agent(agent_id), AGENT_ENGINES_PATH, change, AgentReport)
 
     async def end_agent(self, agent_id: str) -> None:
-        """Have an agent end when the requests of its engines have."""
+        """Have an agent end after the requests of its engines."""
         body = EndAgent(agent_id=agent_id)
         await self._ask(self._members.agent(agent_id), AGENT_END_PATH, body, EndAgent)
 
     async def state(self, engine_id: str) -> EngineState:
-        """What an engine says of itself, whole."""
+        """Return an engine's complete state."""
         card = self._card(engine_id)
         sent = SentRecord("controller", lambda: self._table.adapters)
         for engine, name in self._served:
@@ -180,7 +180,7 @@ class Commands:
                     )
                 model = await engine.load(entry, entry.source)
                 if await engine.incarnation() != incarnation:
-                    raise UnreachableError(f"engine {card.url} has just started again")
+                    raise UnreachableError(f"engine {card.url} has just restarted")
                 served = self._served[key] = Ensured(
                     incarnation=incarnation, revision=entry.revision, model=model
                 )
@@ -193,7 +193,7 @@ class Commands:
         return card
 
     def _sources(self, digest: str, agent_id: str) -> list[str]:
-        """Agents that have the files, those first that others fetch least from."""
+        """Return agents that have the files, those with fewest running fetches first."""
         silent = self._members.silent()
         holders = [
             one.agent_id

@@ -1,6 +1,6 @@
-"""Engines that come and go by command: what is running ends first, and last copies move first.
+"""Adds, drains and removes engines, on one event loop.
 
-One event loop.
+Before an engine ends, its requests finish and last copies of adapters move to another agent.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from .table import RoutingTable
 
 _ACKS_TIMEOUT_S = 2.0
 _MOVE_TIMEOUT_S = 120.0
-_KEPT_TIMEOUT_S = 5.0  # for an agent to say that it keeps what it was given
-_END_TIMEOUT_S = 600.0  # of requests on an engine that others run
+_KEPT_TIMEOUT_S = 5.0  # for an agent to confirm a copy
+_END_TIMEOUT_S = 600.0  # of requests at an engine without an agent
 _POLL_EVERY_S = 0.1
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class EngineChanges:
         self._tasks = TaskSet()
 
     async def apply(self, change: EngineChange) -> None:
-        """Do what is asked. Raises ``HttpError`` that says why not: then all is as before."""
+        """Make a change. Raises ``HttpError`` if it fails; then nothing has changed."""
         if change.action == "add" and change.url is not None:
             url = change.url.rstrip("/")
             card = EngineCard(engine_id=url, url=url, measured=change.measured)
@@ -64,7 +64,7 @@ class EngineChanges:
             )  # fmt: skip
 
     def move_leaving(self) -> None:
-        """Begin to move the last copies of agents that leave on their own."""
+        """Start to move last copies of agents that leave without a command."""
         for agent_id in self._members.leaving():
             if self._last_copies(agent_id):
                 self._move(agent_id)
@@ -75,12 +75,12 @@ class EngineChanges:
                     _logger.warning("agent %s leaves with last copies: %s", agent_id, error)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel background work."""
         await cancel_all(*self._tasks, *self._moving.values())
 
     async def _start(self, change: EngineChange) -> None:
-        """On the machine with the fewest engines, or on one more."""
-        added = Counter[str]()  # that reports may not name yet
+        """Start engines where the fewest run, or on one more machine."""
+        added = Counter[str]()  # not in reports yet
         for _ in range(change.num_engines):
             number = {
                 one.agent_id: len(one.engines) + added[one.agent_id]
@@ -94,7 +94,9 @@ class EngineChanges:
             elif self._machines.state() is not None:
                 await self._machines.start_engine()
             else:
-                raise UnreachableError("no agent is there to start an engine; give the URL of one")
+                raise UnreachableError(
+                    "no agent can start an engine; give the URL of a running one (--engine)"
+                )
 
     async def _end(self, change: EngineChange, engine_id: str) -> None:
         card = self._members.drain(engine_id)
@@ -130,13 +132,13 @@ class EngineChanges:
             raise
 
     async def _remove_when_idle(self, card: EngineCard) -> None:
-        """Remove an engine without agent once it is idle; it does not end by this."""
+        """Remove an engine without an agent once it is idle. The engine itself goes on."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 while await self._is_busy(card.engine_id):
                     await asyncio.sleep(_POLL_EVERY_S)
         except (CorunError, TimeoutError) as error:
-            _logger.warning("engine %s is removed while it may be busy: %s", card.engine_id, error)
+            _logger.warning("removing engine %s, which may be busy: %s", card.engine_id, error)
         self._members.remove_engine(card.engine_id)
 
     async def _is_busy(self, engine_id: str) -> bool:
@@ -146,32 +148,35 @@ class EngineChanges:
         )
 
     def _move(self, agent_id: str) -> "asyncio.Future[None]":
-        """Begin to move the last copies of an agent that leaves, unless they move already."""
+        """Start to move the last copies of a leaving agent, unless a move is running."""
         moving = self._moving.get(agent_id)
         if moving is None or moving.done():
             moving = self._moving[agent_id] = asyncio.ensure_future(self._move_away(agent_id))
         return moving
 
     async def _move_away(self, agent_id: str) -> None:
-        """Have others keep what only an agent that leaves has. Raises ``HttpError`` if none can."""
+        """Copy a leaving agent's last copies to other agents. Raises ``HttpError`` on failure."""
         self._pool.set_ended(self._members.silent() | self._members.leaving())
         homes = [
             one for one in self._members.open_engines() if one.agent_id not in (None, agent_id)
         ]
         if not homes:
-            return  # its copies stay there: there is no other agent
+            return  # there is no other agent: copies stay
         await self._reported(agent_id)
         for number, (digest, entry) in enumerate(sorted(self._last_copies(agent_id).items())):
             home = homes[number % len(homes)]
             async with asyncio.timeout(_MOVE_TIMEOUT_S):
                 await self._commands.ensure(home.engine_id, entry)
             _logger.info(
-                "the last copy of %r moves from %s to %s", entry.name, agent_id, home.agent_id
+                "moving the last copy of %r from agent %s to agent %s",
+                entry.name,
+                agent_id,
+                home.agent_id,
             )
             await self._kept(digest, entry.name)
 
     async def _reported(self, agent_id: str) -> None:
-        """Wait until it has said what it has now: the next report may have been on its way."""
+        """Wait for two reports: the first may have been on its way already."""
         wanted = self._members.num_reports(agent_id) + 2
         try:
             async with asyncio.timeout(_KEPT_TIMEOUT_S):
@@ -181,7 +186,7 @@ class EngineChanges:
             raise UnreachableError(f"agent {agent_id!r} is silent") from None
 
     def _last_copies(self, agent_id: str) -> dict[str, AdapterEntry]:
-        """What only this agent, which leaves, has, by digest."""
+        """Return adapters with files at this leaving agent only, by digest."""
         digests = set(self._pool.only_at(agent_id))
         adapters = self._table.adapters.values()
         return {one.digest: one for one in adapters if one.digest in digests}

@@ -1,6 +1,6 @@
-"""The process that has agents run on other machines: its state, and engines it is to start.
+"""The controller's side of the process that runs agents on other machines. One event loop.
 
-One event loop.
+A wish is a request to start one engine there; it is stored until that process has taken it.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ _TAKE_TIMEOUT_S = 5.0
 
 
 class Machines:
-    """The last report, and wishes for engines that are not taken yet."""
+    """The last report of that process, and open wishes."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry = registry  # has the wishes, too: a controller may end before they are taken
+        self._registry = registry  # stores wishes over restarts of the controller
         self._clock = clock
         self._report: MachinesReport | None = None
         self._reported_s = 0.0
-        # Set once it is taken.
+        # Set when the wish is taken.
         self._wishes = {wish: asyncio.Event() for wish in registry.wishes()}
 
     def apply_report(self, report: MachinesReport, num_engines: int) -> MachinesOrders:
-        """Take a report; return what is to be started. ``num_engines``: that are ready."""
+        """Apply a report; return the open wishes. ``num_engines``: the number of ready engines."""
         self._report, self._reported_s = report, self._clock()
         for wish in report.taken:
             if wish in self._wishes:
@@ -39,7 +39,7 @@ class Machines:
         return MachinesOrders(wishes=tuple(self._wishes), num_engines=num_engines)
 
     def state(self) -> MachinesReport | None:
-        """The last report, as not up if it is old; None if agents run on no other machines."""
+        """Return the last report, marked down if it is old; None without other machines."""
         report = self._report
         if report is None or self._clock() - self._reported_s < _SILENT_S:
             return report
@@ -50,8 +50,8 @@ class Machines:
     async def start_engine(self) -> None:
         """Have an engine started on another machine.
 
-        Raises ``UnreachableError`` if that must wait: it is noted, and done when it can be; and
-        ``ResourceError`` if it cannot be noted.
+        Raises ``UnreachableError`` if the start must wait; the wish is stored and granted later.
+        Raises ``ResourceError`` if the wish cannot be stored.
         """
         wish, taken = uuid.uuid4().hex, asyncio.Event()
         self._registry.add_wish(wish)
@@ -66,5 +66,5 @@ class Machines:
         if not state.is_up or not taken.is_set():
             raise UnreachableError(
                 f"no engine can be started by {state.kind} now ({state.reason or 'it is busy'}); "
-                "it is noted, and starts when that is possible"
+                "the start is stored, and done when that is possible"
             )

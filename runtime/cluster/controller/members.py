@@ -1,8 +1,7 @@
-"""Which engines and agents there are, and which of them may be asked. One event loop.
+"""The engines and agents of the cluster. One event loop.
 
-An engine gets requests once it has said what it is, and is what the others are. An agent that is
-silent is not asked for anything, and its engines stay until the gateways say that they are gone:
-they see that themselves, and sooner.
+An engine gets requests once its profile is known and fits the other engines. A silent agent gets no
+calls. Its engines stay until all gateways have ejected them, which gateways detect sooner.
 """
 
 import asyncio
@@ -32,21 +31,21 @@ from .registry import StoredMember
 from .table import RoutingTable
 
 _AGENT_SILENT_S = 2.0
-_AGENT_GONE_S = 60.0  # without engines, it is forgotten
+_AGENT_GONE_S = 60.0  # a silent agent without engines is removed
 _RETRY_AFTER_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineRefusedError(HttpError):
-    """An engine cannot be one of this cluster's."""
+    """An engine cannot join this cluster."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message, code="engine_refused", param="url")
 
 
 class Members:
-    """What agents report, and engines that others run."""
+    """Agents, their engines, and engines without an agent."""
 
     def __init__(
         self, table: RoutingTable, session: aiohttp.ClientSession, clock: Callable[[], float],
@@ -55,8 +54,8 @@ class Members:
         """``on_base``: gets the fingerprint of the base of the first engine that joins."""
         self.profiles: dict[str, EngineProfile] = {}  # of engines in the table
         self.reports: dict[str, AgentReport] = {}
-        self.ejected: dict[str, dict[str, str]] = {}  # gateway: engine: why
-        self.static: dict[str, EngineCard] = {}  # engines that others run, by URL
+        self.ejected: dict[str, dict[str, str]] = {}  # gateway: engine: cause
+        self.static: dict[str, EngineCard] = {}  # engines without an agent, by URL
         self._table = table
         self._session = session
         self._clock = clock
@@ -66,29 +65,29 @@ class Members:
         self._pids: dict[str, int] = {}  # of engines in the table
         self._drained: dict[str, int] = {}  # engines that drain, and their pids
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, tuple[int, str]] = {}  # pid and why
+        self._refused: dict[str, tuple[int, str]] = {}  # pid and reason
 
-    # What is asked of them.
+    # Queries.
 
     @property
     def base(self) -> EngineProfile | None:
-        """What all engines are like; None before the first."""
+        """The profile of the first engine, which all engines fit; None without engines."""
         return next(iter(self.profiles.values()), None)
 
     def silent(self) -> set[str]:
-        """Agents that have said nothing for too long."""
+        """Return agents without a recent report."""
         limit_s = self._clock() - _AGENT_SILENT_S
         return {
             agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s
         }
 
     def live_agents(self) -> list[AgentReport]:
-        """All others."""
+        """Return the reports of agents that are not silent."""
         silent = self.silent()
         return [one for one in self.reports.values() if one.agent_id not in silent]
 
     def leaving(self) -> set[str]:
-        """Agents of which all engines end."""
+        """Return agents of which all engines are draining."""
         return {
             one.agent_id
             for one in self.reports.values()
@@ -96,18 +95,18 @@ class Members:
         }
 
     def num_reports(self, agent_id: str) -> int:
-        """How many reports it has sent."""
+        """Return the number of reports of an agent."""
         return self._num_reports[agent_id]
 
     def agent(self, agent_id: str) -> AgentReport:
-        """One that can be asked. Raises ``UnreachableError`` if it is silent."""
+        """Return an agent's report. Raises ``UnreachableError`` if the agent is silent."""
         report = self.reports.get(agent_id)
         if report is None or agent_id in self.silent():
             raise UnreachableError(f"agent {agent_id!r} is silent")
         return report
 
     def open_engines(self) -> list[EngineCard]:
-        """Engines that get requests, without an agent or with one that is not silent."""
+        """Return engines that get requests and have no silent agent."""
         silent = self.silent()
         return [
             card
@@ -115,10 +114,10 @@ class Members:
             if not card.is_draining and card.agent_id not in silent
         ]
 
-    # What they say.
+    # Updates.
 
     def report(self, report: AgentReport) -> None:
-        """Take what an agent says of its engines and copies."""
+        """Apply an agent's report of its engines and copies."""
         agent_id = report.agent_id
         self.reports[agent_id] = report
         self._reported_s[agent_id] = self._clock()
@@ -134,11 +133,11 @@ class Members:
                 self.remove_engine(card.engine_id)
 
     def eject(self, demand: GatewayDemand) -> None:
-        """Take which engines a gateway does not send to."""
+        """Record the engines that a gateway has ejected."""
         self.ejected[demand.gateway_id] = demand.ejected
 
     def sweep(self) -> None:
-        """Forget engines of silent agents once no gateway sends to them."""
+        """Remove engines of silent agents once no gateway sends to them."""
         for gateway_id in self.ejected.keys() - self._table.subscribers.keys():
             del self.ejected[gateway_id]
         silent = self.silent()
@@ -146,7 +145,7 @@ class Members:
             is_gone = all(card.engine_id in one for one in self.ejected.values())
             if card.agent_id in silent and self.ejected and is_gone:
                 _logger.warning(
-                    "engine %s is gone: its agent is silent, and no gateway reaches it",
+                    "removing engine %s: its agent is silent, and no gateway reaches it",
                     card.engine_id,
                 )
                 self.remove_engine(card.engine_id)
@@ -158,7 +157,7 @@ class Members:
                 self._table.remove_agent(agent_id)
 
     def drain(self, engine_id: str) -> EngineCard:
-        """No new requests for it. Raises ``HttpError`` if there is none, or its agent is silent."""
+        """Stop new requests. Raises ``HttpError`` for an unknown engine or a silent agent."""
         card = self._table.engines.get(engine_id)
         if card is None:
             raise unknown_engine(engine_id, self._table.engines)
@@ -177,7 +176,7 @@ class Members:
             self._table.put_engine(msgspec.structs.replace(card, is_draining=False))
 
     def remove_engine(self, engine_id: str) -> None:
-        """It is gone."""
+        """Remove an engine."""
         self._table.remove_engine(engine_id)
         self.profiles.pop(engine_id, None)
         self._pids.pop(engine_id, None)
@@ -188,17 +187,17 @@ class Members:
         if probe is not None and probe is not asyncio.current_task():
             probe.cancel()
 
-    # Engines that others run; they are called by their URLs.
+    # Engines without an agent; their ids are their URLs.
 
     async def add_static(self, card: EngineCard) -> None:
-        """Take one. Raises ``HttpError`` if it is refused, or does not answer."""
+        """Add an engine. Raises ``HttpError`` if it is refused or does not answer."""
         self._check_new(card.url)
         profile = await self._profile(card)
         self._check_new(card.url)
         self._join(card, 0, profile)
         self.static[card.url] = card
 
-    # Over a restart of the controller.
+    # Restarts of the controller.
 
     def restore(
         self, known: Iterable[StoredMember], agents: Iterable[AgentCard],
@@ -206,14 +205,14 @@ class Members:
     ) -> None:  # fmt: skip
         """Restore members of an earlier run until reports replace them.
 
-        Gateways must lose neither engines nor the agents that get them what they serve. Engines
-        that others run and that did not answer are asked again.
+        So gateways lose neither engines nor agents. Engines without an agent that did not answer
+        are asked again.
         """
         for agent in agents:
             self._table.put_agent(agent)
             self._reported_s[agent.agent_id] = self._clock()
         for one in known:
-            # Whether it drains, its agent says.
+            # The agent's next report tells whether it drains.
             self._join(msgspec.structs.replace(one.card, is_draining=False), one.pid, one.profile)
         for card in static:
             self.static[card.url] = card
@@ -221,7 +220,7 @@ class Members:
                 self._begin_probe(card, 0)
 
     def stored(self) -> tuple[list[StoredMember], dict[str, str]]:
-        """What ``Registry.set_members`` takes."""
+        """Return the arguments of ``Registry.set_members``."""
         engines = [
             StoredMember(card, self._pids[engine_id], self.profiles[engine_id])
             for engine_id, card in self._table.engines.items()
@@ -229,10 +228,10 @@ class Members:
         return engines, {one.agent_id: one.url for one in self._table.agents.values()}
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel background work."""
         await cancel_all(*self._probes.values())
 
-    # How an engine comes in.
+    # Joining.
 
     def _apply_status(self, agent_id: str, engine: EngineStatus) -> None:
         engine_id = engine.engine_id
@@ -242,7 +241,7 @@ class Members:
                 self.remove_engine(engine_id)
             return
         if self._drained.get(engine_id, engine.pid) != engine.pid:
-            del self._drained[engine_id]  # it was started again since
+            del self._drained[engine_id]  # it has restarted since
         is_draining = engine.state == DRAINING or engine_id in self._drained
         card = EngineCard(
             engine_id=engine_id, url=engine.url, agent_id=agent_id, is_draining=is_draining
@@ -251,7 +250,7 @@ class Members:
             self._table.put_engine(card)
             return
         if known is not None:
-            self.remove_engine(engine_id)  # it was started again
+            self.remove_engine(engine_id)  # it has restarted
         if not is_draining and self._refused.get(engine_id, (0, ""))[0] != engine.pid:
             self._begin_probe(card, engine.pid)
 
@@ -268,7 +267,7 @@ class Members:
             _logger.error("cannot look at engine %s", engine_id, exc_info=probe.exception())
 
     async def _probe(self, card: EngineCard, pid: int) -> None:
-        """Ask an engine for its profile until it answers, or is forgotten."""
+        """Ask an engine for its profile until it answers, or is removed."""
         while True:
             try:
                 profile = await self._profile(card)
@@ -279,7 +278,7 @@ class Members:
             except HttpError as error:
                 _logger.debug("engine %s does not give its profile yet: %s", card.engine_id, error)
                 if card.agent_id is not None:
-                    return  # its agent reports it again, at the URL that it has then
+                    return  # its agent reports it again, with its current URL
                 await asyncio.sleep(_RETRY_AFTER_S)
             else:
                 self._join(card, pid, profile)
@@ -290,7 +289,7 @@ class Members:
             raise EngineRefusedError(f"engine {url} is given twice")
 
     async def _profile(self, card: EngineCard) -> EngineProfile:
-        """Raises ``EngineRefusedError`` if it is of another kind, or ``UnreachableError``."""
+        """Return the profile. Raises ``EngineRefusedError`` if it does not fit this cluster."""
         url = card.url
         try:
             profile = await engine_type_of(card.measured).profile(self._session, card)
@@ -328,7 +327,7 @@ class Members:
 
 
 def unknown_engine(engine_id: str, known: Iterable[str]) -> CorunError:
-    """What is said of an engine that is not there."""
+    """Return the error for an unknown engine."""
     names = ", ".join(sorted(known)) or "none"
     return HttpError(
         404, f"there is no engine {engine_id!r}; there are {names}", code="unknown_engine",

@@ -1,7 +1,7 @@
 """Placement of a live cluster: reported demand becomes copies, then shares. One event loop.
 
-Copies come before routes change. Those that are wanted no longer go when that is done, and their
-requests have ended.
+New copies are made before routes change. Copies that are not wanted any more are dropped after
+that, when no request uses them.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from .registry import Registry
 from .table import RoutingTable
 
 _FLUSH_EVERY_S = 1.0
-_NUM_COPIES_AT_ONCE = 2  # to each agent
-_NUM_PAST_STEPS = 30  # of demand, that a start learns from
+_NUM_COPIES_AT_ONCE = 2  # per agent
+_NUM_PAST_STEPS = 30  # steps of stored demand that are read at start
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PlacementSettings:
 
 
 class Placing:
-    """Demand in, copies and shares out."""
+    """Runs a placement: demand in, copies and shares out."""
 
     def __init__(
         self, settings: PlacementSettings, registry: Registry, table: RoutingTable,
@@ -56,8 +56,8 @@ class Placing:
     ) -> None:  # fmt: skip
         """``clock``: seconds since the epoch."""
         self.planned: Mapping[ServerId, set[str]] = {}  # names by engine
-        self.moved_bytes = 0  # by the last step
-        self.step_s = 0.0  # that it took to plan it
+        self.moved_bytes = 0  # by the last step of the placement
+        self.step_s = 0.0  # time to plan the last step
         self._settings = settings
         self._registry = registry
         self._table = table
@@ -65,38 +65,40 @@ class Placing:
         self._pool = pool
         self._commands = commands
         self._clock = clock
-        self._unsaved: Counter[tuple[str, bool]] = Counter()  # tokens by name, and if of outputs
+        self._unsaved: Counter[tuple[str, bool]] = (
+            Counter()
+        )  # tokens by name and whether of outputs
         self._recorded: Counter[tuple[str, bool]] = Counter()
         self._steps: PlacementSteps | None = None
-        self._began_s = time.monotonic()  # the step that is under way
-        self._is_carried_out = False  # what is planned
+        self._began_s = time.monotonic()  # start of the current step
+        self._is_carried_out = False  # the current plan
 
     def record(self, demand: GatewayDemand) -> None:
-        """A gateway has seen so many tokens."""
+        """Record the demand that a gateway has reported."""
         for is_output, tokens in ((False, demand.prompt_tokens), (True, demand.output_tokens)):
             for name, number in tokens.items():
                 self._unsaved[name, is_output] += number
                 self._recorded[name, is_output] += number
 
     def remove(self, name: str) -> None:
-        """There is no such adapter any more."""
+        """Remove an adapter and its demand."""
         if self._steps is not None:
             self._steps.remove(name)
 
     def restore(self) -> None:
-        """Go by the last step before a restart, until the next."""
+        """Restore the plan of the last step before a restart."""
         shares = self._registry.last_shares()
         self._table.put_shares(shares)
         self.planned = names_at(shares)
         self._is_carried_out = True
 
     def planned_digests(self, agent_id: str) -> set[str]:
-        """What an agent's engines are to have."""
+        """Return digests that are planned for an agent's engines."""
         engines = self._table.engines.values()
         return self._digests_at(card.engine_id for card in engines if card.agent_id == agent_id)
 
     def placed_digests(self) -> set[str]:
-        """What has come to where it is planned: elsewhere it may go. None of it until all has."""
+        """Return planned digests once the plan is carried out; other copies may be dropped then."""
         return self._digests_at(self._table.engines) if self._is_carried_out else set()
 
     def _digests_at(self, engine_ids: Iterable[str]) -> set[str]:
@@ -104,13 +106,13 @@ class Placing:
         return {one.digest for one in self._table.adapters.values() if one.name in names}
 
     async def save_forever(self) -> None:
-        """Write demand down, every second. Runs for ever."""
+        """Save demand every second. Runs for ever."""
         while True:
             await asyncio.sleep(_FLUSH_EVERY_S)
             self.save()
 
     def save(self) -> None:
-        """Write down what demand has come since."""
+        """Save the demand since the last call."""
         unsaved, self._unsaved = self._unsaved, Counter()
         names = {name for name, _ in unsaved}
         if not names:
@@ -124,7 +126,7 @@ class Placing:
             _logger.warning("could not save demand (will retry): %s", error)
 
     async def place_forever(self) -> None:
-        """Plan and carry out, step by step. Runs for ever."""
+        """Plan and carry out step by step. Runs for ever."""
         while True:
             await asyncio.sleep(self._settings.every_s)
             try:
@@ -141,7 +143,7 @@ class Placing:
         steps = self._steps
         if steps is None:
             steps = self._steps = await self._begin(engines, adapters)
-            self._recorded.clear()  # the registry has it
+            self._recorded.clear()  # it is in the registry
         recorded, self._recorded = self._recorded, Counter()
         now_s = time.monotonic()
         lasted_s, self._began_s = now_s - self._began_s, now_s
@@ -165,7 +167,7 @@ class Placing:
     async def _begin(
         self, engines: list[EngineCard], adapters: list[AdapterEntry]
     ) -> PlacementSteps:
-        """From where copies are now, and what demand there was."""
+        """Return the steps of the placement, started with current copies and stored demand."""
         settings = self._settings
         capacity = None
         if goes_by_demand(settings.policy):
@@ -180,7 +182,7 @@ class Placing:
     async def _find_capacity(
         self, engines: list[EngineCard], adapters: list[AdapterEntry]
     ) -> dict[int, float]:
-        """Of each rank the least that an engine bears, by the profile of each."""
+        """Return by rank the lowest operating capacity of all engines, from their profiles."""
         ranks = tuple(sorted({one.rank for one in adapters}))
         found: dict[int, float] = {}
         for engine in engines:
@@ -199,7 +201,7 @@ class Placing:
         return found
 
     def _past(self, every_s: float) -> list[dict[str, tuple[float, float]]]:
-        """Tokens/s of the last steps, as they were noted by the minute."""
+        """Return tokens/s of the last steps, from demand that is stored by the minute."""
         now_s = self._clock()
         since_s = now_s - _NUM_PAST_STEPS * every_s
         steps: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
@@ -211,7 +213,7 @@ class Placing:
         return [steps[number] for number in sorted(steps)]
 
     def _copied(self, engines: list[EngineCard], adapters: list[AdapterEntry]) -> Shares:
-        """Where copies are now, in the form of a plan."""
+        """Return the current copies in the form of a plan."""
         found = {}
         for one in adapters:
             holders = set(self._pool.holders(one.digest))
@@ -220,7 +222,7 @@ class Placing:
         return {name: row for name, row in found.items() if row}
 
     def _servers(self, engines: list[EngineCard]) -> list[StoreServer]:
-        """Engines of one agent share its store in equal parts."""
+        """Return engines as servers; the engines of an agent share its store equally."""
         number = Counter(engine.agent_id for engine in engines)
         servers = []
         for engine in engines:
@@ -230,7 +232,7 @@ class Placing:
         return servers
 
     async def _carry_out(self, shares: Shares) -> None:
-        """Bring copies where they are planned, then tell routers of those that have come."""
+        """Make the planned copies, then publish shares of those that succeeded."""
         limits: dict[str | None, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(_NUM_COPIES_AT_ONCE)
         )
@@ -259,7 +261,7 @@ class Placing:
 
 
 def _of_those(shares: Shares, there: set[tuple[str, ServerId]]) -> Shares:
-    """The shares of copies that are there, of all requests."""
+    """Return the shares of the copies in ``there``, scaled to sum to 1."""
     found = {}
     for name, row in shares.items():
         kept = {engine_id: share for engine_id, share in row.items() if (name, engine_id) in there}

@@ -1,4 +1,4 @@
-"""Which agent must keep which copies of adapters' files, so that the last one is never lost. Pure.
+"""The copies of adapters' files at agents, and orders so that the last is never lost. Pure.
 
 Agents evict released copies on their own, all at the same time. So of each adapter one agent keeps
 a copy, and the others are released only while that agent reports that it keeps it.
@@ -13,7 +13,7 @@ from .registry import StoredCopy
 
 @dataclass(frozen=True, slots=True)
 class AgentCopies:
-    """What an agent has, and which of it it says to keep."""
+    """An agent's copies, and those that it has confirmed to keep."""
 
     digests: frozenset[str]
     kept: frozenset[str]
@@ -24,26 +24,26 @@ class CopyPool:
 
     def __init__(self) -> None:
         self._agents: dict[str, AgentCopies] = {}
-        self._ended: set[str] = set()  # agents that leave, or are silent: their copies do not count
+        self._ended: set[str] = set()  # leaving or silent agents: their copies do not count
 
     def restore(self, agent_id: str, digests: Iterable[str]) -> None:
-        """Restore copies of before a restart; none of them counts as kept."""
+        """Restore an agent's copies after a restart; none counts as kept."""
         self._agents.setdefault(agent_id, AgentCopies(frozenset(digests), frozenset()))
 
     def report(self, report: AgentReport) -> bool:
-        """Take what an agent has; return whether that is another set of copies."""
+        """Apply an agent's report; return whether its set of copies changed."""
         copies = frozenset(report.copies)
         before = self._agents.get(report.agent_id)
         self._agents[report.agent_id] = AgentCopies(copies, copies & frozenset(report.keeps))
         return before is None or before.digests != copies
 
     def digests_of(self, agent_id: str) -> frozenset[str]:
-        """What it has."""
+        """Return an agent's copies."""
         known = self._agents.get(agent_id)
         return frozenset() if known is None else known.digests
 
     def is_kept(self, digest: str) -> bool:
-        """Whether an agent that counts has said that it keeps a copy."""
+        """Return whether an agent that counts has confirmed to keep a copy."""
         return any(
             digest in one.kept
             for agent_id, one in self._agents.items()
@@ -51,11 +51,11 @@ class CopyPool:
         )
 
     def set_ended(self, agent_ids: Collection[str]) -> None:
-        """Do not count on these agents."""
+        """Set the agents that do not count."""
         self._ended = set(agent_ids)
 
     def holders(self, digest: str) -> list[str]:
-        """Agents with a copy that counts."""
+        """Return the agents with a copy that counts."""
         return sorted(
             agent_id
             for agent_id, one in self._agents.items()
@@ -70,10 +70,10 @@ class CopyPool:
 
         Args:
             agent_id: The agent.
-            adapters: What names stand for.
+            adapters: All adapters.
             busy: Digests that are being loaded: no agent may drop them.
-            planned: Digests that the placement wants there.
-            placed: Digests that are where the placement wants them.
+            planned: Digests that the placement wants at this agent.
+            placed: Digests with copies at all planned servers.
         """
         own = self._agents[agent_id]
         pinned = {one.digest for one in adapters if one.pinned}
@@ -91,11 +91,11 @@ class CopyPool:
         )
 
     def only_at(self, agent_id: str) -> list[str]:
-        """Digests of which no agent that counts keeps a copy, but this one, which leaves."""
+        """Return digests of a leaving agent that no agent that counts keeps."""
         return sorted(one for one in self.digests_of(agent_id) if not self.is_kept(one))
 
     def stored(self, agent_id: str, ages_s: Mapping[str, float], now_s: float) -> list[StoredCopy]:
-        """An agent's copies as the registry keeps them; ``ages_s``: since their last use."""
+        """Return an agent's copies for the registry; ``ages_s``: seconds since the last use."""
         own = self._agents[agent_id]
         return [
             StoredCopy(digest, agent_id, digest in own.kept, now_s - age_s)
@@ -103,7 +103,7 @@ class CopyPool:
         ]
 
     def num_copies(self) -> Mapping[str, int]:
-        """By digest, of all agents that count."""
+        """Return the number of copies by digest, at agents that count."""
         found: dict[str, int] = {}
         for agent_id, one in self._agents.items():
             if agent_id not in self._ended:
@@ -112,9 +112,9 @@ class CopyPool:
         return found
 
     def _others_keep(self, digest: str, agent_id: str) -> bool:
-        """Whether another that counts has said that it keeps it, and is not released itself.
+        """Return whether another agent that counts keeps a copy for good.
 
-        Of several that do, the first stays.
+        Of several agents that confirmed a copy, the first is the one that keeps it.
         """
         keepers = [
             one

@@ -1,8 +1,7 @@
-"""What the cluster must not forget, in one SQLite file: adapters, copies, demand, placements.
+"""The persistent state of a cluster in one SQLite file: adapters, copies, demand, placements.
 
-Every method is one transaction, so that a crash between any two leaves what either began or ended.
-One process owns a state directory, from one thread. Times are seconds since the epoch: they must
-hold over a restart.
+Every method is one transaction, so a crash leaves the state between two calls. One thread of one
+process owns a state directory. Times are seconds since the epoch, which hold over restarts.
 """
 
 import sqlite3
@@ -27,7 +26,7 @@ class StoredCopy(msgspec.Struct, frozen=True):
 
     digest: str
     agent_id: str
-    is_kept: bool  # the agent was ordered to, and has confirmed it
+    is_kept: bool  # ordered by the controller and confirmed by the agent
     used_unix_s: float
 
 
@@ -35,43 +34,43 @@ class StoredMember(msgspec.Struct, frozen=True):
     """An engine that gets requests."""
 
     card: EngineCard
-    pid: int  # 0 = others run it
+    pid: int  # 0 = it has no agent
     profile: EngineProfile
 
 
 class Registry:
-    """The file, open. Raises ``ConfigError`` if it is held by another, foreign or corrupt."""
+    """The open file. Raises ``ConfigError`` if it is locked, foreign or corrupt."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock, self._db = opened(directory)
         with self._change() as db:
-            self.start = _next(db, _START)  # how often a controller has begun on it
+            self.start = _next(db, _START)  # the number of controller starts so far
 
     def close(self) -> None:
-        """Leave the directory to others. Idempotent."""
+        """Close the file and release the directory. Idempotent."""
         self._db.close()
         self._lock.close()
 
     # Adapters.
 
     def adapters(self) -> list[AdapterEntry]:
-        """All, by name."""
+        """Return all adapters, sorted by name."""
         return [_entry(row) for row in self._db.execute("SELECT * FROM adapters ORDER BY name")]
 
     def adapter(self, name: str) -> AdapterEntry | None:
-        """One; None if there is none."""
+        """Return an adapter, or None."""
         row = self._db.execute("SELECT * FROM adapters WHERE name = ?", (name,)).fetchone()
         return None if row is None else _entry(row)
 
     def base_fingerprints(self) -> dict[str, str]:
-        """Of which base each adapter is, by name."""
+        """Return the fingerprint of each adapter's base model, by name."""
         return dict(self._db.execute("SELECT name, base_fingerprint FROM adapters"))
 
     def begin_change(self, name: str, digest: str) -> int:
-        """Note that content is about to be tried under a name; return its revision.
+        """Store that a change of a name begins; return its revision.
 
-        Until ``end_change`` or ``undo_change`` an engine may have it, unknown to gateways.
+        Until ``end_change`` or ``undo_change`` an engine may have the content, unknown to gateways.
         """
         with self._change() as db:
             revision = _next(db, _REVISION)
@@ -79,16 +78,16 @@ class Registry:
         return revision
 
     def end_change(self, entry: AdapterEntry, base_fingerprint: str) -> None:
-        """From now on the name is what was tried."""
+        """Complete a change: the name has the new content."""
         with self._change() as db:
             _put(db, entry, base_fingerprint)
             db.execute("DELETE FROM changes WHERE name = ?", (entry.name,))
             db.execute("DELETE FROM unloads WHERE name = ?", (entry.name,))
 
     def undo_change(self, name: str) -> AdapterEntry | None:
-        """Give up what was tried; return what the name is again, at a new revision.
+        """Undo a change; return the former entry, at a new revision.
 
-        None: it is unloaded, and engines that have it are to be notified (``unloads``).
+        None: there was none. The name is unloaded, also at engines that have it (``unloads``).
         """
         with self._change() as db:
             revision = _next(db, _REVISION)
@@ -100,11 +99,11 @@ class Registry:
         return entry
 
     def open_changes(self) -> dict[str, str]:
-        """Digests by name of what was begun and neither ended nor undone."""
+        """Return unfinished changes: digests by name."""
         return dict(self._db.execute("SELECT name, digest FROM changes ORDER BY name"))
 
     def set_entry(self, entry: AdapterEntry) -> None:
-        """Say otherwise what is no content of an adapter: its pin, source or state."""
+        """Update an adapter's pin, source or state, which are not content."""
         with self._change() as db:
             db.execute(
                 "UPDATE adapters SET source = ?, state = ?, reason = ?, pinned = ? WHERE name = ?",
@@ -112,7 +111,7 @@ class Registry:
             )
 
     def unload(self, name: str) -> int:
-        """The name stands for nothing any more; return from which revision on."""
+        """Remove a name; return the revision of the removal."""
         with self._change() as db:
             revision = _next(db, _REVISION)
             db.execute("DELETE FROM adapters WHERE name = ?", (name,))
@@ -120,23 +119,23 @@ class Registry:
         return revision
 
     def unloads(self) -> dict[str, int]:
-        """Names that engines may still have, and the revisions from which on they are gone."""
+        """Return removed names that engines may still serve, and the revisions of removal."""
         return dict(self._db.execute("SELECT name, revision FROM unloads ORDER BY name"))
 
     def unloaded(self, name: str, revision: int) -> None:
-        """No engine has it any more."""
+        """Record that no engine serves a removed name any more."""
         with self._change() as db:
             db.execute("DELETE FROM unloads WHERE name = ? AND revision = ?", (name, revision))
 
     # Copies.
 
     def copies(self) -> list[StoredCopy]:
-        """All copies that agents have reported."""
+        """Return all copies that agents have reported."""
         rows = self._db.execute("SELECT digest, agent_id, is_kept, used_unix_s FROM copies")
         return [StoredCopy(one[0], one[1], bool(one[2]), one[3]) for one in rows]
 
     def set_copies(self, agent_id: str, copies: Iterable[StoredCopy]) -> None:
-        """What an agent has."""
+        """Replace the copies of an agent."""
         with self._change() as db:
             db.execute("DELETE FROM copies WHERE agent_id = ?", (agent_id,))
             db.executemany(
@@ -147,7 +146,7 @@ class Registry:
     # Demand and placements.
 
     def add_demand(self, tokens: Mapping[str, tuple[int, int]]) -> None:
-        """So many tokens of prompts and outputs have come, by adapter, in this minute."""
+        """Add tokens of prompts and outputs to the current minute, by adapter."""
         minute = int(self._clock() // 60)
         with self._change() as db:
             db.executemany(
@@ -159,7 +158,7 @@ class Registry:
             db.execute("DELETE FROM demand WHERE minute < ?", (minute - _KEPT_S // 60,))
 
     def demand(self, since_unix_s: float) -> dict[int, dict[str, tuple[int, int]]]:
-        """Tokens of prompts and outputs by minute since the epoch, and adapter."""
+        """Return tokens of prompts and outputs by minute since the epoch, and by adapter."""
         found: dict[int, dict[str, tuple[int, int]]] = {}
         rows = self._db.execute(
             "SELECT * FROM demand WHERE minute >= ? ORDER BY minute", (int(since_unix_s // 60),)
@@ -169,7 +168,7 @@ class Registry:
         return found
 
     def add_placement(self, policy: str, shares: Shares, moved_bytes: int) -> None:
-        """A step of the placement."""
+        """Add a step of the placement."""
         now_s = self._clock()
         with self._change() as db:
             db.execute(
@@ -180,7 +179,7 @@ class Registry:
             db.execute("DELETE FROM placements WHERE at_unix_s < ?", (now_s - _KEPT_S,))
 
     def last_shares(self) -> Shares:
-        """Of the last step; none if there was none."""
+        """Return the shares of the last step, or none."""
         row = self._db.execute(
             "SELECT shares FROM placements ORDER BY step DESC LIMIT 1"
         ).fetchone()
@@ -188,12 +187,12 @@ class Registry:
             return {}
         return msgspec.json.decode(row[0], type=dict[str, dict[ServerId, float]])
 
-    # Engines that others run.
+    # Engines without an agent.
 
     def begin_run(self, run_id: str) -> None:
         """Begin a run of the command; a controller that restarts within a run has the same id.
 
-        A new command lists its engines itself.
+        A new run starts without engines; the command adds them.
         """
         known = self._db.execute("SELECT run_id FROM run").fetchone()
         if known == (run_id,):
@@ -204,40 +203,40 @@ class Registry:
             db.execute("INSERT INTO run VALUES (?)", (run_id,))
 
     def engines(self) -> list[EngineCard]:
-        """All that were added and not removed."""
+        """Return all engines that were added and not removed."""
         rows = self._db.execute("SELECT card FROM engines ORDER BY url")
         return [msgspec.json.decode(card, type=EngineCard) for (card,) in rows]
 
     def add_engine(self, card: EngineCard) -> None:
-        """One more."""
+        """Add an engine."""
         with self._change() as db:
             db.execute("REPLACE INTO engines VALUES (?, ?)", (card.url, _json(card)))
 
     def remove_engine(self, url: str) -> None:
-        """One less."""
+        """Remove an engine."""
         with self._change() as db:
             db.execute("DELETE FROM engines WHERE url = ?", (url,))
 
-    # Wishes for engines, on machines that another process finds.
+    # Wishes: requests for engines on other machines.
 
     def wishes(self) -> list[str]:
-        """All wishes that are not taken yet, the oldest first."""
+        """Return open wishes, oldest first."""
         return [wish for (wish,) in self._db.execute("SELECT wish FROM wishes ORDER BY rowid")]
 
     def add_wish(self, wish: str) -> None:
-        """One more."""
+        """Add a wish."""
         with self._change() as db:
             db.execute("INSERT INTO wishes VALUES (?)", (wish,))
 
     def end_wish(self, wish: str) -> None:
-        """One less."""
+        """Remove a wish."""
         with self._change() as db:
             db.execute("DELETE FROM wishes WHERE wish = ?", (wish,))
 
     # Engines that get requests, with or without an agent, and agents.
 
     def members(self) -> list[StoredMember]:
-        """All that were there last."""
+        """Return the last members."""
         rows = self._db.execute("SELECT card, pid, profile FROM members ORDER BY engine_id")
         return [
             StoredMember(
@@ -249,11 +248,11 @@ class Registry:
         ]
 
     def agents(self) -> dict[str, str]:
-        """URLs of all that were there last."""
+        """Return the URLs of the last agents, by id."""
         return dict(self._db.execute("SELECT agent_id, url FROM agents ORDER BY agent_id"))
 
     def set_members(self, members: Iterable[StoredMember], agents: Mapping[str, str]) -> None:
-        """These engines and agents are there, and no others."""
+        """Replace all engines and agents."""
         with self._change() as db:
             db.execute("DELETE FROM agents")
             db.executemany("INSERT INTO agents VALUES (?, ?)", agents.items())
@@ -268,7 +267,7 @@ class Registry:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. Raises ``ResourceError`` if the disk is full, or broken."""
+        """Run one transaction. Raises ``ResourceError`` if the file cannot be written."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
@@ -304,6 +303,6 @@ def _json(value: msgspec.Struct) -> str:
 
 
 def _entry(row: Sequence[Any]) -> AdapterEntry:
-    """From a row of ``adapters``."""
+    """Return the entry of a row of ``adapters``."""
     values = dict(zip(AdapterEntry.__struct_fields__, row, strict=False))
     return AdapterEntry(**values | {"pinned": bool(values["pinned"])})

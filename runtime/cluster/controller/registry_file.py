@@ -1,4 +1,4 @@
-"""The registry's file: made whole, locked by one controller, and refused if it is damaged."""
+"""Creates, locks and opens the registry's file, and refuses a damaged one."""
 
 import fcntl
 import os
@@ -41,13 +41,13 @@ CREATE TABLE members (
 CREATE TABLE agents (agent_id TEXT PRIMARY KEY, url TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE run (run_id TEXT NOT NULL);
 """
-# Since then; files of before get them.
+# Added later; older files get it when they are opened.
 _MORE = "CREATE TABLE IF NOT EXISTS wishes (wish TEXT NOT NULL)"
 _NAME, _LOCK_NAME = "registry.sqlite", "controller.lock"
 
 
 def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
-    """Return the lock of a state directory, which closing it gives back, and its database.
+    """Return the lock of a state directory (closing releases it) and the open database.
 
     Raises ``ConfigError`` if it is held by another controller, foreign or corrupt.
     """
@@ -63,7 +63,7 @@ def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
 
 
 def _locked(directory: Path) -> IO[str]:
-    """Take the directory, which the kernel gives back however the process ends."""
+    """Lock the directory; the kernel releases the lock when the process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / _LOCK_NAME).open("a+", encoding="ascii")
@@ -77,7 +77,7 @@ def _locked(directory: Path) -> IO[str]:
         lock.close()
         raise ConfigError(
             f"--state-dir {directory} is held by another controller (process {holder}); "
-            "give each cluster its own"
+            "give each cluster its own --state-dir"
         ) from None
     lock.truncate(0)
     lock.write(str(os.getpid()))
@@ -86,7 +86,7 @@ def _locked(directory: Path) -> IO[str]:
 
 
 def _create(path: Path) -> None:
-    """Make an empty one, all at once: what lies there under its name is always whole."""
+    """Create an empty file atomically."""
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     try:
@@ -96,7 +96,7 @@ def _create(path: Path) -> None:
             db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         part.rename(path)
     except (sqlite3.Error, OSError) as error:
-        raise ConfigError(f"--state-dir: {path} cannot be made: {error}") from None
+        raise ConfigError(f"--state-dir: cannot create {path}: {error}") from None
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -107,16 +107,20 @@ def _opened(path: Path) -> sqlite3.Connection:
         application_id = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if application_id != _APPLICATION_ID:
-            raise ConfigError(f"{what} is no registry of a cluster; move it away or give another")
+            raise ConfigError(
+                f"{what} is not the registry of a cluster; move it away or give another --state-dir"
+            )
         if version != _SCHEMA_VERSION:
             raise ConfigError(
-                f"{what} is of version {version}, and this corun reads version {_SCHEMA_VERSION}"
+                f"{what} is of version {version}, but this corun reads version {_SCHEMA_VERSION}"
             )
         found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")  # a revision must not come again after an outage
+        db.execute(
+            "PRAGMA synchronous = FULL"
+        )  # a revision must not be reused after a power failure
         db.execute(_MORE)
     except (sqlite3.Error, OSError) as error:
         if db is not None:

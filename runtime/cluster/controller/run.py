@@ -45,7 +45,7 @@ async def run_controller(settings: ControllerSettings, stop: asyncio.Event) -> N
             registry.begin_run(settings.run_id)
             async with _parts(settings, registry) as parts:
                 app = ControllerRoutes(parts).app(settings.cluster_key)
-                async with asyncio.TaskGroup() as group:  # ends all if one fails
+                async with asyncio.TaskGroup() as group:  # one failure ends all
                     running = [group.create_task(work) for work in _work(parts)]
                     _logger.info("listening at %s", url_of(sock))
                     await serve_app(app, sock, stop, drain_timeout_s=_DRAIN_TIMEOUT_S)
@@ -96,7 +96,7 @@ async def _parts(
 
 
 def _work(parts: ControllerParts) -> list[Coroutine[None, None, None]]:
-    """What goes on beside requests."""
+    """Return the background work of a controller."""
     return [
         parts.changes.retry_unloads(),
         parts.placing.save_forever(),
@@ -106,13 +106,13 @@ def _work(parts: ControllerParts) -> list[Coroutine[None, None, None]]:
 
 
 def _restore(parts: ControllerParts) -> None:
-    """Take what was there before."""
+    """Restore the state of an earlier controller."""
     known: dict[str, list[str]] = {}
     for copy in parts.registry.copies():
         known.setdefault(copy.agent_id, []).append(copy.digest)
     for agent_id, digests in known.items():
         parts.pool.restore(agent_id, digests)
-    parts.pool.set_ended(known)  # until they say something
+    parts.pool.set_ended(known)  # until their first report
     parts.changes.recover()
     parts.placing.restore()
     agents = [

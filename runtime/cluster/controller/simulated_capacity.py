@@ -22,8 +22,8 @@ from ...sim.workload_spec import RANKS, LengthSpec, WorkloadSpec
 from ..process import EXIT_FAILED, bind_to_parent
 from .capacity import CapacityTask, FoundCapacity
 
-_PERCENTILE = 95.0  # of first tokens, as in LoRAServe, section V
-_LONGEST_TOKENS = 16384  # about, of the conversations that are simulated
+_PERCENTILE = 95.0  # of times to first token, as in LoRAServe, section V
+_LONGEST_TOKENS = 16384  # about the longest simulated conversation
 _HORIZON_S = 600.0
 
 _logger = logging.getLogger(__name__)

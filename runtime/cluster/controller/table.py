@@ -14,23 +14,23 @@ from ..policy.reports import Shares
 from ..wire import AdapterEntry, AgentCard, EngineCard, TableChange
 
 _ENGINE, _AGENT, _ADAPTER = "engine", "agent", "adapter"
-_START_BITS = 32  # of a sequence: below them the changes since a controller began
+_START_BITS = 32  # the lower bits of a sequence count changes since the controller started
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The newest state of one thing."""
+    """The newest state of one object."""
 
     sequence: int
-    value: Any  # None: it is gone
-    revision: int = 0  # from which on an adapter is gone
+    value: Any  # None = removed
+    revision: int = 0  # at which an adapter was removed
 
 
 @dataclass(slots=True)
 class Subscriber:
-    """A gateway that listens."""
+    """A connected gateway."""
 
     gateway_id: str
     sent: int = 0
@@ -40,10 +40,10 @@ class Subscriber:
 
 
 class RoutingTable:
-    """Engines, agents, adapters, shares."""
+    """Engines, agents, adapters and shares, with subscribed gateways."""
 
     def __init__(self, start: int) -> None:
-        """``start``: grows with each controller, so that no sequence comes again."""
+        """``start``: grows with each start of a controller, so no sequence is reused."""
         self.sequence = start << _START_BITS
         self.engines: dict[str, EngineCard] = {}
         self.agents: dict[str, AgentCard] = {}
@@ -54,22 +54,22 @@ class RoutingTable:
         self._shares_sequence = 0
         self._acknowledged = asyncio.Event()
 
-    # Changes; those that change nothing have no number.
+    # Changes. An update that changes nothing has no sequence.
 
     def put_engine(self, card: EngineCard) -> None:
-        """It may get requests, or is otherwise than before."""
+        """Add or update an engine."""
         self._put(self.engines, _ENGINE, card.engine_id, card)
 
     def put_agent(self, card: AgentCard) -> None:
-        """It has these copies."""
+        """Add or update an agent."""
         self._put(self.agents, _AGENT, card.agent_id, card)
 
     def put_adapter(self, entry: AdapterEntry) -> None:
-        """A name stands for this."""
+        """Add or update an adapter."""
         self._put(self.adapters, _ADAPTER, entry.name, entry)
 
     def remove_engine(self, engine_id: str) -> None:
-        """It gets no requests."""
+        """Remove an engine: it gets no more requests."""
         self._remove(self.engines, _ENGINE, engine_id)
 
     def remove_agent(self, agent_id: str) -> None:
@@ -77,11 +77,11 @@ class RoutingTable:
         self._remove(self.agents, _AGENT, agent_id)
 
     def remove_adapter(self, name: str, revision: int) -> None:
-        """The name stands for nothing from this revision on."""
+        """Remove an adapter, at this revision."""
         self._remove(self.adapters, _ADAPTER, name, revision)
 
     def put_shares(self, shares: Shares) -> None:
-        """A placement, for routers that go by it."""
+        """Set the shares of a placement, for routers that use them."""
         new = {
             name: {str(one): share for one, share in row.items()} for name, row in shares.items()
         }
@@ -92,7 +92,7 @@ class RoutingTable:
     # Gateways.
 
     def subscribe(self, gateway_id: str) -> Subscriber:
-        """One listens; another stream of the same one ends."""
+        """Add a gateway; an older stream of the same gateway ends."""
         self.unsubscribe(self.subscribers.get(gateway_id))
         subscriber = self.subscribers[gateway_id] = Subscriber(gateway_id)
         subscriber.wake.set()
@@ -109,7 +109,7 @@ class RoutingTable:
         self._acknowledged.set()
 
     def next_change(self, subscriber: Subscriber) -> TableChange | None:
-        """What it does not have yet; None if it has all."""
+        """Return the changes that a gateway does not have yet; None if it has all."""
         subscriber.wake.clear()
         since, subscriber.sent = subscriber.sent, self.sequence
         if since == 0:
@@ -126,7 +126,7 @@ class RoutingTable:
     async def confirmed(self, timeout_s: float) -> None:
         """Wait until all gateways have acknowledged the present table.
 
-        A gateway that has not in time is disconnected, and so knows that its table is old.
+        A gateway that does not answer in time is disconnected, so it knows that its table is old.
         """
         sequence = self.sequence
         try:
@@ -143,7 +143,7 @@ class RoutingTable:
                 self.unsubscribe(subscriber)
 
     def snapshot(self) -> TableChange:
-        """All of it."""
+        """Return the whole table."""
         return TableChange(
             sequence=self.sequence, is_whole=True, engines=tuple(self.engines.values()),
             agents=tuple(self.agents.values()), adapters=tuple(self.adapters.values()),
@@ -176,7 +176,7 @@ class RoutingTable:
             self._cells[kind, key] = _Cell(self._next(), None, revision)
 
     def _next(self) -> int:
-        # Removals that all subscribers have been sent are forgotten.
+        # Forget removals that were sent to all subscribers.
         told = min((one.sent for one in self.subscribers.values()), default=self.sequence)
         gone = [
             key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= told

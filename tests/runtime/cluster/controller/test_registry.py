@@ -98,7 +98,7 @@ def test_a_directory_has_one_controller(tmp_path: Path) -> None:
 def test_what_is_no_registry_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "registry.sqlite"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is no registry of a cluster"):
+    with pytest.raises(ConfigError, match="is not the registry of a cluster"):
         opened(tmp_path)
     assert path.read_bytes() == b""
     path.write_bytes(b"notes of somebody" * 1000)
@@ -109,7 +109,7 @@ def test_what_is_no_registry_is_refused_and_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE others (x)")
     db.close()
-    with pytest.raises(ConfigError, match="is no registry of a cluster"):
+    with pytest.raises(ConfigError, match="is not the registry of a cluster"):
         opened(tmp_path)
 
 
