@@ -45,12 +45,14 @@ class AgentState:
     drain_timeout_s: float
     fetcher: Fetcher
     leader: Leader
-    stop: asyncio.Event  # set, the agent ends
+    stop: asyncio.Event  # set to end the agent
     num_places: int | None
-    gone: dict[str, int] = field(default_factory=dict)  # unloaded names: from which revision on
+    gone: dict[str, int] = field(
+        default_factory=dict
+    )  # unloaded names, and the revisions of their removal
 
     def report(self) -> AgentReport:
-        """The report for the controller."""
+        """Return the report for the controller."""
         return AgentReport(
             agent_id=self.agent_id,
             url=self.url,
@@ -65,7 +67,7 @@ class AgentState:
         )
 
     async def release(self, digest: str) -> bool:
-        """Have all engines drop what a digest names, if it is not in use."""
+        """Have all engines unload a digest's adapters; return False if one is in use."""
         return all([await served.release(digest) for served in self.fleet.all_served()])
 
 
@@ -95,7 +97,7 @@ class AgentRoutes:
         )
 
     async def check(self, request: web.Request) -> web.Response:
-        """Look at a directory, and take its files into the store."""
+        """Check a directory, and copy its files into the store."""
         source = Path((await read_struct(request, CheckAdapter)).path).expanduser()
         manifest, rank = await self._state.store.ingest(source, self._state.release)
         self._state.fleet.changed.set()
@@ -105,7 +107,7 @@ class AgentRoutes:
         )
 
     async def ensure(self, request: web.Request) -> web.Response:
-        """Have an engine serve an adapter, at the revision asked for or a later one."""
+        """Have an engine serve an adapter, at the requested revision or a later one."""
         asked = await read_struct(request, Ensure)
         served = self._state.fleet.served(asked.engine_id)
         ensured = await served.ensure(asked.adapter, asked.sources)
@@ -113,7 +115,7 @@ class AgentRoutes:
         return struct_response(ensured)
 
     async def unload(self, request: web.Request) -> web.Response:
-        """Have all engines drop a name; answered when they take no new requests for it."""
+        """Unload a name at all engines; answered when they take no new requests for it."""
         gone = await read_struct(request, Unload)
         known = self._state.gone.get(gone.name, 0)
         self._state.gone[gone.name] = max(known, gone.revision)
@@ -122,14 +124,14 @@ class AgentRoutes:
         return struct_response(gone)
 
     async def pin(self, request: web.Request) -> web.Response:
-        """Have the engines that serve a name pin it, or no longer."""
+        """Pin or unpin a name at the engines that serve it."""
         pin = await read_struct(request, Pin)
         for served in self._state.fleet.all_served():
             await served.pin(pin.name, pinned=pin.pinned)
         return struct_response(pin)
 
     async def engines(self, request: web.Request) -> web.Response:
-        """Add, drain or remove an engine; what comes of it, reports say."""
+        """Start to add, drain or remove engines; reports show the progress."""
         change = await read_struct(request, EngineChange)
         fleet = self._state.fleet
         if change.action == "add":
@@ -144,23 +146,23 @@ class AgentRoutes:
         return struct_response(self._state.report())
 
     async def join(self, request: web.Request) -> web.Response:
-        """Report to another controller, unless the one so far answers."""
+        """Report to another controller, unless the current one answers."""
         asked = await read_struct(request, Join)
         self._state.leader.follow(asked.controller_url)
         self._state.fleet.changed.set()
         return struct_response(asked)
 
     async def end(self, request: web.Request) -> web.Response:
-        """Begin to end."""
+        """Start to end this agent."""
         asked = await read_struct(request, EndAgent)
-        if asked.agent_id != self._state.agent_id:  # another has this address now
+        if asked.agent_id != self._state.agent_id:  # the address belongs to another agent now
             text = f"this is agent {self._state.agent_id}"
             raise HttpError(404, text, code="unknown_engine", param="agent_id")
         self._state.stop.set()
         return struct_response(asked)
 
     async def manifest(self, request: web.Request) -> web.Response:
-        """What an adapter consists of."""
+        """The manifest of an adapter."""
         digest = check_digest(request.match_info["digest"])
         manifest = self._state.store.manifest(digest)
         if manifest is None:
@@ -168,7 +170,7 @@ class AgentRoutes:
         return struct_response(manifest)
 
     async def file(self, request: web.Request) -> web.StreamResponse:
-        """One of its files, by sendfile."""
+        """One file of an adapter, by sendfile."""
         digest = check_digest(request.match_info["digest"])
         manifest = self._state.store.manifest(digest)
         name = request.match_info["file"]
@@ -177,7 +179,7 @@ class AgentRoutes:
         return web.FileResponse(self._state.store.path(digest) / name, chunk_size=2**20)
 
     async def no_digest(self, request: web.Request) -> web.StreamResponse:
-        """Refuse a path in place of a digest."""
+        """Refuse a path instead of a digest."""
         check_digest(request.match_info["path"])
         raise AssertionError("a path with a slash is no digest")
 

@@ -1,4 +1,4 @@
-"""Which engines a machine is to have, written down.
+"""The list of a machine's engines, in a file.
 
 After a crash the agent's next process restores the engines that ran last, not those of the first
 start. A start of the whole cluster discards the list.
@@ -21,14 +21,14 @@ class _EngineList(msgspec.Struct, frozen=True):
 
 
 class EngineListFile:
-    """Of one start of the cluster, ``run_id``; those of others do not count."""
+    """The list of one run of the cluster, ``run_id``; the list of another run is ignored."""
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
 
     def read(self) -> tuple[int, list[str]] | None:
-        """How many ids were given in this run, and the engines that are wanted; None = a start."""
+        """Return the number of ids used in this run, and the engine ids; None without a list."""
         try:
             saved = msgspec.json.decode(self._path.read_bytes(), type=_EngineList)
         except (OSError, msgspec.DecodeError):
@@ -36,10 +36,10 @@ class EngineListFile:
         return (saved.num_ids, saved.engine_ids) if saved.run_id == self._run_id else None
 
     def write(self, num_ids: int, engine_ids: list[str]) -> None:
-        """Note both. A disk that is full costs no engine, only this."""
+        """Write the list. A failure is logged only: engines go on without it."""
         try:
             write_whole(
                 self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids))
             )
         except OSError as error:
-            _logger.warning("which engines there are cannot be noted in %s: %s", self._path, error)
+            _logger.warning("cannot write engine list to %s: %s", self._path, error)

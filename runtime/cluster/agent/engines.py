@@ -1,4 +1,4 @@
-"""The engines of a machine: started, started again when they end by themselves, and drained."""
+"""Starts, restarts and drains the engines of a machine."""
 
 import asyncio
 import logging
@@ -17,18 +17,18 @@ from ..wire import EngineStatus
 from .engine_list import EngineListFile
 from .served import ServedAdapters
 
-_RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by how often in a row
+_RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by restarts in a row
 _ASK_AGAIN_S = 1.0
-_LASTING_S = 60.0  # after so long a run the next delay is the first
+_LASTING_S = 60.0  # after so long a run delays start over
 
-# Of an engine that is ready at this URL.
+# Connects to the engine that is ready at this URL.
 Connect = Callable[[str], Awaitable[ServedAdapters]]
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineFleet:
-    """Keeps as many engines running as are wanted. On one event loop; run with ``running``."""
+    """Keeps engines running. On one event loop; run with ``running``."""
 
     def __init__(
         self, launcher: EngineLauncher, agent_id: str, connect: Connect, list_file: EngineListFile
@@ -40,7 +40,7 @@ class EngineFleet:
         self._agent_id = agent_id
         self._list_file = list_file
         self._num_ids = 0
-        self._wanted: dict[str, int] = {}  # how often in a row it was started again
+        self._wanted: dict[str, int] = {}  # by engine: restarts in a row
         self._served: dict[str, ServedAdapters] = {}
         self._ready_s: dict[str, float] = {}
         self._has_been_ready = False
@@ -48,7 +48,7 @@ class EngineFleet:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watch and restart engines inside; end what is left of them after."""
+        """Watch and restart engines inside the block; end the rest after it."""
         watching = asyncio.ensure_future(self._watch())
         try:
             yield
@@ -58,7 +58,7 @@ class EngineFleet:
             await self._launcher.close()
 
     def statuses(self) -> tuple[EngineStatus, ...]:
-        """What is to be reported; an engine is ready when it can be asked for adapters."""
+        """Return statuses for reports; an engine is ready when its adapters can be changed."""
         return tuple(
             status if status.state != READY or status.engine_id in self._served
             else _starting(status)
@@ -66,18 +66,18 @@ class EngineFleet:
         )  # fmt: skip
 
     def served(self, engine_id: str) -> ServedAdapters:
-        """Return what an engine serves. Raises ``HttpError`` if there is none that is ready."""
+        """Return the adapters of an engine. Raises ``HttpError`` if it is not ready."""
         served = self._served.get(engine_id)
         if served is None:
-            raise UnreachableError(f"engine {engine_id!r} is not ready here")
+            raise UnreachableError(f"engine {engine_id!r} is not ready at this agent")
         return served
 
     def all_served(self) -> list[ServedAdapters]:
-        """Of all engines that are ready."""
+        """Return the adapters of all engines that are ready."""
         return list(self._served.values())
 
     async def begin(self, number: int) -> None:
-        """Start so many, or those that an earlier process of this agent had."""
+        """Start the engines of an earlier process of this agent, or else ``number``."""
         saved = self._list_file.read()
         if saved is None:
             await self.add(number)
@@ -87,14 +87,14 @@ class EngineFleet:
             await self._start(engine_id)
 
     async def add(self, number: int) -> None:
-        """Start so many more. Raises ``CorunError`` if one cannot be started."""
+        """Start ``number`` more. Raises ``CorunError`` if one cannot be started."""
         for _ in range(number):
             await self._start(f"{self._agent_id}-{self._num_ids}")
             self._num_ids += 1
             self._save()
 
     def drain(self, engine_id: str, drain_timeout_s: float) -> None:
-        """Have an engine end when its requests have; raises ``HttpError`` if there is none."""
+        """End an engine after its requests. Raises ``HttpError`` if it is unknown."""
         if all(status.engine_id != engine_id for status in self._launcher.list()):
             raise HttpError(404, f"there is no engine {engine_id!r} here", code="unknown_engine")
         if self._wanted.pop(engine_id, None) is not None:
@@ -102,7 +102,7 @@ class EngineFleet:
         self._tasks.begin(self._stop(engine_id, drain_timeout_s))
 
     async def drain_all(self, drain_timeout_s: float) -> None:
-        """Have all end when their requests have, and wait for that."""
+        """End all engines after their requests, and wait for that."""
         self._wanted.clear()
         ids = [status.engine_id for status in self._launcher.list()]
         await asyncio.gather(*(self._stop(engine_id, drain_timeout_s) for engine_id in ids))
@@ -131,12 +131,14 @@ class EngineFleet:
                     self._exited(status)
 
     async def _ready(self, engine_id: str, url: str) -> None:
-        """Ask what an engine is, until it says so or is gone."""
+        """Connect to an engine; retry until it answers or is gone."""
         while any(one.url == url and one.state == READY for one in self._launcher.list()):
             try:
                 served = await self._connect(url)
             except HttpError as error:
-                _logger.warning("engine %s is ready and does not answer: %s", engine_id, error)
+                _logger.warning(
+                    "engine %s is ready but does not answer (will retry): %s", engine_id, error
+                )
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             self._served[engine_id] = served
@@ -148,14 +150,14 @@ class EngineFleet:
     def _exited(self, status: EngineStatus) -> None:
         engine_id = status.engine_id
         if not self._has_been_ready and not self.failed.done():
-            self.failed.set_result(status)  # all are alike, so none will ever be ready
+            self.failed.set_result(status)  # all engines are alike, so none can start
             return
         lasted_s = time.monotonic() - self._ready_s.pop(engine_id, time.monotonic())
         tries = 0 if lasted_s >= _LASTING_S else self._wanted[engine_id]
         self._wanted[engine_id] = tries + 1
         after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
         _logger.warning(
-            "engine %s ended (%s), and starts again in %g s", engine_id, status.reason, after_s
+            "engine %s ended (%s); restarting it in %g s", engine_id, status.reason, after_s
         )
         self._tasks.begin(self._restart(engine_id, after_s))
 

@@ -18,7 +18,7 @@ from ..wire import AdapterEntry, PeerFetches
 from .store import AdapterFileStore, Release, check_digest
 from .transfer import PeerError, PeerFiles, WrongContentError
 
-SOURCE = "source"  # in place of a peer: the directory that the adapter was loaded from
+SOURCE = "source"  # counted as a peer: the directory of the adapter
 
 _logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Fetcher:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def ensure(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
-        """Return when the store has ``entry``; ``sources``: peers' URLs, the best first.
+        """Return when the store has ``entry``; ``sources``: URLs of peers, best first.
 
-        A caller may be cancelled; the fetch goes on for the others.
+        A cancelled caller does not cancel the fetch.
 
         Raises:
-            HttpError: No peer has it, nor the source.
-            StoreFullError: There is no room.
+            HttpError: Neither a peer nor the source has the files.
+            StoreFullError: The store has no room.
         """
         digest = check_digest(entry.digest)
         if self._store.manifest(digest) is not None:
@@ -53,13 +53,13 @@ class Fetcher:
         await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Cancel what is under way; threads end by themselves, when their peers are silent."""
+        """Cancel all fetches; their threads end when the peer has sent nothing for a while."""
         await cancel_all(*self._running.values())
 
     def _ended(self, digest: str, task: "asyncio.Task[None]") -> None:
         del self._running[digest]
         if not task.cancelled():
-            task.exception()  # callers get it; there may be none left
+            task.exception()  # mark it as retrieved: all callers may have left
 
     async def _fetch(self, entry: AdapterEntry, sources: Sequence[str]) -> None:
         reasons = []
@@ -70,7 +70,7 @@ class Fetcher:
             except PeerError as error:
                 is_wrong = isinstance(error, WrongContentError)
                 self._count(peer, num_wrong=int(is_wrong), num_lost=int(not is_wrong))
-                _logger.warning("%s is not taken from a peer: %s", entry.name, error)
+                _logger.warning("cannot fetch adapter %s from a peer: %s", entry.name, error)
                 reasons.append(str(error))
             else:
                 self._count_fetched(peer, num_bytes, started_s)
@@ -93,7 +93,7 @@ class Fetcher:
         )  # fmt: skip
 
     async def _from_peer(self, peer: str, digest: str) -> int:
-        """Bring an adapter here; returns how many bytes the peer has sent."""
+        """Fetch an adapter; return the number of bytes from the peer."""
         with PeerFiles(peer, self._key, digest) as files:
             manifest = await asyncio.to_thread(files.manifest)
             num_bytes = sum(one.num_bytes for one in manifest.files)

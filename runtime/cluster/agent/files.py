@@ -1,6 +1,6 @@
-"""An adapter's files on their way into a store: copied, checked, named by their digest.
+"""Copies and checks an adapter's files for a store, and computes their digest.
 
-All of it blocks, and is meant for threads.
+All functions block; call them in threads.
 """
 
 import hashlib
@@ -23,21 +23,21 @@ from ..wire import Manifest, StoredFile
 ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME, *CONVENTION_NAMES)
 """All that corun reads of an adapter's directory."""
 
-MANIFEST_NAME = "manifest.json"  # not one of them
+MANIFEST_NAME = "manifest.json"  # not an adapter file
 CHUNK_BYTES = 1 << 20
 
 Write = Callable[[bytes | memoryview], None]
 
 
 class StoreFullError(HttpError):
-    """Files cannot be kept here: the disk is full, or all of --adapter-cache-gib is needed."""
+    """The store cannot hold the files: the disk or --adapter-cache-gib is full."""
 
     def __init__(self, message: str) -> None:
         super().__init__(507, message, code="store_full")
 
 
 def digest_of(files: Iterable[StoredFile]) -> str:
-    """Return what names an adapter in a cluster: SHA-256 of its files' names, sizes and digests.
+    """Return an adapter's digest: SHA-256 over the names, sizes and digests of its files.
 
     So a manifest from any peer cannot claim a digest that its files do not have.
     """
@@ -46,9 +46,9 @@ def digest_of(files: Iterable[StoredFile]) -> str:
 
 
 def rank_of(directory: Path) -> int:
-    """Check configuration and tensors, as far as no model is needed; return the largest rank.
+    """Check configuration and tensors without the model; return the largest rank.
 
-    Whether they fit the model, the engine says that loads them. Raises ``AdapterError``.
+    The engine checks whether they fit the model. Raises ``AdapterError``.
     """
     spec = read_peft_config(directory)
     try:
@@ -65,27 +65,29 @@ def rank_of(directory: Path) -> int:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """How much room the files of an adapter take."""
+    """Return the total size of an adapter's files."""
     sizes = []
     for name in ADAPTER_FILES:
         try:
             sizes.append((directory / name).stat().st_size)
         except OSError:
-            continue  # not there, or not readable, as ``copy_adapter`` says where that matters
+            continue  # absent or unreadable; ``copy_adapter`` raises if it is required
     return sum(sizes)
 
 
 def copy_adapter(source: Path, target: Path) -> Manifest:
-    """Copy what corun reads of ``source``, links followed, into the empty directory ``target``.
+    """Copy the files of ``source`` that corun reads into the empty directory ``target``.
+
+    Symbolic links are followed.
 
     Raises:
-        AdapterError: A file cannot be read, is none, or changed meanwhile.
+        AdapterError: A file cannot be read, is no regular file, or changed meanwhile.
         StoreFullError: The disk is full.
     """
     files = []
     for name in ADAPTER_FILES:
         try:
-            # What is no file would be waited for.
+            # Without O_NONBLOCK, opening a pipe would wait for a writer.
             descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             continue  # required files were checked before
@@ -97,7 +99,7 @@ def copy_adapter(source: Path, target: Path) -> Manifest:
 
 
 def describe(directory: Path) -> Manifest:
-    """Return what corun reads of ``directory``, where it lies. Reads all of it.
+    """Return the manifest of ``directory``; reads all files.
 
     Raises ``AdapterError`` if a file cannot be read.
     """
@@ -114,7 +116,7 @@ def describe(directory: Path) -> Manifest:
 
 
 def write_manifest(directory: Path, files: list[StoredFile]) -> Manifest:
-    """Write down what ``directory`` holds, and return it."""
+    """Write the manifest of ``directory``, and return it."""
     manifest = Manifest(digest=digest_of(files), files=tuple(files))
     with new_file(directory / MANIFEST_NAME) as write:
         write(msgspec.json.encode(manifest))
@@ -122,7 +124,7 @@ def write_manifest(directory: Path, files: list[StoredFile]) -> Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Return what ``directory`` holds, by names and sizes; None if it is no whole adapter."""
+    """Return the manifest of ``directory``; None if names or sizes do not match it."""
     try:
         manifest = msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
         sizes = [(directory / one.name).stat().st_size for one in manifest.files]
@@ -137,7 +139,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def is_wellformed(manifest: Manifest) -> bool:
-    """Whether it is of an adapter, and its digest is that of its files."""
+    """Return whether a manifest is of an adapter and its digest matches its files."""
     names = [one.name for one in manifest.files]
     return (
         set(names) <= set(ADAPTER_FILES)
@@ -149,7 +151,7 @@ def is_wellformed(manifest: Manifest) -> bool:
 
 
 def holds(directory: Path, manifest: Manifest) -> bool:
-    """Whether the files' contents are those of ``manifest``. Reads all of them."""
+    """Return whether the files match the digests of ``manifest``; reads all files."""
     try:
         return all(_sha256_of(directory / one.name) == one.sha256 for one in manifest.files)
     except OSError:
@@ -158,7 +160,7 @@ def holds(directory: Path, manifest: Manifest) -> bool:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Write]:
-    """Open a new file; yield what writes to it, where a full disk is a ``StoreFullError``."""
+    """Open a new file; yield its write function. Raises ``StoreFullError`` on a full disk."""
     try:
         file = path.open("xb", buffering=0)
     except OSError as error:
@@ -183,7 +185,7 @@ def _no_room(path: Path, error: OSError) -> StoreFullError:
 def _copy(descriptor: int, source: Path, target: Path) -> StoredFile:
     before = os.fstat(descriptor)
     if not stat.S_ISREG(before.st_mode):
-        raise AdapterError(f"cannot read {source}: it is no file")
+        raise AdapterError(f"cannot read {source}: not a regular file")
     sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     num_bytes = 0
     with new_file(target) as write:

@@ -1,4 +1,4 @@
-"""What an agent tells the controller, every half second and when something changes."""
+"""Reports of an agent to the controller, every half second and on changes."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from .store import AdapterFileStore, Release
 
 _EVERY_S = 0.5
 _TIMEOUT_S = 5.0
-_LED_S = 5.0  # since the last answer: longer, and the controller is taken to be gone
+_LED_S = 5.0  # without an answer for longer, the controller counts as gone
 
 _logger = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ class Leader:
         self._answered_s = clock() - _LED_S
 
     def on_answer(self) -> None:
-        """It has just answered."""
+        """Record that the controller has answered."""
         self._answered_s = self._clock()
 
     def follow(self, controller_url: str) -> None:
-        """Report to another one. Raises ``HttpError`` while the one before answers."""
+        """Report to another controller. Raises ``HttpError`` while the current one answers."""
         if controller_url != self.controller_url and self._clock() - self._answered_s < _LED_S:
             text = f"this agent reports to the controller at {self.controller_url}, which answers"
             raise HttpError(409, text, code="led_elsewhere")
@@ -60,7 +60,7 @@ async def report_forever(
             if not is_connected:
                 _logger.info("the controller accepts reports again")
             is_connected = True
-            # What has come since that report is not in the answer, and so stays.
+            # Copies that are newer than the report are not in the answer, so they stay.
             store.released = report.copies.keys() - set(orders.keep)
             await store.drop_unneeded(orders.unneeded, release)
             await store.drop_strays(orders.elsewhere, release)

@@ -1,4 +1,4 @@
-"""One machine's agent, from its settings to its end."""
+"""Runs the agent of one machine."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ _logger = logging.getLogger(__name__)
 
 
 async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> int | None:
-    """Run until ``stop``; then engines end when their requests have.
+    """Run until ``stop``; then engines end after their requests.
 
-    Returns an exit status if no engine can be started, which has said why. Raises ``ConfigError``
-    for a state directory or port that is taken.
+    Returns an exit status if no engine can be started; the engine has logged the reason. Raises
+    ``ConfigError`` if the state directory or the port is in use.
     """
     async with make_session(settings.cluster_key) as session:
         with (

@@ -22,38 +22,42 @@ class _Name:
 
 
 class ServedAdapters:
-    """Of one process of an engine: its next one begins with none. On one event loop."""
+    """The adapters of one process of an engine; a restart begins with none. One event loop."""
 
     def __init__(
         self, engine: EngineApi, incarnation: str, store: AdapterFileStore, fetcher: Fetcher,
         gone: Mapping[str, int],
     ) -> None:  # fmt: skip
-        """``gone``: names of this agent that are unloaded, and from which revision on."""
+        """``gone``: unloaded names of this agent, and the revisions of their removal."""
         self._engine = engine
         self._incarnation = incarnation
         self._store = store
         self._fetcher = fetcher
         self._gone = gone
         self._names: dict[str, _Name] = {}
-        self._former: dict[str, set[str]] = {}  # by digest: names that were that, and may drain
+        self._former: dict[
+            str, set[str]
+        ] = {}  # by digest: names that had this content, and may be draining
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def ensure(self, entry: AdapterEntry, sources: Sequence[str]) -> Ensured:
-        """Have the engine serve ``entry``; at a later revision, if it is asked for one.
+        """Have the engine serve ``entry``, or a later revision of it.
 
         Raises:
-            UnknownModelError: The name is unloaded since.
-            HttpError: The files are nowhere, or there is no room, or the engine refuses them.
+            UnknownModelError: The name was unloaded meanwhile.
+            HttpError: The files cannot be found, the store is full, or the engine refuses them.
         """
         served = self._names.get(entry.name)
         if served is None or served.revision < entry.revision:
-            await self._fetcher.ensure(entry, sources)  # not under the lock: a newer one may come
+            await self._fetcher.ensure(
+                entry, sources
+            )  # without the lock: a newer revision may arrive
             async with self._lock(entry.name):
                 served = await self._load(entry, sources)
         return Ensured(incarnation=self._incarnation, revision=served.revision)
 
     async def unload(self, name: str, revision: int) -> None:
-        """Have the engine drop a name, unless it serves a later revision."""
+        """Unload a name, unless the engine serves a later revision."""
         async with self._lock(name):
             served = self._names.get(name)
             if served is not None and served.revision < revision:
@@ -61,13 +65,13 @@ class ServedAdapters:
                 await self._engine.unload(name)
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Pin a name, if it is served here."""
+        """Pin or unpin a name, if the engine serves it."""
         async with self._lock(name):
             if name in self._names:
                 await self._engine.pin(name, pinned=pinned)
 
     async def release(self, digest: str) -> bool:
-        """Drop all names of this content, if none is used; return whether it is free then."""
+        """Unload all names of a digest unless one is in use; return whether all are unloaded."""
         for name in tuple(self._former.get(digest, ())):
             if await self._is_used(name, by_former=True):
                 return False
@@ -86,7 +90,7 @@ class ServedAdapters:
                 except HttpError as error:
                     _logger.warning("cannot unload %s yet: %s", name, error)
                     return False
-                if await self._is_used(name):  # by one that came in between
+                if await self._is_used(name):  # by a request that arrived meanwhile
                     return False
         return True
 
@@ -95,7 +99,7 @@ class ServedAdapters:
         self._former.setdefault(served.digest, set()).add(name)
 
     async def _is_used(self, name: str, *, by_former: bool = False) -> bool:
-        """Whether it is in use; True if the engine does not answer."""
+        """Return whether a name is in use; True if the engine does not answer."""
         try:
             return await self._engine.is_used(name, by_former=by_former)
         except HttpError as error:
@@ -108,7 +112,7 @@ class ServedAdapters:
             return served
         if self._gone.get(entry.name, -1) > entry.revision:
             raise UnknownModelError(f"the adapter {entry.name!r} is unloaded", param="model")
-        for _ in range(2):  # a copy that turns out to be damaged is fetched again
+        for _ in range(2):  # a damaged copy is fetched again
             async with self._store.in_use(entry.digest) as path:
                 if path is not None:
                     await self._load_from(str(path), entry)
@@ -118,7 +122,9 @@ class ServedAdapters:
                     return served
             await self._fetcher.ensure(entry, sources)
         raise HttpError(
-            503, f"the files of {entry.name!r} were here and are gone", code="adapter_unavailable"
+            503,
+            f"the files of {entry.name!r} were dropped while they were loaded",
+            code="adapter_unavailable",
         )
 
     async def _load_from(self, path: str, entry: AdapterEntry) -> None:

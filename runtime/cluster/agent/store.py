@@ -1,7 +1,7 @@
-"""Adapter files on this machine, by digest: what engines load, and other agents fetch.
+"""The store of adapter files on this machine, by digest, for its engines and for other agents.
 
-A directory ``DIR/adapters/DIGEST`` is whole and never changes; what is not whole lies in
-``DIR/incoming``, which a start empties. Belongs to one event loop; files are touched in threads.
+A directory ``DIR/adapters/DIGEST`` is complete and never changes. Incomplete ones are in
+``DIR/incoming``, which is emptied at start. Belongs to one event loop; threads access files.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _GRACE_S = 60.0
 _STRAY_GRACE_S = 5.0
 _GIB = 2**30
 
-# Has a digest's adapters leave the engines, if none is in use; False if one is.
+# Unloads a digest's adapters from engines; returns False if one is in use.
 Release = Callable[[str], Awaitable[bool]]
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def check_digest(text: str) -> str:
 
 
 class _Copy:
-    """A whole adapter."""
+    """A complete adapter."""
 
     __slots__ = ("asked_s", "is_verified", "manifest", "num_bytes", "num_holds", "used_s")
 
@@ -62,8 +62,8 @@ class _Copy:
         self.manifest = manifest
         self.num_bytes = sum(one.num_bytes for one in manifest.files)
         self.used_s = used_s
-        self.asked_s = used_s  # when engines were asked last whether it is used
-        self.is_verified = is_verified  # since this process began
+        self.asked_s = used_s  # time of the last query whether engines use it
+        self.is_verified = is_verified  # by this process
         self.num_holds = 0  # loads that are about to begin
 
 
@@ -73,12 +73,12 @@ class AdapterFileStore:
     def __init__(
         self, directory: Path, capacity_bytes: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Take ``directory``, which is made if it is missing.
+        """Open ``directory``, which is created if it is missing.
 
-        Raises ``ConfigError`` if it cannot be written, or belongs to another agent that lives.
+        Raises ``ConfigError`` if it cannot be written, or another running agent uses it.
         """
         self.capacity_bytes = capacity_bytes
-        # Digests that may go: the controller has said so since they came.
+        # Digests that may be dropped: the controller has released them since they arrived.
         self.released: Set[str] = frozenset()
         self._clock = clock
         self._adapters, self._incoming = directory / "adapters", directory / "incoming"
@@ -93,32 +93,32 @@ class AdapterFileStore:
         self._verifying: dict[str, asyncio.Lock] = {}
 
     def close(self) -> None:
-        """Leave the directory to another one. Idempotent."""
+        """Release the directory. Idempotent."""
         self._lock_file.close()
 
     @property
     def used_bytes(self) -> int:
-        """Of all copies, and of what is on its way."""
+        """The size of all copies, incoming ones included."""
         return self._coming_bytes + sum(copy.num_bytes for copy in self._copies.values())
 
     def ages_s(self) -> dict[str, float]:
-        """Seconds since the last use, by digest."""
+        """Return seconds since the last use, by digest."""
         now_s = self._clock()
         return {digest: now_s - copy.used_s for digest, copy in self._copies.items()}
 
     def kept(self) -> frozenset[str]:
-        """Digests that are never dropped for room."""
+        """Return digests that must not be dropped."""
         return frozenset(self._copies.keys() - self.released)
 
     def manifest(self, digest: str) -> Manifest | None:
-        """What it consists of; None if it is not here."""
+        """Return a copy's manifest; None if there is no copy."""
         copy = self._copies.get(digest)
         return None if copy is None else copy.manifest
 
     def same_files(self, manifest: Manifest) -> Mapping[str, Path]:
-        """Where files with the same content are here already, by their names in ``manifest``.
+        """Return paths of stored files with the same content, by their names in ``manifest``.
 
-        A new chat template makes another digest over the same weights.
+        An adapter with a new chat template has another digest but the same weights.
         """
         here = {
             file.sha256: self.path(digest) / file.name
@@ -129,12 +129,12 @@ class AdapterFileStore:
         return {one.name: here[one.sha256] for one in manifest.files if one.sha256 in here}
 
     def path(self, digest: str) -> Path:
-        """Where its files are."""
+        """Return the directory of a digest's files."""
         return self._adapters / check_digest(digest)
 
     @asynccontextmanager
     async def in_use(self, digest: str) -> AsyncIterator[Path | None]:
-        """Keep a copy here inside, verified once in this process; None if there is none."""
+        """Keep a copy inside the block; yield its path, or None. Verifies it once per process."""
         copy = self._copies.get(digest)
         if copy is None:
             yield None
@@ -149,11 +149,11 @@ class AdapterFileStore:
     async def ingest(
         self, source: Path, release: Release, *, expected: str | None = None
     ) -> tuple[Manifest, int]:
-        """Copy a PEFT directory into the store; return what it holds, and its rank.
+        """Copy a PEFT directory into the store; return its manifest and rank.
 
         Raises:
             AdapterError: It cannot be served, changes while it is read, or is not ``expected``.
-            StoreFullError: There is no room.
+            StoreFullError: The store has no room.
         """
         await asyncio.to_thread(rank_of, source)  # so that errors name the user's directory
         num_bytes = await asyncio.to_thread(num_bytes_of, source)
@@ -170,7 +170,7 @@ class AdapterFileStore:
 
     @asynccontextmanager
     async def incoming(self, num_bytes: int, release: Release) -> AsyncIterator[Path]:
-        """Make room for so much; yield an empty directory, which is gone after, or adopted.
+        """Make room for ``num_bytes``; yield an empty directory, which is deleted unless adopted.
 
         Raises ``StoreFullError``.
         """
@@ -187,11 +187,11 @@ class AdapterFileStore:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def adopt(self, directory: Path, manifest: Manifest) -> None:
-        """Have what lies in ``directory``, an incoming one, be a copy. Its contents are checked."""
+        """Turn an incoming directory, with checked content, into a copy."""
         digest = manifest.digest
         if digest not in self._copies:
             target = self.path(digest)
-            shutil.rmtree(target, ignore_errors=True)  # what a start did not recognise
+            shutil.rmtree(target, ignore_errors=True)  # a leftover that was not recognized at start
             try:
                 directory.rename(target)
             except OSError as error:
@@ -200,7 +200,7 @@ class AdapterFileStore:
         self._use(digest, self._copies[digest])
 
     async def drop_unneeded(self, digests: Collection[str], release: Release) -> None:
-        """Drop copies that no name stands for, unless they are in use or have just come."""
+        """Drop copies without a name, unless they are in use or new."""
         now_s = self._clock()
         for digest in digests:
             copy = self._copies.get(digest)
@@ -208,7 +208,7 @@ class AdapterFileStore:
                 await self._drop(digest, release)
 
     async def drop_strays(self, digests: Collection[str], release: Release) -> None:
-        """Drop copies that the placement has at other agents, as soon as they are not in use."""
+        """Drop copies that are placed at other agents only, once they are not in use."""
         for digest in digests:
             copy, now_s = self._copies.get(digest), self._clock()
             if copy is not None and now_s - max(copy.used_s, copy.asked_s) > _STRAY_GRACE_S:
@@ -223,7 +223,7 @@ class AdapterFileStore:
             _logger.warning("cannot store the time of the last use of %s", digest)
 
     async def _is_right(self, digest: str, copy: _Copy) -> bool:
-        """Whether its bytes are unchanged; it is dropped if they are not."""
+        """Return whether a copy is unchanged; a changed one is dropped."""
         async with self._verifying.setdefault(digest, asyncio.Lock()):
             if not copy.is_verified:
                 path = self.path(digest)
@@ -249,19 +249,19 @@ class AdapterFileStore:
         copy = self._copies.get(digest)
         if copy is None or copy.num_holds or not await release(digest):
             return
-        is_free = not copy.num_holds and digest in self.released  # either may be otherwise by now
+        is_free = not copy.num_holds and digest in self.released  # both may have changed meanwhile
         if is_free and self._copies.pop(digest, None) is not None:
             self._verifying.pop(digest, None)
-            self.released -= {digest}  # if it comes again, it is another copy
+            self.released -= {digest}  # a later copy is not released
             await self._remove(digest)
 
     async def _remove(self, digest: str) -> None:
-        """Move it away first: the same digest may come again while its files are deleted."""
+        """Delete a copy. It is renamed first, since the digest may arrive again meanwhile."""
         away = self._incoming / f"gone-{next(self._numbers)}"
         try:
             self.path(digest).rename(away)
         except OSError as error:
-            _logger.warning("%s cannot be removed: %s", self.path(digest), error.strerror)
+            _logger.warning("cannot remove %s: %s", self.path(digest), error.strerror)
             return
         await asyncio.to_thread(shutil.rmtree, away, ignore_errors=True)
 
@@ -274,7 +274,7 @@ class AdapterFileStore:
         )
 
     def _found(self) -> list[_Copy]:
-        """What an earlier process left; what is not whole is removed."""
+        """Return copies of an earlier process; incomplete ones are removed."""
         found = []
         now_s, wall_s = self._clock(), time.time()
         for path in self._adapters.iterdir():
@@ -296,7 +296,7 @@ def _new_directory(parent: Path) -> str:
 
 
 def _lock_directory(directory: Path) -> IO[bytes]:
-    """Return the locked file that makes ``directory`` this process's own."""
+    """Lock ``directory`` for this process; return the lock file."""
     file = None
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Takes an adapter's files from another agent: streamed, and hashed while they come.
+"""Fetches an adapter's files from another agent, and hashes them on the way.
 
-Blocks, and is meant for threads: a socket read straight into large buffers moves several times what
-an event loop's streams do.
+All functions block; call them in threads. Reading a socket directly into large buffers is several
+times faster than the streams of an event loop.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ import msgspec
 from ..wire import AGENT_FILES_PATH, Manifest, StoredFile
 from .files import CHUNK_BYTES, Write, is_wellformed, new_file, write_manifest
 
-SILENT_S = 2.0  # without a byte; then the peer is given up
+SILENT_S = 2.0  # without a byte for so long, the peer is lost
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
 class PeerError(Exception):
-    """A peer is dead or silent, or does not have what it was asked for."""
+    """A peer is dead or silent, or does not have the files."""
 
 
 class WrongContentError(PeerError):
-    """What a peer sent is not what the digest names."""
+    """A peer sent content that does not match the digest."""
 
 
 class PeerFiles:
@@ -47,7 +47,7 @@ class PeerFiles:
         self._connection.close()
 
     def manifest(self) -> Manifest:
-        """Return what the adapter consists of. Raises ``PeerError``."""
+        """Return the adapter's manifest. Raises ``PeerError``."""
         response = self._get("")
         try:
             body = response.read(_MAX_MANIFEST_BYTES)
@@ -59,10 +59,10 @@ class PeerFiles:
         return manifest
 
     def copy(self, manifest: Manifest, directory: Path, same_files: Mapping[str, Path]) -> int:
-        """Copy all files into the empty ``directory``, each held to ``manifest``.
+        """Copy all files into the empty ``directory``, and check them against ``manifest``.
 
-        ``same_files``: files with the right content, by name, which are linked instead. Returns
-        how many bytes were received. Raises ``PeerError``, or ``StoreFullError``.
+        ``same_files``: stored files with the right content, by name, which are linked instead.
+        Returns the number of received bytes. Raises ``PeerError`` or ``StoreFullError``.
         """
         num_bytes = 0
         with ThreadPoolExecutor(1, thread_name_prefix="corun-hash") as hasher:
@@ -78,7 +78,7 @@ class PeerFiles:
         return num_bytes
 
     def _copy(self, file: StoredFile, write: Write, hasher: ThreadPoolExecutor) -> str:
-        """Receive into one buffer while the other is hashed."""
+        """Receive a file into one buffer while the other one is hashed; return its SHA-256."""
         response = self._get(f"/{quote(file.name)}")
         sha256 = hashlib.sha256()
         buffers = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)]
@@ -96,11 +96,11 @@ class PeerFiles:
         if hashing is not None:
             hashing.result()
         if response.read(1):
-            raise WrongContentError(f"{self._where.netloc} sent more than {file.name} has")
+            raise WrongContentError(f"{self._where.netloc} sent more bytes than {file.name} has")
         return sha256.hexdigest()
 
     def _fill(self, response: http.client.HTTPResponse, buffer: memoryview) -> int:
-        """Read until ``buffer`` is full; no single wait is longer than ``SILENT_S``."""
+        """Read until ``buffer`` is full; each read waits at most ``SILENT_S``."""
         num_bytes = 0
         while num_bytes < len(buffer):
             try:
@@ -108,7 +108,9 @@ class PeerFiles:
             except (OSError, http.client.HTTPException) as error:
                 raise self._lost(error) from None
             if num_read == 0:
-                raise PeerError(f"{self._where.netloc} ended in the middle of a file")
+                raise PeerError(
+                    f"{self._where.netloc} closed the connection in the middle of a file"
+                )
             num_bytes += num_read
         return num_bytes
 
@@ -131,7 +133,7 @@ class PeerFiles:
 
 
 def _link(source: Path | None, target: Path) -> bool:
-    """Make ``target`` the file ``source``; False without one, or where no link can be made."""
+    """Link ``target`` to ``source``; return False without a source or if linking fails."""
     try:
         if source is not None:
             os.link(source, target)
