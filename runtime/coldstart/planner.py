@@ -117,8 +117,8 @@ class Planner:
     ) -> None:
         """Learn how long a step with other rows waited; the prediction is not corrected.
 
-        Shares are of the step without waits. One that something else held up counts as a bad one,
-        not by its measured wait.
+        Shares are of the step without waits. An excess counts up to a limit: a longer wait has
+        another cause.
         """
         limit = _MAX_EXCESS * self.config.max_stall_share
         excess = min(limit, max(-limit, measured_share - predicted_share))
@@ -127,7 +127,7 @@ class Planner:
         record.is_held_back = False
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
-        """A stall of steps that take ``warm_s`` without; 0 if a request waits for its load."""
+        """A stall of steps of ``warm_s`` without it, corrected if the request starts at once."""
         if strategy not in AT_ONCE:
             return stall_s
         return max(0.0, stall_s + self._records[strategy].excess_share * warm_s)

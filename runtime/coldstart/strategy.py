@@ -7,9 +7,7 @@ from enum import StrEnum
 class LoadStrategy(StrEnum):
     """What happens between the arrival of a cold request and its first token."""
 
-    BLOCKING = (
-        "blocking"  # no request computes until the adapter is there; a baseline, by name only
-    )
+    BLOCKING = "blocking"  # all requests wait for the adapter; a baseline, by name only
     ASYNC_LOAD = "async_load"  # the others go on, the request waits for its adapter
     PIPELINED = "pipelined"  # starts at once, each layer waits for its own layer group
     ASSISTED = "assisted"  # starts at once, the first layers' deltas come from CPU workers
