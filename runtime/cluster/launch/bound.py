@@ -1,6 +1,7 @@
-"""Becomes a command that ends with its launcher: ``python -P -m … CPUS COMMAND…``.
+"""Pins this process and executes a command: ``python -P -m … CPUS COMMAND…``.
 
-CPUS is a list such as 2-7,10, or "any". The kernel keeps both over the change of programs.
+CPUS is a list such as 2-7,10, or "any". The command ends with its launcher. The kernel keeps both
+settings over ``exec``.
 """
 
 import contextlib
@@ -14,11 +15,11 @@ ANY = "any"
 
 
 def main() -> None:
-    """Bind this process and become the command."""
+    """Pin this process and execute the command."""
     cpus, *command = sys.argv[1:]
     bind_to_parent()
     if cpus != ANY:
-        # A sandbox that forbids it is no error: the engine says where it runs then.
+        # A sandbox may forbid pinning. The engine logs the CPUs on which it runs.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, parse_cpu_cores(cpus, "CPUS"))
     os.execv(command[0], command)  # noqa: S606 - without a shell

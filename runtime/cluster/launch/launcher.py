@@ -1,4 +1,4 @@
-"""What starts engines, wherever that is: processes here, or nothing, for URLs that others run."""
+"""Launchers start engines: as local processes, or not at all for running ones (URLs)."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,32 +12,32 @@ STARTING, READY, DRAINING, EXITED = "starting", "ready", "draining", "exited"
 
 
 class EngineLauncher(Protocol):
-    """Starts engines, stops them, and says what becomes of them. On one event loop."""
+    """Starts and stops engines, and reports their status. On one event loop."""
 
     async def start(self, engine_id: str) -> None:
-        """Begin one, which is listed from then on; again, if it has exited.
+        """Start an engine, also one that has exited; it is listed from then on.
 
-        Raises ``CorunError`` if it cannot begin.
+        Raises ``CorunError`` if it cannot be started.
         """
         ...
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
-        """Have it take no new requests and end; return when it is not listed any more.
+        """Stop an engine after its requests, and remove it from the list.
 
-        What still runs after ``drain_timeout_s`` is cut. Of one that is not listed, nothing.
+        Requests that run after ``drain_timeout_s`` are cut. An unlisted engine is ignored.
         """
         ...
 
     def list(self) -> tuple[EngineStatus, ...]:
-        """All that were started and not stopped, those included that have exited by themselves."""
+        """Return all engines that were started and not stopped, also those that have exited."""
         ...
 
     def watch(self) -> AsyncGenerator[EngineStatus, None]:
-        """Yield the status of each now, and from then on each new one; ends with ``close``."""
+        """Yield the current status of each engine, then each change, until ``close``."""
         ...
 
     async def close(self) -> None:
-        """End what it started, at once, and leave nothing behind. Idempotent."""
+        """Kill all engines that it started. Idempotent."""
         ...
 
 
@@ -49,33 +49,33 @@ class StatusBoard:
         self._watchers: set[asyncio.Queue[EngineStatus | None]] = set()
 
     def get(self, engine_id: str) -> EngineStatus | None:
-        """Of one; None if it is not listed."""
+        """Return an engine's status; None if it is not listed."""
         return self._statuses.get(engine_id)
 
     def list(self) -> tuple[EngineStatus, ...]:
-        """Of all."""
+        """Return all statuses."""
         return tuple(self._statuses.values())
 
     def set(self, status: EngineStatus) -> None:
-        """List it, or list it otherwise, and tell."""
+        """Set an engine's status, and notify watchers of a change."""
         if self._statuses.get(status.engine_id) != status:
             self._statuses[status.engine_id] = status
             self._publish(status)
 
     def change(self, engine_id: str, **fields: object) -> None:
-        """Change some fields of one that is listed."""
+        """Change fields of a listed engine's status."""
         status = self._statuses.get(engine_id)
         if status is not None:
             self.set(msgspec.structs.replace(status, **fields))
 
     def remove(self, engine_id: str) -> None:
-        """Remove it from the list; watchers are notified that it has exited."""
+        """Remove an engine from the list, and notify watchers that it has exited."""
         status = self._statuses.pop(engine_id, None)
         if status is not None and status.state != EXITED:
             self._publish(msgspec.structs.replace(status, state=EXITED, url=None, pid=0))
 
     def close(self) -> None:
-        """End all watching."""
+        """End all ``watch`` iterations."""
         for watcher in self._watchers:
             watcher.put_nowait(None)
 

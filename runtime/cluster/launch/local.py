@@ -1,4 +1,4 @@
-"""Engines as processes of this machine, each with its share of it. They end with this process."""
+"""Engines as local processes, each with a share of this machine. They end with this process."""
 
 import asyncio
 import contextlib
@@ -36,20 +36,20 @@ from .launcher import DRAINING, EXITED, READY, STARTING, StatusBoard
 
 _BOUND = "corun.runtime.cluster.launch.bound"
 _GIB = 2**30
-_LOOK_EVERY_S = 0.1  # whether an engine that starts is ready
-_KILL_AFTER_S = 5.0  # beside its own time to drain
+_LOOK_EVERY_S = 0.1  # for polls whether an engine is ready
+_KILL_AFTER_S = 5.0  # after its time to drain
 
 _logger = logging.getLogger(__name__)
 
 
 class LocalLauncher:
-    """A ``EngineLauncher`` of ``corun serve``, or of what else takes its options."""
+    """The ``EngineLauncher`` of ``corun serve``, or of a command with the same options."""
 
     def __init__(
         self, *, division: MachineDivision, engine: EngineConfig, serve: ServeConfig, host: str,
         cluster_key: str, directory: Path, command: Sequence[str], session: aiohttp.ClientSession,
     ) -> None:  # fmt: skip
-        """``directory``: for the engines' options. ``command``: what has the command ``serve``."""
+        """``directory``: for files of options. ``command``: the program that has ``serve``."""
         self._division = division
         self._engine, self._serve, self._host = engine, serve, host
         self._key = cluster_key
@@ -61,12 +61,12 @@ class LocalLauncher:
         self._shares: dict[str, int] = {}
 
     async def start(self, engine_id: str) -> None:
-        """Start a process. Raises ``ConfigError`` if all shares are taken."""
+        """Start a process. Raises ``ConfigError`` if all shares of the machine are in use."""
         before = self._board.get(engine_id)
         if before is not None and before.state != EXITED:
             return
         share = self._share_of(engine_id)
-        # The socket is bound and does not listen: no other process gets the port.
+        # A bound socket that does not listen reserves the port.
         sock = bind(self._host, 0)
         try:
             process = self._spawn(engine_id, share, sock.getsockname()[1])
@@ -74,7 +74,7 @@ class LocalLauncher:
             sock.close()
             if before is None:
                 del self._shares[engine_id]
-            raise ResourceError(f"engine {engine_id} cannot be started: {error}") from error
+            raise ResourceError(f"cannot start engine {engine_id}: {error}") from error
         self._board.set(
             EngineStatus(
                 engine_id=engine_id, url=None, state=STARTING, pid=process.pid,
@@ -91,7 +91,7 @@ class LocalLauncher:
             self._board.change(engine_id, state=DRAINING)
             running.send(signal.SIGTERM)
             if not await running.ends(drain_timeout_s + _KILL_AFTER_S):
-                _logger.warning("engine %s does not end, and is killed", engine_id)
+                _logger.warning("engine %s does not end; killing it", engine_id)
                 running.send(signal.SIGKILL)
                 await running.following
         self._running.pop(engine_id, None)
@@ -121,7 +121,7 @@ class LocalLauncher:
                     f"the cores of this machine are divided among {len(shares)} engines, all of "
                     "which run; start the cluster with more --engines, or --unpinned"
                 )
-            # Shared cores may be shared by any number.
+            # Any number of engines may share cores.
             index = min(free) if free else len(self._shares) % len(shares)
             self._shares[engine_id] = index
         return shares[index]
@@ -172,11 +172,11 @@ class _Running:
         self.following = following
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         self._process.send_signal(number)
 
     async def ends(self, timeout_s: float) -> bool:
-        """Whether it ends in time."""
+        """Wait for the end of the process; return False after ``timeout_s``."""
         done, _ = await asyncio.wait([self.following], timeout=timeout_s)
         return bool(done)
 
@@ -184,9 +184,9 @@ class _Running:
 def divide_this_machine(
     engine: EngineConfig, num_engines: int, *, unpinned: bool, num_cpus: float | None = None
 ) -> MachineDivision:
-    """Divide this machine among engines; ``num_cpus``: so many of it, if not all.
+    """Divide this machine among engines; ``num_cpus``: a limit of CPUs, None = all.
 
-    Raises ``ConfigError`` if there is too little of anything.
+    Raises ``ConfigError`` if there are too few resources.
     """
     machine = read_machine_facts()
     if num_cpus is not None:
@@ -198,7 +198,9 @@ def divide_this_machine(
     needs = EngineNeeds(
         num_engines=num_engines,
         has_workers=bool(devices) or engine.link_gib_per_s is not None,
-        weights_bytes=sum(path.stat().st_size for path in files),  # if they are here
+        weights_bytes=sum(
+            path.stat().st_size for path in files
+        ),  # if the model is a local directory
     )
     return divide_machine(machine, devices, needs, unpinned=unpinned)
 
@@ -206,7 +208,7 @@ def divide_this_machine(
 def engine_options(
     engine: EngineConfig, serve: ServeConfig, share: EngineShare
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what differs from the defaults, as ``--config`` takes it."""
+    """Return the options that differ from the defaults, in the format of ``--config``."""
     if share.cpus:
         engine = replace(
             engine,
@@ -234,9 +236,9 @@ def _changed(config: object, kind: type) -> dict[str, Any]:
 def engine_environment(
     present: Mapping[str, str], cluster_key: str, share: EngineShare
 ) -> dict[str, str]:
-    """Return ``present`` without options, which are in the file, and with the keys, which are not.
+    """Return ``present`` without options, which are in the options file, and with the keys.
 
-    So a list of processes does not show them.
+    Keys are in the environment, since a list of processes shows the command line.
     """
     specs = (*option_specs(EngineConfig), *option_specs(ServeConfig))
     options = {f"{PREFIX}{name.upper()}" for name in ("config", *(spec.name for spec in specs))}

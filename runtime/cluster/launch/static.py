@@ -1,4 +1,4 @@
-"""Engines that others run: URLs, which are only looked at."""
+"""Engines without an agent: running servers, polled by URL."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -30,9 +30,11 @@ class StaticLauncher:
         self._polling: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, engine_id: str) -> None:
-        """Find the engine. Raises ``HttpError`` if there is none that speaks its kind's API."""
+        """Find the engine. Raises ``HttpError`` if the server is not of its engine type."""
         if engine_id not in self._engines:
-            raise ConfigError(f"engine {engine_id!r} has no URL, and is not started here")
+            raise ConfigError(
+                f"engine {engine_id!r} has no URL, and this command does not start it"
+            )
         if engine_id in self._polling:
             return
         card = self._engines[engine_id]
@@ -43,7 +45,7 @@ class StaticLauncher:
         self._polling[engine_id] = asyncio.ensure_future(self._poll(card))
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
-        """Forget it. The engine goes on."""
+        """Stop polling the engine. The engine goes on."""
         task = self._polling.pop(engine_id, None)
         if task is not None:
             await cancel_all(task)
@@ -56,7 +58,7 @@ class StaticLauncher:
         return self._board.watch()
 
     async def close(self) -> None:
-        """Forget all of them."""
+        """Stop polling all engines."""
         for engine_id in list(self._polling):
             await self.stop(engine_id, drain_timeout_s=0.0)
         self._board.close()

@@ -1,7 +1,7 @@
-"""The processes of a cluster on one machine: begun in order, begun again, ended in order.
+"""Starts, restarts and ends the processes of a cluster on one machine, in order.
 
-Controller first, then the agent with its engines, then gateways; backwards at the end, so that
-what runs is answered. Neither tokens nor adapters come by here.
+The controller starts first, then the agent with its engines, then gateways. They end in reverse
+order, so that running requests are answered. Tokens and adapters do not pass this process.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _CONTROLLER_START_S = 30.0
 _CALL_TIMEOUT_S = 10.0
 _LOAD_TIMEOUT_S = 180.0
 _SIGNAL_S = 1.0
-_GRACE_S = 5.0  # beside the time that running requests have
+_GRACE_S = 5.0  # after the time to drain
 
 _CONTROLLER = "corun.runtime.cluster.controller.__main__"
 _AGENT = "corun.runtime.cluster.agent.__main__"
@@ -64,9 +64,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """All that is to run. Without a controller: gateways of a cluster that runs elsewhere."""
+    """The processes to run. Without a controller: gateways of a cluster that runs elsewhere."""
 
-    name: str  # of the model, for people
+    name: str  # of the model, for logs
     url: str  # of the gateways
     controller_url: str
     cluster_key: str
@@ -75,9 +75,9 @@ class ClusterPlan:
     controller: ControllerSettings | None = None
     agent: AgentSettings | None = None
     ray: RaySettings | None = None  # agents on other machines
-    engines: tuple[EngineCard, ...] = ()  # that others run
+    engines: tuple[EngineCard, ...] = ()  # without an agent
     adapters: tuple[LoraModule, ...] = ()  # to be registered at start
-    pinned: tuple[str, ...] = ()  # names of them
+    pinned: tuple[str, ...] = ()  # names of adapters
     drain_timeout_s: float
 
 
@@ -89,14 +89,14 @@ class ClusterSupervisor:
         self._controllers = _processes(_CONTROLLER, [plan.controller])
         self._agents = [*_processes(_NODES, [plan.ray]), *_processes(_AGENT, [plan.agent])]
         self._gateways = _processes(_GATEWAY, plan.gateways)
-        self._begun: set[SupervisedProcess] = set()  # started well: restarted from then on
+        self._begun: set[SupervisedProcess] = set()  # started successfully: restarted on exit
         self._is_published = False
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self, stop: StopSignals) -> int:
-        """Run until a signal: 0, or until a start fails: the exit status of what has failed.
+        """Run until a signal (0), or until a start fails (the exit status of the failed process).
 
-        Raises ``CorunError`` for engines that are refused.
+        Raises ``CorunError`` if an engine is refused.
         """
         async with make_session(self._plan.cluster_key) as session:
             static = StaticLauncher({one.engine_id: one for one in self._plan.engines}, session)
@@ -110,7 +110,7 @@ class ClusterSupervisor:
                     # A signal to all processes of the group may reach this one last.
                     await asyncio.wait({stopped}, timeout=_SIGNAL_S)
                 if starting.done() and not stopped.done():
-                    await starting  # raises what was refused
+                    await starting  # raises if an engine was refused
                     _logger.info("serving %s at %s/v1", self._plan.name, self._plan.url)
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -118,7 +118,7 @@ class ClusterSupervisor:
                 await self._end(stop)
                 await static.close()
                 await watching
-        # A signal to all processes of the group ends those that start as well.
+        # A signal to the group also ends processes that are starting.
         has_failed = self._ended.done() and not stop.first.is_set()
         return self._ended.result() if has_failed else os.EX_OK
 
@@ -138,7 +138,7 @@ class ClusterSupervisor:
         await self._engine_is_ready(session)
         for adapter in plan.adapters:
             await self._register(session, adapter)
-        # A client may see gateways as ready before this process does: what it uses has begun.
+        # Gateways may be ready before this process sees it, so these have started already.
         self._begun.update(self._controllers, self._agents)
         self._begin(self._gateways)
         await self._gateway_is_ready(session)
@@ -147,22 +147,20 @@ class ClusterSupervisor:
     async def _add(
         self, session: aiohttp.ClientSession, static: StaticLauncher, card: EngineCard
     ) -> None:
-        """Raises ``ConfigError`` for an engine that is none, or not one of these."""
+        """Add an engine. Raises ``ConfigError`` if the server is no engine, or does not fit."""
         try:
             await static.start(card.engine_id)
             change = EngineChange(action="add", url=card.url, measured=card.measured)
             await self._ask(session, ENGINES_PATH, change)
         except HttpError as error:
-            raise ConfigError(
-                f"--engine {card.url} cannot be one of the cluster: {error}"
-            ) from error
+            raise ConfigError(f"--engine {card.url} cannot join the cluster: {error}") from error
 
     def _begin(self, processes: Iterable[SupervisedProcess]) -> None:
         for process in processes:
             process.start(partial(self._exited, process))
 
     def _exited(self, process: SupervisedProcess, status: int) -> bool:
-        """Whether to start it again: with any status, if its start went well."""
+        """Return whether to restart a process: always, if its first start succeeded."""
         has_begun = process in self._begun
         if not has_begun and not self._ended.done():
             self._ended.set_result(status if status > 0 else EXIT_FAILED)
@@ -181,26 +179,28 @@ class ClusterSupervisor:
                 return
 
     async def _find_controller(self, session: aiohttp.ClientSession) -> None:
-        """Raises ``CorunError`` if none answers, ``ConfigError`` if it refuses the key."""
+        """Raise ``CorunError`` if no controller answers, ``ConfigError`` if it refuses the key."""
         try:
             await self._status(session)
         except UnreachableError:
             raise
         except HttpError as error:
-            raise ConfigError(f"{self._plan.controller_url} refuses: {error}") from error
+            raise ConfigError(
+                f"the controller at {self._plan.controller_url} refuses: {error}"
+            ) from error
 
     async def _engine_is_ready(self, session: aiohttp.ClientSession) -> None:
-        """Wait for the first, however long that takes: a start that fails ends its agent."""
+        """Wait for the first engine, without a deadline: a failed start ends its agent."""
         while self._plan.controller is not None and not (await self._status(session)).engines:
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def _gateway_is_ready(self, session: aiohttp.ClientSession) -> None:
-        """Without a deadline: engines may take as long as they take."""
+        """Wait for a gateway, without a deadline: engines may start slowly."""
         while True:
             timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with session.get(f"{self._plan.url}/ready", timeout=timeout) as response:
-                    # With --health-needs-key it asks for one of a client's.
+                    # With --health-needs-key the answer is a 401.
                     if response.status != HTTPStatus.SERVICE_UNAVAILABLE:
                         return
             await asyncio.sleep(_ASK_EVERY_S)
@@ -213,7 +213,9 @@ class ClusterSupervisor:
         try:
             await self._ask(session, ADAPTERS_PATH, change, timeout_s=_LOAD_TIMEOUT_S)
         except HttpError as error:
-            _logger.error("the adapter %r is not served: %s", adapter.name, error)
+            _logger.error(
+                "cannot load adapter %r; the cluster starts without it: %s", adapter.name, error
+            )
 
     async def _status(self, session: aiohttp.ClientSession) -> ClusterStatus:
         url = self._plan.controller_url + STATUS_PATH
@@ -223,12 +225,12 @@ class ClusterSupervisor:
         self, session: aiohttp.ClientSession, path: str, change: msgspec.Struct,
         timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:  # fmt: skip
-        """Raises ``HttpError`` if it is refused."""
+        """POST a change to the controller. Raises ``HttpError`` if it is refused."""
         url = self._plan.controller_url + path
         await call(session, url, change, dict, timeout_s=timeout_s)
 
     async def _end(self, stop: StopSignals) -> None:
-        """End all; at once after a second signal."""
+        """End all processes; kill them after a second signal."""
         ending = asyncio.ensure_future(self._end_in_order())
         hurry = asyncio.ensure_future(stop.second.wait())
         await asyncio.wait({ending, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -241,7 +243,7 @@ class ClusterSupervisor:
     async def _end_in_order(self) -> None:
         drain_s = self._plan.drain_timeout_s + _GRACE_S
         await _all_end(self._gateways, drain_s)
-        for agents in self._agents:  # first on other machines: last copies move to this one
+        for agents in self._agents:  # other machines first: last copies move to this one
             await _all_end([agents], 2 * drain_s)
         if self._is_published and self._plan.state_dir is not None:
             remove_controller(self._plan.state_dir)
@@ -257,9 +259,9 @@ def _processes(module: str, settings: Sequence[ProcessSettings | None]) -> list[
 
 
 async def _log_changes(launcher: StaticLauncher) -> None:
-    """Say what becomes of engines that others run."""
+    """Log changes of engines without an agent."""
     async for status in launcher.watch():
         if status.state != EXITED:
             _logger.info("engine %s is %s", status.engine_id, status.state)
-        elif status.reason is not None:  # else it is only not looked at any more
-            _logger.warning("engine %s is away: %s", status.engine_id, status.reason)
+        elif status.reason is not None:  # without a reason, only polling has ended
+            _logger.warning("engine %s is unreachable: %s", status.engine_id, status.reason)

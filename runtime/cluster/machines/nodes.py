@@ -1,8 +1,8 @@
 """Keeps agents running on Ray's machines: ``python -m corun.runtime.cluster.machines.nodes``.
 
 The only process that connects to Ray, and so the only one that ends with it. It is restarted until
-Ray is back; then it finds the actors that exist, and starts those that are missing. It stores what
-it is to keep, since Ray without Redis does not.
+Ray is back; then it finds the actors that exist, and starts those that are missing. It stores the
+wanted actors, since Ray without Redis does not.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _NAME = "ray.json"
 _EVERY_S = 0.5
 _CALL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 2.0  # of actors
-_LATE_S = 6.0  # if a query of Ray takes longer, Ray is away
+_LATE_S = 6.0  # after a slower query, Ray counts as away
 _CONNECT_TIMEOUT_S = 60.0
 _LED_TIMEOUT_S = 15.0  # of an agent; its controller may just have ended
 _START_TIMEOUT_S = 120.0  # until Ray has a machine for the first agent
@@ -55,43 +55,43 @@ _logger = logging.getLogger(__name__)
 
 
 class ActorMachines(Protocol):
-    """Where agents may run: Ray's machines (``ray.py``). Each call may take as long as it takes."""
+    """The machines for agents: Ray's (``ray.py``). Calls block without a limit."""
 
     def nodes(self) -> list[Node]:
-        """All that are there."""
+        """Return all machines."""
         ...
 
     def names(self) -> set[str]:
-        """Actors of this cluster: those that run, and those that are to run."""
+        """Return the names of this cluster's actors, running or not yet."""
         ...
 
     def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
-        """Have an actor hold an agent on a machine that has what it takes, when there is one."""
+        """Start an actor with an agent, once a machine has the resources."""
         ...
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
-        """How actors' agents are, of those that say so in time."""
+        """Return the agents of the actors that answer in time."""
         ...
 
     def end(self, name: str) -> None:
-        """End an actor, and give its machine back."""
+        """End an actor, and release its machine."""
         ...
 
 
 class _Wanted(msgspec.Struct):
-    """An actor that is to be there, and where its agent was last."""
+    """An actor that should exist, and the last location of its agent."""
 
     resources: AgentResources
     location: AgentLocation | None = None
 
 
 class _SavedState(msgspec.Struct):
-    """What outlives this process."""
+    """The state that survives a restart of this process."""
 
     run_id: str
     next_name: int = 0
     wanted: dict[str, _Wanted] = msgspec.field(default_factory=dict)
-    taken: list[str] = msgspec.field(default_factory=list)  # wishes that have been done
+    taken: list[str] = msgspec.field(default_factory=list)  # granted wishes
 
 
 class NodesKeeper:
@@ -107,19 +107,19 @@ class NodesKeeper:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "corun-ray")
         self._path = Path(settings.state_dir) / _NAME
         self._saved = _read(self._path, settings.run_id)
-        self._agents: dict[str, SupervisedAgent] = {}  # as last reported
-        self._joined: dict[str, str] = {}  # the URL of an actor's agent
+        self._agents: dict[str, SupervisedAgent] = {}  # by actor, as last reported
+        self._joined: dict[str, str] = {}  # by actor: the URL of an agent that has joined
         self._stop = stop
-        self._machines: ActorMachines | None = None  # once they are there
+        self._machines: ActorMachines | None = None  # None before the first connection
         self._orders = MachinesOrders()
-        self._is_start = not self._saved.wanted  # and what fails, fails it
-        self._answered_s: float | None = None  # when Ray last answered all
+        self._is_start = not self._saved.wanted  # during a first start a failure is fatal
+        self._answered_s: float | None = None  # time of the last complete refresh
         self._reason: str | None = "it has not answered yet"
 
     async def run(self) -> None:
         """Keep agents running until stopped, then end them.
 
-        Raises ``CorunError`` if Ray cannot be used, or a first agent cannot begin.
+        Raises ``CorunError`` if Ray cannot be used, or a first agent cannot start.
         """
         ending: asyncio.Task[Any] = asyncio.ensure_future(self._stop.wait())
         working = [
@@ -138,7 +138,7 @@ class NodesKeeper:
 
     async def _supervise(self) -> None:
         machines = await self._connected()
-        # Ray has put a handler of its own in place, which would show where each thread is.
+        # Replace the handler that Ray installs, which dumps the stacks of all threads.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
         settings = self._settings
         if self._is_start:
@@ -153,8 +153,8 @@ class NodesKeeper:
             is_alone = self._is_start and not self._joined
             if is_alone and time.monotonic() - began_s > _START_TIMEOUT_S:
                 raise CorunError(
-                    f"Ray has had no machine for an agent for {_START_TIMEOUT_S:g} s: each takes "
-                    "all cores of one, and a GPU for each of its engines"
+                    f"Ray has had no free machine for an agent for {_START_TIMEOUT_S:g} s: an agent "
+                    "takes all cores of a machine, and a GPU for each of its engines"
                 )
             await self._grant(machines)
             await asyncio.sleep(_EVERY_S)
@@ -172,7 +172,7 @@ class NodesKeeper:
         return found
 
     async def _adopt(self, machines: ActorMachines) -> None:
-        """Take what an earlier start has left, and end what this one would not have so."""
+        """Take over actors of an earlier start, and end those with other options."""
         names = await self._ask(machines.names)
         deadline_s = time.monotonic() + _LED_TIMEOUT_S
         while names:
@@ -186,16 +186,18 @@ class NodesKeeper:
         else:
             return
         for name, location in locations.items():
-            await self._join(name, location)  # first: agents of another cluster refuse
+            await self._join(
+                name, location
+            )  # before any actor is ended: agents of another cluster refuse
         for name in names:
             self._saved.next_name = max(self._saved.next_name, int(name) + 1)
             found_at = locations.get(name)
             if found_at is not None and found_at.options_digest == self._digest(found_at.resources):
-                _logger.info("agent %s of an earlier start goes on", found_at.agent_id)
+                _logger.info("keeping agent %s of an earlier start", found_at.agent_id)
                 self._saved.wanted[name] = _Wanted(found_at.resources, found_at)
                 continue
             _logger.warning(
-                "actor %s of an earlier start %s, and is ended", name,
+                "ending actor %s of an earlier start: it %s", name,
                 "does not answer" if found_at is None else "has other options",
             )  # fmt: skip
             await self._ask(machines.end, name)
@@ -213,7 +215,7 @@ class NodesKeeper:
         self._write()
 
     async def _refresh(self, machines: ActorMachines) -> None:
-        """Start the actors that Ray does not have, and learn where agents are."""
+        """Start actors that Ray does not have, and update the locations of agents."""
         known = await self._ask(machines.names)
         wanted = self._saved.wanted
         for name in wanted.keys() - known:
@@ -226,7 +228,7 @@ class NodesKeeper:
         before, self._agents = self._agents, agents
         for name, agent in agents.items():
             if agent.state == FAILED and self._is_start:
-                raise ConfigError(f"an agent cannot begin on {agent.agent_id}: {agent.reason}")
+                raise ConfigError(f"agent {agent.agent_id} cannot start: {agent.reason}")
             if agent.state in (FAILED, ENDED) and agent != before.get(name):
                 _logger.warning("agent %s: %s", agent.agent_id, agent.reason or agent.state)
             if agent.location is not None and self._joined.get(name) != agent.location.url:
@@ -235,7 +237,7 @@ class NodesKeeper:
                 self._write()
 
     async def _grant(self, machines: ActorMachines) -> None:
-        """Do what is wished, an engine each, on machines that have no agent yet."""
+        """Grant wishes: one engine each, on machines without an agent."""
         for wish in self._orders.wishes:
             if wish in self._saved.taken:
                 continue
@@ -248,7 +250,7 @@ class NodesKeeper:
             self._add(added)
 
     async def _ask(self, question: Callable[..., _T], *arguments: Any) -> _T:
-        """Ask Ray in its thread, however long that takes."""
+        """Call Ray in its thread, without a timeout."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, question, *arguments)
 
@@ -257,7 +259,7 @@ class NodesKeeper:
     async def _join(self, name: str, location: AgentLocation) -> None:
         """Have an agent report to this cluster's controller.
 
-        Raises ``ConfigError`` if it is another cluster's.
+        Raises ``ConfigError`` if it belongs to another cluster.
         """
         body = Join(controller_url=self._settings.controller_url)
         deadline_s = time.monotonic() + _LED_TIMEOUT_S
@@ -266,7 +268,11 @@ class NodesKeeper:
                 url = location.url + AGENT_JOIN_PATH
                 await call(self._session, url, body, Join, timeout_s=_CALL_TIMEOUT_S)
             except UnreachableError as error:
-                _logger.warning("cannot tell agent %s its controller: %s", location.agent_id, error)
+                _logger.warning(
+                    "cannot give agent %s the URL of the controller (will retry): %s",
+                    location.agent_id,
+                    error,
+                )
                 return
             except HttpError as error:
                 if error.code == "led_elsewhere" and time.monotonic() < deadline_s:
@@ -274,8 +280,8 @@ class NodesKeeper:
                     continue
                 name = self._settings.cluster_name
                 raise ConfigError(
-                    f"a cluster {name!r} is there already ({error}); give another --cluster-name, "
-                    "or the key of that one as --cluster-key-file and end it first"
+                    f"a cluster {name!r} runs already ({error}); give another --cluster-name, or "
+                    "end that cluster first and give its key as --cluster-key-file"
                 ) from None
             self._joined[name] = location.url
             return
@@ -284,7 +290,7 @@ class NodesKeeper:
         return options_digest(msgspec.structs.replace(self._settings.node, resources=resources))
 
     async def _end(self) -> None:
-        """End all agents when their requests have, then their actors."""
+        """End all agents after their requests, then their actors."""
         locations = [
             one.location for one in self._saved.wanted.values() if one.location is not None
         ]
@@ -307,7 +313,7 @@ class NodesKeeper:
     async def _end_agent(self, location: AgentLocation) -> None:
         url, body = location.url + AGENT_END_PATH, EndAgent(agent_id=location.agent_id)
         deadline_s = time.monotonic() + self._settings.drain_timeout_s + _GRACE_S
-        with contextlib.suppress(HttpError):  # once it is gone
+        with contextlib.suppress(HttpError):  # when the agent is gone
             while time.monotonic() < deadline_s:
                 await call(self._session, url, body, EndAgent, timeout_s=_CALL_TIMEOUT_S)
                 await asyncio.sleep(_EVERY_S)
@@ -316,7 +322,7 @@ class NodesKeeper:
     # The controller.
 
     async def _report_forever(self) -> None:
-        """Say how it is, and hear what is wished. A controller that is gone is waited for."""
+        """Report to the controller and receive wishes, for ever; retry while it is away."""
         url = self._settings.controller_url + MACHINES_PATH
         while True:
             with contextlib.suppress(HttpError):
@@ -343,7 +349,7 @@ class NodesKeeper:
 
 
 def _read(path: Path, run_id: str) -> _SavedState:
-    """What an earlier process of the same start has noted."""
+    """Return the state that an earlier process of this run has saved, or a new one."""
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=_SavedState)
     except (OSError, msgspec.DecodeError):
@@ -353,7 +359,7 @@ def _read(path: Path, run_id: str) -> _SavedState:
 
 async def run_nodes(settings: RaySettings, stop: asyncio.Event) -> None:
     """Keep a cluster's agents until ``stop``."""
-    from .ray import RayMachines  # which only this process loads, and those of Ray
+    from .ray import RayMachines  # imported only here and in processes of Ray
 
     def connect(address: str, cluster_name: str) -> ActorMachines:
         machines = RayMachines(address, cluster_name)
@@ -371,7 +377,7 @@ def _run_when_idle() -> None:
     Ray's actors have a niceness of 15, so no niceness of this process is low enough.
     """
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 

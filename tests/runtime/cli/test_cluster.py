@@ -69,7 +69,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ("cluster", "--engine", "http://h:1", "--engine", "http://h:1/v1/"),
             "--engine names http://h:1 twice",
         ),
-        (("cluster", "--engine", ELSEWHERE), f"--engine {ELSEWHERE} cannot be one of the cluster"),
+        (("cluster", "--engine", ELSEWHERE), f"--engine {ELSEWHERE} cannot join the cluster"),
         (
             ("cluster", "--engine", f"{ONE},kind=tgi"),
             "kind is 'tgi', must be one of corun, vllm",

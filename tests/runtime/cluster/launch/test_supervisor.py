@@ -140,7 +140,7 @@ def test_engines_that_cannot_be_one_of_it_end_the_start(tmp_path: Path) -> None:
     plan = simulated_plan(tmp_path / "state", num_engines=0, engines=[static_card(url)])
 
     async def work(cluster: Supervised) -> None:
-        with pytest.raises(ConfigError, match=f"--engine {url} cannot be one of the cluster"):
+        with pytest.raises(ConfigError, match=f"--engine {url} cannot join the cluster"):
             await cluster.running
 
     with_cluster(plan, work)
