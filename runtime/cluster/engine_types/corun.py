@@ -1,4 +1,4 @@
-"""``corun serve`` as an engine: it says itself what it is and does, and speaks as gateways do."""
+"""``corun serve`` as an engine: it reports profile and state, in the gateway's formats."""
 
 from collections.abc import AsyncGenerator
 
@@ -31,7 +31,7 @@ class NoTranslation:
 
 
 class CorunEngineType:
-    """The ``EngineType`` of engines that tell themselves."""
+    """The ``EngineType`` of ``corun serve``."""
 
     can_pin = True
     ready_path = "/ready"

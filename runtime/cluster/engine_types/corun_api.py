@@ -29,23 +29,23 @@ class _Unload(msgspec.Struct, frozen=True):
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """Of a name, and of its versions that drain."""
+    """The use of a name, and of its draining versions."""
 
     num_references: int
     num_waiting: int
-    state: str = ""  # of a version that drains, none
+    state: str = ""  # empty for a draining version
     draining: "tuple[_Use, ...]" = ()
 
 
 class EngineApi:
-    """One engine."""
+    """The ``AdapterApi`` of one engine."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self.url = url
 
     async def incarnation(self) -> str:
-        """Return what names this process of the engine. Raises ``HttpError``."""
+        """Return the id of the engine's process. Raises ``HttpError``."""
         states = read_events(
             self._session, self.url + ENGINE_STATE_PATH, EngineState, silent_s=_CALL_TIMEOUT_S
         )
@@ -55,29 +55,29 @@ class EngineApi:
         raise AssertionError("a stream of events ends by an error")
 
     async def load(self, entry: AdapterEntry, path: str) -> None:
-        """Serve a directory under a name, and replace what the name was before.
+        """Load a directory under a name, and replace its former content.
 
-        Raises ``HttpError`` with the engine's own words, if it refuses.
+        Raises ``HttpError`` with the engine's message if it refuses.
         """
         body = _Load(lora_name=entry.name, lora_path=path, load_inplace=True, pinned=entry.pinned)
         await self._post("load_lora_adapter", body, _LOAD_TIMEOUT_S)
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Keep a name that it serves on the device, or no longer. Raises ``HttpError``."""
+        """Pin or unpin a served name on the device. Raises ``HttpError``."""
         await self._post("load_lora_adapter", _Load(lora_name=name, pinned=pinned), _CALL_TIMEOUT_S)
 
     async def unload(self, name: str) -> None:
-        """Have it take no new requests for a name; those it has go on. Raises ``HttpError``."""
+        """Unload a name; its running requests go on. Raises ``HttpError``."""
         try:
             await self._post("unload_lora_adapter", _Unload(lora_name=name), _CALL_TIMEOUT_S)
         except HttpError as error:
-            if error.status != HTTPStatus.NOT_FOUND:  # it does not serve the name anyway
+            if error.status != HTTPStatus.NOT_FOUND:  # 404: it does not serve the name
                 raise
 
     async def is_used(self, name: str, *, by_former: bool = False) -> bool:
-        """Whether requests for a name run or wait. Raises ``HttpError``.
+        """Return whether requests for a name run or wait. Raises ``HttpError``.
 
-        ``by_former``: only those count that came before the name was unloaded or replaced.
+        ``by_former``: count only requests from before the name was unloaded or replaced.
         """
         url = f"{self.url}/v1/lora_adapters/{quote(name, safe='/')}"
         try:

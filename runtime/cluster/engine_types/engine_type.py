@@ -1,7 +1,7 @@
-"""What a kind of engine is to gateways and controller: one object of each kind, without state.
+"""The interface of engine types to gateways and the controller: one stateless object per type.
 
-Of an engine that tells itself what it is and does (``corun``) all is as it says it; of one that
-does not (``vllm``) it is made of its profile, of what it shows, and of what was sent to it.
+An engine of corun reports its profile and state itself. For vLLM they are derived from a measured
+profile, its metrics, and the requests that were sent to it.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -16,89 +16,89 @@ from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState
 
 @dataclass(slots=True)
 class SentRecord:
-    """What one side knows by itself of an engine's process: what it has sent there."""
+    """What one gateway or controller has sent to an engine's process."""
 
     gateway_id: str
-    entries: Callable[[], Mapping[str, AdapterEntry]]  # what names stand for now
-    last_number: int = 0  # of the requests sent there
-    used: dict[str, None] = field(default_factory=dict)  # adapters, the one used last comes last
+    entries: Callable[[], Mapping[str, AdapterEntry]]  # current adapters by name
+    last_number: int = 0  # of the requests sent so far
+    used: dict[str, None] = field(default_factory=dict)  # adapters, in the order of their last use
 
     def use(self, name: str) -> None:
-        """An adapter is loaded there, or a request for it goes there."""
+        """Record a load of an adapter, or a request for it."""
         self.used.pop(name, None)
         self.used[name] = None
 
     def clear(self) -> None:
-        """It is another process."""
+        """Reset after a restart of the engine."""
         self.last_number = 0
         self.used.clear()
 
 
 class Translation(Protocol):
-    """How one request is put to an engine, and its answer to the client."""
+    """Translates one request for an engine, and its answer for the client."""
 
     def body(self, body: bytes) -> bytes:
-        """The request's body for the engine."""
+        """Return the request's body for the engine."""
         ...
 
     def events(self, data: bytes) -> bytes:
-        """Whole events of its stream for the client."""
+        """Return complete events of the engine's stream for the client."""
         ...
 
     def answer(self, status: int, body: bytes) -> bytes:
-        """The body of an answer that is no stream for the client."""
+        """Return the body of an answer, not of a stream, for the client."""
         ...
 
 
 class AdapterApi(Protocol):
-    """One engine's routes for adapters. Raises ``HttpError`` with its own words if it refuses."""
+    """One engine's routes for adapters. Raises ``HttpError`` with its message if it refuses."""
 
     async def incarnation(self) -> str:
-        """What names this process of the engine, as its states do."""
+        """Return the id of the engine's process, as in its states."""
         ...
 
     async def load(self, entry: AdapterEntry, path: str) -> str | None:
-        """Serve a directory under a name, and replace what the name was before.
+        """Load a directory under a name, and replace its former content.
 
-        Returns what requests call it there; None = by its name.
+        Returns its name in requests to the engine; None = ``entry.name``.
         """
         ...
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Keep a name that it serves on the device, or no longer; only if the kind can."""
+        """Pin or unpin a served name on the device; only if the type has ``can_pin``."""
         ...
 
     async def unload(self, name: str) -> None:
-        """Have it take no new requests for a name; those it has go on."""
+        """Unload a name; its running requests go on."""
         ...
 
 
 class EngineType(Protocol):
-    """Engines of one kind; every call has a deadline and raises ``HttpError``."""
+    """An engine type. Every call has a deadline and raises ``HttpError``."""
 
-    can_pin: bool  # adapters
-    ready_path: str  # answers 200 while new requests are taken
+    can_pin: bool  # whether it can pin adapters
+    ready_path: str  # answers 200 while the engine accepts requests
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
-        """What the engine is, which is asked whether it still is what was measured."""
+        """Return the engine's profile; check that a measured one still fits."""
         ...
 
     async def base_cards(
         self, session: aiohttp.ClientSession, card: EngineCard
     ) -> tuple[ModelCard, ...]:
-        """The base model's names."""
+        """Return the base model's names."""
         ...
 
     def states(
         self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
     ) -> AsyncGenerator[EngineState, None]:
-        """Yield its states, the first one whole; only an error ends them."""
+        """Yield its states, the first one complete; only an error ends the iteration."""
         ...
 
     def adapters(self, session: aiohttp.ClientSession, url: str) -> AdapterApi:
-        """Its routes for adapters."""
+        """Return its routes for adapters."""
         ...
 
     def translation(self, model: str | None, asked: str | None) -> Translation:
-        """Of a request for what the engine calls ``model``, and the client ``asked`` for."""
+        """Return a request's translation; ``model``: at the engine; ``asked``: by the client."""
         ...

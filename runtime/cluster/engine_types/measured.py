@@ -1,4 +1,4 @@
-"""Engines that do not tell what they are, from the profiles that were measured of them."""
+"""Engines of ``--engine``; those of another type come with a measured profile."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from ..wire import EngineCard, MeasuredEngine
 
 
 def given_card(text: str) -> EngineCard:
-    """Return the engine that ``--engine`` names, with what its profile says.
+    """Return the engine of an ``--engine`` option, with its profile if one is given.
 
-    Raises ``ConfigError`` for a file that is none, or of something else.
+    Raises ``ConfigError`` if the file is no profile of such a server.
     """
     given = parse_engine(text)
     measured = None if given.profile is None else _read(given, Path(given.profile).expanduser())

@@ -1,4 +1,4 @@
-"""Kinds of engines by name."""
+"""Engine types by name."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from .vllm import VllmEngineType
 _CORUN = CorunEngineType()
 _MEASURED: Mapping[str, EngineType] = {
     "vllm": VllmEngineType()
-}  # those that do not tell what they are
+}  # types that need a measured profile
 
 
 def engine_type_of(measured: MeasuredEngine | None) -> EngineType:
-    """Of an engine of which this was measured; None = it tells itself."""
+    """Return an engine's type; ``measured``: None = an engine of corun."""
     return _CORUN if measured is None else _MEASURED[measured.server.kind]

@@ -33,8 +33,8 @@ METRICS_PATH = "/metrics"
 _HEALTH_PATH = "/health"
 _VERSION_PATH = "/version"
 _EVERY_S = 0.1
-_HEALTH_EVERY = 10  # states
-_IN_LINK_BYTES_PER_S = 1e12  # of files: the link of a profile has their time in it
+_HEALTH_EVERY = 10  # of the states
+_IN_LINK_BYTES_PER_S = 1e12  # of files: the link of a measured profile includes their time
 _POLL_TIMEOUT_S = 3.0  # gateways eject a silent engine sooner
 
 
@@ -59,18 +59,18 @@ class _Version(msgspec.Struct, frozen=True):
 class VllmEngineType:
     """The ``EngineType`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
 
-    can_pin = False  # it has no route for that
+    can_pin = False  # vLLM has no route for pins
     ready_path = _HEALTH_PATH
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
-        """What was measured, of a server that is still like that."""
+        """Return the measured profile, if the server still fits it."""
         assert card.measured is not None
         measured, server = card.measured, card.measured.server
         name, seen = await inspect_server(session, card.url)
         unlike = server.seen.unlike(seen)
         if unlike is not None:
             raise HttpError(
-                400, f"it is not what the profile was measured of: {unlike}", code="engine_refused",
+                400, f"the server does not fit its profile: {unlike}", code="engine_refused",
                 param="profile",
             )  # fmt: skip
         return EngineProfile(
@@ -101,9 +101,9 @@ class VllmEngineType:
     async def states(
         self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
     ) -> AsyncGenerator[EngineState, None]:
-        """Ask for its metrics ten times a second.
+        """Yield states from its metrics, ten times a second.
 
-        They are as old as its last step: what was sent since the last time is not in them yet.
+        Metrics are as old as its last step. They do not include requests sent since the last poll.
         """
         published: dict[str, PlacedAdapter] = {}
         before, beat = 0, 0
@@ -135,9 +135,9 @@ class VllmEngineType:
 
 
 async def inspect_server(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:
-    """What a server calls its base model, and what it is now.
+    """Return a server's name of its base model, and its current properties.
 
-    Raises ``HttpError`` for one that is not there, or takes no adapters while it runs.
+    Raises ``HttpError`` if it is unreachable, or cannot load adapters at run time.
     """
     base, *_ = await base_models(session, url)
     metrics = await metrics_of(session, url)
@@ -156,31 +156,33 @@ async def inspect_server(session: aiohttp.ClientSession, url: str) -> tuple[str,
 
 
 async def base_models(session: aiohttp.ClientSession, url: str) -> list[VllmModel]:
-    """The base model's names. Raises ``HttpError`` if there are none."""
+    """Return the base model's names. Raises ``HttpError`` if there are none."""
     try:
         models = msgspec.json.decode(await _ask(session, url + MODELS_PATH), type=_Models)
     except msgspec.DecodeError as error:
-        raise _refused(f"it is no vLLM: {MODELS_PATH} answers otherwise: {error}") from None
+        raise _refused(
+            f"the server is not vLLM: unexpected answer of {MODELS_PATH}: {error}"
+        ) from None
     found = [one for one in models.data if one.parent is None]
     if not found:
-        raise _refused(f"it is no vLLM: {MODELS_PATH} lists no base model")
+        raise _refused(f"the server is not vLLM: {MODELS_PATH} lists no base model")
     return found
 
 
 async def metrics_of(session: aiohttp.ClientSession, url: str) -> VllmMetrics:
-    """Raises ``HttpError`` if they are not vLLM's."""
+    """Return its metrics. Raises ``HttpError`` if they are not vLLM's."""
     try:
         return read_metrics(await _ask(session, url + METRICS_PATH))
     except ValueError as error:
-        raise _refused(f"it is no vLLM that can be an engine: {error}") from None
+        raise _refused(f"this vLLM server cannot be an engine: {error}") from None
 
 
 def load_of(metrics: VllmMetrics, sent: SentRecord) -> EngineLoadState:
-    """How much there is to do, as far as the metrics show it.
+    """Return the load of an engine, as far as its metrics show it.
 
-    Which adapters run they say, but not how many requests each has. Its kernels take every row as
-    the largest adapter of the batch, and so are all rows counted here. Of prompts that wait only
-    the number is known: each is taken to be as long as the mean of those before.
+    They list the running adapters, but not the requests of each. vLLM's kernels pad every row to
+    the largest adapter of the batch, so all rows count with its rank. Waiting prompts are known by
+    number only; each counts as the mean of earlier prompts.
     """
     entries = sent.entries()
 
@@ -205,7 +207,7 @@ def load_of(metrics: VllmMetrics, sent: SentRecord) -> EngineLoadState:
 
 
 def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
-    """Those that were used last are on the device, as many as it has places there."""
+    """Return adapters and levels: the last used ones, up to max_loras, are on the device."""
     entries = sent.entries()
     names = [name for name in sent.used if name in entries]
     on_device = set(names[-metrics.max_loras :])
@@ -221,7 +223,7 @@ def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
 
 
 async def _ask(session: aiohttp.ClientSession, url: str) -> bytes:
-    """Raises ``HttpError``."""
+    """GET a URL; return the body. Raises ``HttpError``."""
     status, body = await fetch(session, url, None, timeout_s=_POLL_TIMEOUT_S)
     if status >= 400:
         raise vllm_refusal(url, status, body)

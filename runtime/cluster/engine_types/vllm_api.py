@@ -1,4 +1,4 @@
-"""vLLM's routes for adapters, which it has where ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` is set."""
+"""vLLM's routes for adapters, which ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` enables."""
 
 import re
 from http import HTTPStatus
@@ -23,12 +23,12 @@ _LOADED_ALREADY = "already been loaded"
 
 
 def model_of(entry: AdapterEntry) -> str:
-    """What an adapter of this content is called there, and no other one ever."""
+    """Return the unique name of this content at vLLM: ``NAME@DIGEST``."""
     return f"{entry.name}@{entry.digest[:_DIGEST_CHARS]}"
 
 
 def name_of(model: str) -> str:
-    """Of which name that is; what is called otherwise is not ours, and has its own."""
+    """Return the name of a ``NAME@DIGEST``; any other name is returned as it is."""
     found = _NAME.fullmatch(model)
     return model if found is None else found[1]
 
@@ -62,13 +62,13 @@ class VllmApi:
         try:
             return read_metrics(body).incarnation
         except ValueError as error:
-            text = f"{self._url} answers not as vLLM does: {error}"
+            text = f"{self._url} does not answer like vLLM: {error}"
             raise HttpError(502, text, code="engine_refused") from None
 
     async def load(self, entry: AdapterEntry, path: str) -> str:
-        """Under the name of its content; other contents of the same name go, once it is there.
+        """Load an adapter as ``NAME@DIGEST``, then unload other contents of the name.
 
-        Requests that run with them go on: vLLM only takes no new ones.
+        Running requests of those go on: vLLM only refuses new ones.
         """
         model = model_of(entry)
         try:
@@ -80,11 +80,11 @@ class VllmApi:
         return model
 
     async def put(self, model: str, path: str) -> None:
-        """Load a directory under a name that it does not have yet."""
+        """Load a directory under a new name."""
         await self._post(_LOAD_PATH, _Load(model, path), _LOAD_TIMEOUT_S)
 
     async def drop(self, model: str) -> None:
-        """Unload what has exactly this name; nothing if there is none."""
+        """Unload exactly this name; ignore an unknown one."""
         try:
             await self._post(_UNLOAD_PATH, _Unload(model), _CALL_TIMEOUT_S)
         except HttpError as error:
@@ -95,19 +95,19 @@ class VllmApi:
         raise AssertionError("``VllmEngineType.can_pin`` says so")
 
     async def unload(self, name: str) -> None:
-        """All contents of it."""
+        """Unload all contents of a name."""
         await self._drop(name)
 
     async def check_updates(self) -> None:
-        """Raise ``HttpError`` if adapters cannot be loaded while it runs."""
+        """Raise ``HttpError`` if adapters cannot be loaded at run time."""
         try:
-            # Without a name it does nothing but refuse, where it has the route.
+            # If the route exists, an empty name is refused without effect.
             await self._post(_UNLOAD_PATH, _Unload(""), _CALL_TIMEOUT_S)
         except HttpError as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 raise HttpError(
                     400,
-                    "it loads no adapters while it runs: start it with "
+                    "the server cannot load adapters at run time: start it with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
                     code="engine_refused", param="url",
                 ) from None  # fmt: skip

@@ -1,6 +1,6 @@
-"""What vLLM's ``/metrics`` shows of an engine, read from the few families that say it. Pure.
+"""Reads the load of an engine from vLLM's ``/metrics``. Pure.
 
-Families as of vLLM 0.32; of ``kv_cache_usage_perc`` the name that it had before 0.9, too. Those
+Families have the names of vLLM 0.32; for ``kv_cache_usage_perc`` also the name before 0.9. Families
 with a label ``engine`` are summed over it.
 """
 
@@ -17,13 +17,13 @@ _LORA = b"vllm:lora_requests_info"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmMetrics:
-    """Of one moment."""
+    """The metrics at one moment."""
 
-    incarnation: str  # the server's process began then
-    is_awake: bool  # it may have been put to sleep
+    incarnation: str  # the start time of the server's process
+    is_awake: bool  # False in vLLM's sleep mode
     num_running: int
     num_waiting: int
-    mean_prompt_tokens: float  # of all requests until now
+    mean_prompt_tokens: float  # over all requests so far
     kv_usage: float  # share of the blocks that are in use
     kv_tokens: int
     block_size: int
@@ -35,7 +35,7 @@ class VllmMetrics:
 
 
 def read_metrics(text: bytes) -> VllmMetrics:
-    """Raises ``ValueError`` that says what is missing."""
+    """Read the metrics. Raises ``ValueError`` with the name of a missing family."""
     cache = _newest(text, b"vllm:cache_config_info")
     block_size = int(cache.get("block_size", "0") or 0)
     kv_tokens = sum(_kv_tokens(labels) for labels, _ in _samples(text, b"vllm:cache_config_info"))
@@ -70,7 +70,7 @@ def read_metrics(text: bytes) -> VllmMetrics:
 
 
 def _samples(text: bytes, family: bytes) -> Iterator[tuple[dict[str, str], float]]:
-    """Labels and value of each sample. O(samples), beside one search of the text."""
+    """Yield labels and value of each sample. O(samples), plus one search of the text."""
     mark = b"\n" + family
     start = text.find(mark)
     while start >= 0:
@@ -98,7 +98,7 @@ def _count(text: bytes, family: bytes) -> int:
 
 
 def _newest(text: bytes, family: bytes) -> dict[str, str]:
-    """Labels of the sample with the largest value, which is the newest of an info metric."""
+    """Return labels of the sample with the largest value: the newest of an info metric."""
     found: tuple[dict[str, str], float] = ({}, 0.0)
     for labels, value in _samples(text, family):
         if value >= found[1]:
@@ -107,18 +107,18 @@ def _newest(text: bytes, family: bytes) -> dict[str, str]:
 
 
 def _started(text: bytes) -> str:
-    """Raises ``ValueError`` without: several servers share the metrics then."""
+    """Return the start time. Raises ``ValueError`` if several servers share the metrics."""
     values = _values(text, _STARTED)
     if not values:
         raise ValueError(
-            f"its /metrics has no {_STARTED.decode()}, as where several API servers share them "
+            f"its /metrics has no {_STARTED.decode()}: several API servers share them "
             "(--api-server-count)"
         )
     return f"{values[0]:.3f}"
 
 
 def _kv_tokens(labels: dict[str, str]) -> int:
-    """Of one engine; blocks of another size are counted as tokens where it says so."""
+    """Return the KV tokens of one engine, from its size in tokens or in blocks."""
     size = labels.get("kv_cache_size_tokens", "")
     if size.isdecimal():
         return int(size)

@@ -1,4 +1,4 @@
-"""Requests and answers between a gateway and vLLM: the model's name there, and errors. Pure."""
+"""Translates requests and answers for vLLM: the model's name and errors. Pure."""
 
 import re
 
@@ -36,19 +36,19 @@ class VllmTranslation:
     """The ``Translation`` of one request."""
 
     def __init__(self, model: str | None, asked: str | None) -> None:
-        """``model``: as vLLM calls it; ``asked``: as the client did; None = not at all."""
+        """``model``: the name at vLLM; ``asked``: the client's name; None = keep the name."""
         self._model = None if model is None else msgspec.json.encode(model)
         self._model_field = None if self._model is None else b'"model":' + self._model
         self._asked = None if asked is None else msgspec.json.encode(asked)
 
     def body(self, body: bytes) -> bytes:
-        """With vLLM's name of the model; what is no JSON object vLLM refuses itself."""
+        """Return the body with vLLM's name of the model; vLLM refuses one that is not JSON."""
         if self._model is None:
             return body
         return _with_model(body, self._model)
 
     def events(self, data: bytes) -> bytes:
-        """With the client's name of the model: text cannot look like it, its quotes are escaped."""
+        """Return events with the client's name of the model; quotes in text are escaped."""
         if self._model_field is not None and self._asked is not None:
             data = data.replace(self._model_field, b'"model":' + self._asked)
         if b'"error"' in data:
@@ -64,10 +64,10 @@ class VllmTranslation:
 
 
 def vllm_refusal(url: str, status: int, body: bytes) -> HttpError:
-    """Return the error that vLLM answered a call of ours with."""
+    """Return the error of a failed call to vLLM."""
     reply = _reply(status, body)
     if reply is None:
-        return UnreachableError(f"{url} answers {status}, and not as vLLM does")
+        return UnreachableError(f"{url} answers {status}, with an error that is not vLLM's")
     if status in (401, 403):
         text = f"{url} does not take the cluster's key as its --api-key"
         return HttpError(502, text, code="engine_refused")
@@ -83,15 +83,15 @@ def _translated(status: int, body: bytes) -> bytes:
 
 
 def _reply(status: int, body: bytes) -> ErrorReply | None:
-    """Return an error of vLLM as ours; None = it is none. ``status`` 0: as it says itself."""
+    """Translate an error of vLLM; None if it is none. ``status`` 0: take it from the body."""
     try:
-        told = msgspec.json.decode(body, type=_Body)
+        reply = msgspec.json.decode(body, type=_Body)
     except msgspec.DecodeError:
         return None
-    error = told.error if isinstance(told.error, _Error) else _Error(message=told.message)
-    message = error.message or (told.error if isinstance(told.error, str) else "")
-    if not message and told.detail:
-        message = bytes(told.detail).decode(errors="replace").strip('"')
+    error = reply.error if isinstance(reply.error, _Error) else _Error(message=reply.message)
+    message = error.message or (reply.error if isinstance(reply.error, str) else "")
+    if not message and reply.detail:
+        message = bytes(reply.detail).decode(errors="replace").strip('"')
     if not message:
         return None
     if not status:
@@ -107,7 +107,7 @@ def _code(status: int) -> str:
 
 
 def _with_model(body: bytes, model: bytes) -> bytes:
-    """A JSON object with another model, and everything else as it came. O(bytes)."""
+    """Return a JSON object with another model; all else is unchanged. O(bytes)."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

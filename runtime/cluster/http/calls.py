@@ -1,4 +1,4 @@
-"""How a process of a cluster asks another: one struct for another, within a deadline."""
+"""Calls between processes of a cluster: a struct out, a struct back, within a deadline."""
 
 import asyncio
 from typing import TypeVar
@@ -15,10 +15,10 @@ _T = TypeVar("_T")
 
 
 class UnreachableError(HttpError):
-    """Another process of the cluster is not there, is silent, or does not speak as it should.
+    """Another process of the cluster is absent or silent, or its answer is invalid.
 
-    To the client it is a 503: asking again may help. What another process refuses is an
-    ``HttpError`` with the status, code and message that it gave.
+    Clients get a 503: a retry may succeed. A refusal by another process is an ``HttpError`` with
+    that process's status, code and message.
     """
 
     def __init__(self, message: str) -> None:
@@ -41,8 +41,8 @@ async def call(
     """POST ``body``, or GET without one, and return the answer, which is JSON of ``kind``.
 
     Raises:
-        UnreachableError: No answer within ``timeout_s``, or none that is of ``kind``.
-        HttpError: The other side refused, and why.
+        UnreachableError: There is no answer within ``timeout_s``, or it is not of ``kind``.
+        HttpError: The other side refused.
     """
     status, answer = await fetch(session, url, body, timeout_s=timeout_s)
     if status >= 400:
@@ -50,7 +50,7 @@ async def call(
     try:
         return msgspec.json.decode(answer, type=kind)
     except msgspec.DecodeError as error:
-        raise UnreachableError(f"{url} does not answer as corun does: {error}") from None
+        raise UnreachableError(f"invalid answer from {url}: {error}") from None
 
 
 async def fetch(
@@ -75,11 +75,11 @@ async def fetch(
 
 
 def refusal_of(url: str, status: int, answer: bytes) -> HttpError:
-    """Return the error that another process answered with."""
+    """Return the error in another process's answer."""
     try:
         error = msgspec.json.decode(answer, type=ErrorBody).error
     except msgspec.DecodeError:
-        return UnreachableError(f"{url} answers {status}, and not as corun does")
+        return UnreachableError(f"{url} answers {status}, without an error of corun")
     return HttpError(status, error.message, code=error.code, param=error.param)
 
 

@@ -1,4 +1,4 @@
-"""Structs as server-sent events: ``data: JSON`` and an empty line; comments keep a stream alive."""
+"""Streams of structs as server-sent events; comments keep a stream alive."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,16 +29,16 @@ class EventStream:
         )
 
     async def begin(self) -> web.StreamResponse:
-        """Send the head; return the response, which the handler returns in the end."""
+        """Send the head; return the response for the handler to return."""
         await self._response.prepare(self._request)
         return self._response
 
     async def send(self, value: msgspec.Struct) -> None:
-        """Send one event. Raises ``ConnectionError`` if the client has left, or does not read."""
+        """Send one event. Raises ``ConnectionError`` if the client is gone or does not read."""
         await self._write(b"data: " + msgspec.json.encode(value) + _END)
 
     async def comment(self) -> None:
-        """Send what says only that this side is there; raises as ``send`` does."""
+        """Send a keep-alive; raises as ``send`` does."""
         await self._write(_COMMENT)
 
     async def _write(self, data: bytes) -> None:
@@ -56,10 +56,10 @@ async def read_events(
 ) -> AsyncGenerator[_T, None]:
     """Yield the events of a stream, each JSON of ``kind``; only an error ends it.
 
-    Close it (``contextlib.aclosing``) if you leave it before.
+    Close the generator (``contextlib.aclosing``) if you leave it early.
 
     Raises:
-        UnreachableError: There is no stream, it ends, or is silent (no comment either) for so long.
+        UnreachableError: There is no stream, it ends, or it is silent for ``silent_s``.
         HttpError: The other side refuses.
     """
     decoder = msgspec.json.Decoder(kind)
@@ -71,15 +71,15 @@ async def read_events(
                 async with asyncio.timeout(silent_s):
                     raise refusal_of(url, response.status, await response.read())
             if response.content_type != _CONTENT_TYPE:
-                raise UnreachableError(f"{url} is no stream of events, and so no corun")
+                raise UnreachableError(f"{url} does not answer with a stream of events")
             async for event in _events_of(response.content, silent_s):
                 yield decoder.decode(event)
     except TimeoutError:
         raise UnreachableError(f"{url} was silent for {silent_s:g} s") from None
     except msgspec.DecodeError as error:
-        raise UnreachableError(f"{url} does not speak as corun does: {error}") from None
+        raise UnreachableError(f"invalid event from {url}: {error}") from None
     except aiohttp.ClientPayloadError:
-        pass  # it has ended within an event
+        pass  # the stream has ended within an event
     except (aiohttp.ClientError, OSError, ValueError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise UnreachableError(f"{url} cannot be read: {text}") from None
@@ -87,7 +87,7 @@ async def read_events(
 
 
 async def _events_of(content: aiohttp.StreamReader, silent_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the data of each event; comments have none."""
+    """Yield the data of each event; comments are skipped."""
     buffer = bytearray()
     while True:
         async with asyncio.timeout(silent_s):

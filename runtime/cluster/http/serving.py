@@ -1,4 +1,4 @@
-"""What all HTTP servers of a cluster do alike: keys, structs in and out, errors, a graceful end.
+"""Common parts of a cluster's HTTP servers: keys, structs, errors and shutdown.
 
 Errors have the shape of ``corun serve``'s (``runtime/server/errors.py``).
 """
@@ -15,11 +15,11 @@ from ...errors import InvalidKeyError
 from ...server.access import Keys
 from ...server.errors import SHUTTING_DOWN, ErrorReply, HttpError, error_reply, routing_reply
 
-MAX_BODY_BYTES = 64 * 2**20  # of what processes of a cluster say to each other
+MAX_BODY_BYTES = 64 * 2**20  # of messages between processes of a cluster
 _BACKLOG = 2048
-_MIN_DRAIN_S = 0.01  # none at all would be no limit to aiohttp
+_MIN_DRAIN_S = 0.01  # aiohttp takes 0 for no limit
 
-CheckRequest = Callable[[web.Request], None]  # raises what keeps a request out
+CheckRequest = Callable[[web.Request], None]  # raises to refuse a request
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _T = TypeVar("_T")
@@ -44,7 +44,7 @@ def make_app(
                 response.headers["Allow"] = error.headers["Allow"]
             return response
         except ConnectionError:
-            raise  # the client has left
+            raise  # the client is gone
         except Exception as error:  # every request has an answer
             return error_response(error_reply(error))
 
@@ -67,7 +67,7 @@ def cluster_key_check(key: str) -> CheckRequest:
 
 
 async def read_struct(request: web.Request, kind: type[_T]) -> _T:
-    """Return the body, which is JSON of ``kind``. Raises ``HttpError`` if it is not."""
+    """Read the body as JSON of ``kind``. Raises ``HttpError`` if it is not."""
     body = await request.read()
     try:
         return msgspec.json.decode(body, type=kind)
@@ -79,12 +79,12 @@ async def read_struct(request: web.Request, kind: type[_T]) -> _T:
 
 
 def struct_response(value: msgspec.Struct) -> web.Response:
-    """Answer with a struct."""
+    """Return a response with a struct."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 def error_response(reply: ErrorReply) -> web.Response:
-    """Answer with an error."""
+    """Return a response with an error."""
     return web.Response(
         status=reply.status, body=reply.encode(), headers=reply.headers,
         content_type="application/json",
@@ -92,14 +92,14 @@ def error_response(reply: ErrorReply) -> web.Response:
 
 
 def shutting_down() -> HttpError:
-    """The error of a request that arrives while its server ends."""
-    return HttpError(503, "this server takes no new requests and ends", code=SHUTTING_DOWN)
+    """Return the error of a request that arrives during shutdown."""
+    return HttpError(503, "this server is shutting down", code=SHUTTING_DOWN)
 
 
 async def serve_app(
     app: web.Application, sock: socket.socket, stop: asyncio.Event, *, drain_timeout_s: float = 0.0
 ) -> None:
-    """Serve on a bound socket until ``stop``; what runs then has so long, and is cut after."""
+    """Serve on a bound socket until ``stop``; cut requests after ``drain_timeout_s``."""
     timeout_s = max(drain_timeout_s, _MIN_DRAIN_S)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=timeout_s)
     await runner.setup()

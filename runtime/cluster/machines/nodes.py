@@ -153,7 +153,7 @@ class NodesKeeper:
             is_alone = self._is_start and not self._joined
             if is_alone and time.monotonic() - began_s > _START_TIMEOUT_S:
                 raise CorunError(
-                    f"Ray has had no free machine for an agent for {_START_TIMEOUT_S:g} s: an agent "
+                    f"Ray has had no free machine for an agent for {_START_TIMEOUT_S:g} s: each "
                     "takes all cores of a machine, and a GPU for each of its engines"
                 )
             await self._grant(machines)

@@ -1,8 +1,8 @@
-"""All that is asked of Ray: which machines it has, and actors that hold agents there.
+"""All uses of Ray: its machines, and actors that supervise agents there.
 
-Ray Core's public names only, and its object store for nothing: an actor gets its settings as an
-argument and says where its agent is; tokens and adapters go by HTTP. Imported by the process that
-keeps agents (``nodes.py``), and by Ray's on each machine.
+Only public names of Ray Core are used, and not the object store: an actor gets its settings as an
+argument and returns its agent's location. Tokens and adapters go by HTTP. Imported by the process
+that keeps agents (``nodes.py``) and by Ray's processes on each machine.
 """
 
 import contextlib
@@ -28,26 +28,24 @@ _MAX_CHARS_SHOWN = 300
 
 
 class RayMachines:
-    """A connection to Ray. From one thread; each call may take as long as Ray is away.
+    """A connection to Ray, for one thread. Calls block while Ray is away.
 
-    Raises ``CorunError`` for what Ray does not do.
+    Raises ``CorunError`` if Ray fails.
     """
 
     def __init__(self, address: str, cluster_name: str) -> None:
-        """Connect by the raylet of this machine."""
+        """Connect through the raylet of this machine."""
         self._name = cluster_name
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of it
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a warning
         try:
             ray.init(
                 address=address, namespace=_NAMESPACE, logging_level="ERROR", log_to_driver=False
             )
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise CorunError(
-                f"Ray at {address} takes no driver from here: {_line(error)}"
-            ) from None
+            raise CorunError(f"cannot connect to Ray at {address}: {_line(error)}") from None
 
     def nodes(self) -> list[Node]:
-        """All that are alive."""
+        """Return all machines that are alive."""
         found = []
         for node in _answer(ray.nodes):
             if node["Alive"]:
@@ -56,16 +54,16 @@ class RayMachines:
         return found
 
     def names(self) -> set[str]:
-        """Actors of this cluster: those that run, and those that Ray is to run."""
+        """Return the names of this cluster's actors, running or not yet."""
         start = f"{self._name}/"
         names = _answer(list_named_actors)
         return {name.removeprefix(start) for name in names if name.startswith(start)}
 
     def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
-        """Have Ray run an actor on a machine that has what it takes, when there is one."""
+        """Have Ray start an actor once a machine has the resources."""
         full = f"{self._name}/{name}"
         try:
-            group = _answer(get_placement_group, full)  # of a try that was cut off
+            group = _answer(get_placement_group, full)  # from an interrupted try
         except ValueError:
             group = _answer(
                 placement_group, [resources.by_ray_name()], name=full, lifetime="detached"
@@ -82,10 +80,10 @@ class RayMachines:
         _answer(actor.remote, msgspec.json.encode(settings))
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
-        """How actors' agents are, of those that say so in time, as none does without a machine."""
+        """Return the agents of actors that answer in time; an actor without a machine does not."""
         asked = {}
         for name in names:
-            with contextlib.suppress(ValueError):  # it has just gone
+            with contextlib.suppress(ValueError):  # the actor has just ended
                 actor = _answer(ray.get_actor, f"{self._name}/{name}")
                 asked[name] = _answer(actor.agent.remote)
         deadline_s = time.monotonic() + timeout_s
@@ -106,7 +104,7 @@ class RayMachines:
         return found
 
     def end(self, name: str) -> None:
-        """Have Ray run it no longer, and give its machine back."""
+        """End an actor, and release its machine."""
         full = f"{self._name}/{name}"
         with contextlib.suppress(ValueError):
             _answer(ray.kill, _answer(ray.get_actor, full))
@@ -123,12 +121,12 @@ class _SupervisingActor:
         self._supervisor = AgentSupervisor(msgspec.structs.replace(found, host=host))
 
     def agent(self) -> bytes:
-        """How the agent is, as JSON."""
+        """Return the agent's state, as JSON."""
         return msgspec.json.encode(self._supervisor.agent())
 
 
 def _answer(question: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What Ray answers. Raises ``ValueError`` for a name that it does not know, else ours."""
+    """Call Ray. Raises ``ValueError`` for an unknown name, and ``CorunError`` for failures."""
     try:
         return question(*arguments, **options)
     except (RayError, RuntimeError, OSError) as error:

@@ -40,20 +40,20 @@ from ..settings import AgentSettings, NodeSettings
 
 STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
 _POLL_EVERY_S = 0.5
-_RESTART_AFTER_S = (0.0, 1.0, 5.0, 10.0, 30.0)  # by how often in a row
+_RESTART_AFTER_S = (0.0, 1.0, 5.0, 10.0, 30.0)  # by restarts in a row
 _LASTING_S = 60.0
 _SUPERVISED, _RUNS, _LOCATION, _LOG, _ENDED = "held.lock", "runs.lock", "place.json", "log", "ended"
 _MAX_LOG_BYTES = 64 << 20
-_SHOWN_BYTES = 4096  # of a log's end, in which a reason is looked for
+_SHOWN_BYTES = 4096  # of the end of a log, searched for the error
 _LOCK_TRIES, _LOCK_AGAIN_S = 5, 0.05
-_FIRST = "0"  # directory of a machine
+_FIRST = "0"  # the first agent's directory on a machine
 _MODULE = "corun.runtime.cluster.machines.supervised"
 
 _logger = logging.getLogger(__name__)
 
 
 class AgentLocation(msgspec.Struct, frozen=True):
-    """Where an agent is."""
+    """The address and process of an agent."""
 
     agent_id: str
     url: str
@@ -65,20 +65,20 @@ class AgentLocation(msgspec.Struct, frozen=True):
 class SupervisedAgent(msgspec.Struct, frozen=True):
     """An agent and its state."""
 
-    state: str  # starting | running | failed, and to be started again | ended, as asked
+    state: str  # starting | running | failed (will be restarted) | ended (on request)
     agent_id: str
     location: AgentLocation | None = None
     reason: str | None = None  # why it failed
 
 
 class AgentSupervisor:
-    """Has an agent run on this machine, in the first directory that no other agent uses.
+    """Runs an agent on this machine, in the first directory that no other agent uses.
 
-    Raises ``OSError`` if none can be made.
+    Raises ``OSError`` if no directory can be created.
     """
 
     def __init__(self, settings: NodeSettings) -> None:
-        """``settings.state_dir``: of the cluster; each machine has a directory of its own there."""
+        """``settings.state_dir``: of the cluster; each machine has a subdirectory."""
         root = Path(settings.state_dir) / settings.host
         number = 0
         while (lock := _locked(root / str(number) / _SUPERVISED, _LOCK_TRIES)) is None:
@@ -96,10 +96,10 @@ class AgentSupervisor:
         threading.Thread(target=self._supervise, name="corun-supervisor", daemon=True).start()
 
     def agent(self) -> SupervisedAgent:
-        """How it is now."""
+        """Return the agent's current state."""
         location = self._location()
         if location is not None and location.options_digest != self._digest:
-            location = None  # it is to end
+            location = None  # it will be ended
         if location is not None:
             state = RUNNING
         elif self._has_ended():
@@ -111,7 +111,7 @@ class AgentSupervisor:
         )
 
     def _supervise(self) -> None:
-        """Find it running, or start it, and again when it ends by itself."""
+        """Start the agent unless it runs, and restart it when it exits. Runs for ever."""
         tries, started_s = 0, time.monotonic()
         while True:
             if _is_locked(self._directory / _RUNS) or self._has_ended():
@@ -135,7 +135,7 @@ class AgentSupervisor:
                 self._reason = f"an agent cannot be started: {error}"
 
     def _location(self) -> AgentLocation | None:
-        """Of the agent that runs, if one does, and says where."""
+        """Return the location of the running agent; None if none runs or has published it."""
         if not _is_locked(self._directory / _RUNS):
             return None
         try:
@@ -146,14 +146,14 @@ class AgentSupervisor:
             return None
 
     def _has_ended(self) -> bool:
-        """Whether an agent of these options has ended because it was asked to."""
+        """Return whether an agent with these options has ended on request."""
         try:
             return (self._directory / _ENDED).read_text(encoding="ascii") == self._digest
         except OSError:
             return False
 
     def _start(self) -> None:
-        """Start it as a detached process, which takes over the lock that shows that it runs."""
+        """Start the agent as a detached process, which inherits the lock of running agents."""
         runs = _locked(self._directory / _RUNS)
         if runs is None:
             return
@@ -161,7 +161,7 @@ class AgentSupervisor:
         path = self._directory / _LOG
         if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
             path.replace(path.with_suffix(".1"))
-        # Nothing of Ray's is an agent's business, but for the devices that it was given.
+        # An agent gets no variables of Ray. CUDA_VISIBLE_DEVICES, which Ray sets, stays.
         environment = {name: os.environ[name] for name in os.environ if name[:4] != "RAY_"}
         with runs, path.open("ab") as log, signals_held():
             subprocess.run(
@@ -182,7 +182,7 @@ class AgentSupervisor:
 
 
 def options_digest(settings: NodeSettings) -> str:
-    """Return a digest that is equal for settings under which agents do the same."""
+    """Return a digest of all settings that change what an agent does."""
     alike = msgspec.structs.replace(
         settings, controller_url="", run_id="", log_level="", agent_id="", host="", state_dir=""
     )
@@ -192,11 +192,11 @@ def options_digest(settings: NodeSettings) -> str:
 async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | None:
     """Run until ``stop``, until asked to end, or until unsupervised for long.
 
-    Raises ``ConfigError`` if this machine has too little of anything.
+    Raises ``ConfigError`` if this machine has too few resources.
     """
     directory = Path(settings.state_dir)
     resources = settings.resources
-    # A second agent on a machine knows nothing of the first one's cores.
+    # A second agent on a machine does not know the cores of the first.
     is_shared = settings.unpinned or directory.name != _FIRST
     division = divide_this_machine(
         settings.engine, resources.num_engines, unpinned=is_shared, num_cpus=resources.num_cpus
@@ -205,7 +205,7 @@ async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | N
     if not is_shared:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setaffinity(0, division.others_cpus)
-    with bind(settings.host, 0) as kept:  # no other process gets the port
+    with bind(settings.host, 0) as kept:  # reserves the port
         location = AgentLocation(
             agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), resources=resources,
             options_digest=digest,
@@ -252,7 +252,10 @@ async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Eve
 
 
 def _locked(path: Path, tries: int = 1) -> IO[bytes] | None:
-    """Return the file, locked; None if another process has it, not only looks whether it has."""
+    """Lock and return the file; None if another process holds the lock.
+
+    Retries, since ``_is_locked`` of another process takes the lock for a moment.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path.open("ab")
     for number in range(tries):

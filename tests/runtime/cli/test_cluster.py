@@ -299,5 +299,5 @@ def test_a_server_that_cannot_be_an_engine_ends_the_start(
         )
         assert main(("cluster", "--port", "0", "--engine", given, *place)) == 2
     errors = [one for one in capfd.readouterr().err.splitlines() if "corun: error: " in one]
-    assert len(errors) == 1 and f"--engine {url} cannot be one" in errors[0]
+    assert len(errors) == 1 and f"--engine {url} cannot join the cluster" in errors[0]
     assert words in errors[0]

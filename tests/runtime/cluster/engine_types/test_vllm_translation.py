@@ -76,6 +76,6 @@ def test_an_error_within_a_stream_is_ours_too() -> None:
 
 
 def test_what_is_no_vllm_is_said_to_be_none() -> None:
-    assert "not as vLLM does" in str(vllm_refusal("http://e/x", 500, b"<html>"))
+    assert "with an error that is not vLLM's" in str(vllm_refusal("http://e/x", 500, b"<html>"))
     refused = vllm_refusal("http://e/x", 401, b'{"error":"Unauthorized"}')
     assert refused.status == 502 and "as its --api-key" in str(refused)
