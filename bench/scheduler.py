@@ -37,7 +37,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
-from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLanes
+from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithQueues
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes
@@ -317,10 +317,10 @@ def judge(
     return bounds
 
 
-def has_lanes(policy: str) -> bool:
+def has_queues(policy: str) -> bool:
     """Whether it has anything to refresh."""
     facts = PolicyFacts(times=LearnedTimes(1), capacity_tokens=1, bytes_per_token=1.0)
-    return isinstance(make_policy(policy, facts), PolicyWithLanes)
+    return isinstance(make_policy(policy, facts), PolicyWithQueues)
 
 
 def settings(options: argparse.Namespace, policy: str) -> Iterator[tuple[Situation, str]]:
@@ -359,7 +359,7 @@ def main() -> None:
                 name = f"{policy}, {label}, {num_waiting} wait"
                 figures[name] = cost.to_json()
                 print(name, figures[name], flush=True)
-        for num_waiting in NUM_WAITING if has_lanes(policy) else ():
+        for num_waiting in NUM_WAITING if has_queues(policy) else ():
             value = refresh_ms[policy, num_waiting] = measure_refresh(policy, num_waiting)
             name = f"{policy}, refresh, {num_waiting} wait"
             figures[name] = {"schedule_ms": round(value, 2)}

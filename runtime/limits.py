@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import ContextLengthError, OverloadedError, RequestError, TooManySequencesError
 
-MAX_LANES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
+MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

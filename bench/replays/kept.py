@@ -31,15 +31,15 @@ _DECIDING = (
     "runtime/memory/**/*.py", "runtime/scheduler/**/*.py", "runtime/sim/*.py",
     "shm/arena_ranges.py",
 )  # fmt: skip
-_LANES = ("chameleon.py", "bypass.py", "lane_queues.py", "lanes/*.py")
+_QUEUES = ("chameleon.py", "bypass.py", "size_queues.py", "queues/*.py")
 _OWN: Mapping[str, Sequence[str]] = {
     BASELINE: ("fcfs.py",),
     "fcfs": ("fcfs.py",),
     "sjf": ("sjf.py",),
     "corun": ("corun.py",),
-    "chameleon": _LANES,
-    "chameleon-paper": _LANES,
-    "output-only": _LANES,
+    "chameleon": _QUEUES,
+    "chameleon-paper": _QUEUES,
+    "output-only": _QUEUES,
 }
 _LRU = ("lru.py",)
 _OWN_OF_MEMORY: Mapping[str, Sequence[str]] = {

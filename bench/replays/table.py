@@ -15,7 +15,7 @@ _HEAD = (
 
 
 def table(results: Results) -> str:
-    """Medians over seeds; times in seconds. Lanes and quotas are the first seed's, at its end.
+    """Medians over seeds; times in seconds. Queues and quotas are the first seed's, at its end.
 
     Adapters evicted, what came over the link, and prompt tokens found in the KV of others.
     """
@@ -37,7 +37,7 @@ def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[
         f"{sum(one.num_preempted for one in figures) / num_requests:.2%}",
         f"{sum(one.num_squashes for one in figures) / num_requests:.2%}",
         str(sum(one.num_refused for one in figures)),
-        str(figures[0].num_lanes) if quotas else "-",
+        str(figures[0].num_queues) if quotas else "-",
         "/".join(map(str, quotas)) or "-",
         f"{statistics.median(one.num_evictions for one in figures):.0f}",
         f"{statistics.median(one.link_bytes for one in figures) / 1e9:.1f}",

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..limits import MAX_LANES
+from ..limits import MAX_QUEUES
 
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_FIXED_QUEUES = re.compile(rf"fixed:([1-{MAX_LANES}])")
+_FIXED_QUEUES = re.compile(rf"fixed:([1-{MAX_QUEUES}])")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -170,7 +170,7 @@ def parse_queues(text: str, flag: str) -> int | None:
         return None
     match = _FIXED_QUEUES.fullmatch(text)
     if match is None:
-        wanted = f"auto, or fixed:K with K from 1 to {MAX_LANES}"
+        wanted = f"auto, or fixed:K with K from 1 to {MAX_QUEUES}"
         raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
     return int(match[1])
 

@@ -56,7 +56,7 @@ def engine_stats(
 
     O(adapters on the device or waited for, requests without a first token).
     """
-    memory, lanes = scheduler.memory, scheduler.lanes
+    memory, queues = scheduler.memory, scheduler.queues
     counters, forecast = scheduler.counters, scheduler.forecast
     return EngineStats(
         num_running=scheduler.num_running,
@@ -67,8 +67,8 @@ def engine_stats(
         memory_bytes=_memory_bytes(memory),
         link=_link(memory, now_s),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
-        policy_counts={} if lanes is None else _as_floats(lanes.counts()),
-        lane_counts=() if lanes is None else tuple(map(_as_floats, lanes.lane_counts())),
+        policy_counts={} if queues is None else _as_floats(queues.counts()),
+        queue_counts=() if queues is None else tuple(map(_as_floats, queues.queue_counts())),
         first_token_parts_s={
             part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
         },

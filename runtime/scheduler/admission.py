@@ -13,7 +13,7 @@ from .config import SchedulerConfig
 from .events import SchedulerCounters, TimePart
 from .forecast import ArrivalForecast
 from .limits import blocks_for
-from .policy import NO_ROOM, PolicyWithLanes, SchedulerPolicy, Verdict
+from .policy import NO_ROOM, PolicyWithQueues, SchedulerPolicy, Verdict
 from .running_set import RunningSet
 from .step_draft import StepDraft
 from .waiting_work import WaitingWork
@@ -37,7 +37,7 @@ class Admission:
         """All are the scheduler's own. ``forecast``: None = nobody loads what is not asked for."""
         self._config = config
         self._policy = policy
-        self._lanes = policy if isinstance(policy, PolicyWithLanes) else None
+        self._queues = policy if isinstance(policy, PolicyWithQueues) else None
         self._memory = memory
         self._running = running
         self._cold_starts = cold_starts
@@ -74,8 +74,8 @@ class Admission:
             except StopIteration:
                 request = None
         candidates.close()
-        for request in () if self._lanes is None else self._lanes.lacking_quota():
-            self._waits(request, TimePart.LANE_QUOTA, now_s)
+        for request in () if self._queues is None else self._queues.lacking_quota():
+            self._waits(request, TimePart.QUEUE_QUOTA, now_s)
         return verdict
 
     def _waits(self, request: Request, part: TimePart, now_s: float) -> None:

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from ..plan import RequestId
 from ..request import Request
-from .lanes.holdings import Holdings
+from .queues.holdings import Holdings
 from .step_times import StepTimes
 
 

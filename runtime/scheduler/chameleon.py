@@ -1,18 +1,18 @@
-"""Lanes by size with quotas of memory, so that short requests do not wait behind long ones.
+"""Queues by size with quotas of memory, so that short requests do not wait behind long ones.
 
-A request goes to a lane by its weighted size. A lane admits by arrival while its quota lasts
-(phase 1), then with what is left of it and what lanes have to spare in which nobody waits (phase
+A request goes to a queue by its weighted size. A queue admits by arrival while its quota lasts
+(phase 1), then with what is left of it and what queues have to spare in which nobody waits (phase
 2). Quotas are memory; the tokens of a step go by ``ShortPrefillFirst``.
 
 How far a request can be overtaken by requests that arrived later:
 
-- Within its lane only while memory refuses it although its lane has quota: by those that can run
-  while its adapter is being loaded, or that will have ended before there is room for it. Lanes
+- Within its queue only while memory refuses it although its queue has quota: by those that can run
+  while its adapter is being loaded, or that will have ended before there is room for it. Queues
   pass each other meanwhile, too. All this together comes to ``max_overtaking_tokens`` tokens and
   one request; then nobody is admitted before it.
-- While its lane lacks quota, by as much as other lanes admit until those have ended who hold what
-  it lacks. They are running, and nobody else can take it: only lanes in which nobody waits lend.
-  Who needs more than the quota is admitted when its lane is idle, and overdraws it.
+- While its queue lacks quota, by as much as other queues admit until those have ended who hold what
+  it lacks. They are running, and nobody else can take it: only queues in which nobody waits lend.
+  Who needs more than the quota is admitted when its queue is idle, and overdraws it.
 
 ``chameleon-paper`` has neither of the last two: see ``ChameleonPolicy``.
 
@@ -29,20 +29,20 @@ from itertools import islice
 from ..plan import RequestId
 from ..request import Request
 from .bypass import Bypass
-from .lane_queues import LaneQueues
-from .lanes.cuts import PAPER_WEIGHTS, LaneCutter, SizeWeights
-from .lanes.holdings import Holdings
-from .lanes.recent import RecentRequests
 from .overtaking import MAX_PASSED_REQUESTS, Overtaking
 from .policy import NO_ROOM, PolicyFacts, Verdict
 from .prefill_order import ShortPrefillFirst
+from .queues.cuts import PAPER_WEIGHTS, QueueCutter, SizeWeights
+from .queues.holdings import Holdings
+from .queues.recent import RecentRequests
+from .size_queues import SizeQueues
 
 _FIRST_REFRESH_REQUESTS = 64
 _OUTPUT_SHARE = 0.5  # that is charged: what running requests have put out on average
 
 
 class _End(enum.Enum):
-    """Why a lane offers nobody else."""
+    """Why a queue offers nobody else."""
 
     DONE = enum.auto()
     NO_QUOTA = enum.auto()
@@ -54,17 +54,17 @@ class _Step:
     """What is being admitted now."""
 
     now_s: float
-    lenders: Sequence[int] | None = None  # lanes in which nobody waits; None = phase 1
+    lenders: Sequence[int] | None = None  # queues in which nobody waits; None = phase 1
     loading: set[RequestId] = field(default_factory=set)  # were offered; their adapters come
 
 
 class ChameleonPolicy:
-    """Cuts lanes by the requests of the last minutes; preempts the latest admitted.
+    """Cuts queues by the requests of the last minutes; preempts the latest admitted.
 
-    ``is_as_printed`` follows the paper where it does not contradict itself: as many lanes as there
-    may be, no quota that is as large as a request, all of the predicted output is charged, a lane
+    ``is_as_printed`` follows the paper where it does not contradict itself: as many queues as there
+    may be, no quota that is as large as a request, all of the predicted output is charged, a queue
     has either its own remainder or what others spare, and who overruns is squashed in any case.
-    Then a request that is larger than both waits as long as others keep their lanes busy: for ever
+    Then a request that is larger than both waits as long as others keep their queues busy: for ever
     in overload. That it is admitted when nobody runs is not in the paper, nor that lenders are
     debited.
     """
@@ -79,13 +79,13 @@ class ChameleonPolicy:
         self._refresh_s = facts.refresh_s
         self._refresh_at_s = -math.inf
         self._is_as_printed = is_as_printed
-        self._cutter = LaneCutter(
+        self._cutter = QueueCutter(
             facts.capacity_tokens, weights, facts.num_queues, is_as_printed=is_as_printed
         )
-        self._lanes = self._cutter.first()
-        self._queues = LaneQueues()
+        self._layout = self._cutter.first()
+        self._queues = SizeQueues()
         output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
-        self._holdings = Holdings(self._lanes.quotas.tokens, facts.bytes_per_token, output_share)
+        self._holdings = Holdings(self._layout.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
         self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
         self._lacking_quota: list[Request] = []
@@ -99,10 +99,10 @@ class ChameleonPolicy:
         return len(self._queues)
 
     def add(self, request: Request, now_s: float) -> None:
-        lane = self._lanes.lane_of(request)
+        queue = self._layout.queue_of(request)
         if request in self._holdings:
             self._stop(request)
-            self._queues.add(request, lane)
+            self._queues.add(request, queue)
             return
         self._recent.arrived(
             request,
@@ -111,7 +111,7 @@ class ChameleonPolicy:
             now_s=now_s,
         )
         self._prefill_order.arrived(request)
-        self._queues.add_last(request, lane)
+        self._queues.add_last(request, queue)
 
     def remove(self, request: Request) -> None:
         self._queues.remove(request)
@@ -127,12 +127,12 @@ class ChameleonPolicy:
         self._prefill_order.forget(request.request_id)
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
-        """Walk the lanes twice, those of short requests first: with their quotas, with loans."""
+        """Walk the queues twice, those of short requests first: with their quotas, with loans."""
         self._has_freed = False
         self._lacking_quota = []
         self._refresh(now_s)
         self._favour_one_if_idle()
-        self._queues.fill(self._lanes.lane_of)
+        self._queues.fill(self._layout.queue_of)
         step = _Step(now_s)
         overdue = self._overdue()
         if overdue is not None:
@@ -140,23 +140,23 @@ class ChameleonPolicy:
             if verdict is not Verdict.ADMITTED:
                 self._is_short |= verdict in NO_ROOM
                 return
-            if not self._admit(overdue, self._lanes.lane_of(overdue), step):
+            if not self._admit(overdue, self._layout.queue_of(overdue), step):
                 return
         short = []
-        for lane in range(len(self._lanes.quotas.tokens)):
-            end = yield from self._offer(lane, step)
+        for queue in range(len(self._layout.quotas.tokens)):
+            end = yield from self._offer(queue, step)
             if end is _End.CLOSED:
                 return
             if end is _End.NO_QUOTA:
-                short.append(lane)
-        step.lenders = self._queues.empty_lanes
-        for lane in short:
-            end = yield from self._offer(lane, step)
+                short.append(queue)
+        step.lenders = self._queues.empty_queues
+        for queue in short:
+            end = yield from self._offer(queue, step)
             if end is _End.CLOSED:
                 return
 
     def lacking_quota(self) -> Sequence[Request]:
-        """The first of each lane that has nobody to borrow from."""
+        """The first of each queue that has nobody to borrow from."""
         return self._lacking_quota
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:
@@ -179,22 +179,22 @@ class ChameleonPolicy:
         return deque(running, maxlen=1).pop()
 
     def counts(self) -> Mapping[str, float]:
-        quotas = self._lanes.quotas
+        quotas = self._layout.quotas
         return {
             "num_lanes": len(quotas.tokens),
             "slo_infeasible": not quotas.is_feasible,
             "num_squashed": self._bypass.num_squashed,
         }
 
-    def lane_counts(self) -> Sequence[Mapping[str, float]]:
-        """Free tokens are negative where a lane is overdrawn."""
-        lanes = zip(
-            self._queues.lengths(), self._lanes.quotas.tokens, self._holdings.ledger.available,
+    def queue_counts(self) -> Sequence[Mapping[str, float]]:
+        """Free tokens are negative where a queue is overdrawn."""
+        queues = zip(
+            self._queues.lengths(), self._layout.quotas.tokens, self._holdings.ledger.available,
             strict=True,
         )  # fmt: skip
         return [
             {"num_waiting": length, "quota_tokens": quota, "free_tokens": free}
-            for length, quota, free in lanes
+            for length, quota, free in queues
         ]
 
     def check_invariants(self) -> None:
@@ -202,31 +202,31 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Cut lanes anew if it is time to."""
+        """Cut queues anew if it is time to."""
         if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
-        previous, self._lanes = (
-            self._lanes, self._cutter.cut(self._recent.window(now_s - self._refresh_s)),
+        previous, self._layout = (
+            self._layout, self._cutter.cut(self._recent.window(now_s - self._refresh_s)),
         )  # fmt: skip
-        if previous.cutoffs != self._lanes.cutoffs:
-            self._queues.recut(len(self._lanes.quotas.tokens))
-        self._holdings.recut(self._lanes.quotas.tokens, self._lanes.lane_of)
+        if previous.cutoffs != self._layout.cutoffs:
+            self._queues.recut(len(self._layout.quotas.tokens))
+        self._holdings.recut(self._layout.quotas.tokens, self._layout.queue_of)
 
-    def _offer(self, lane: int, step: _Step) -> Generator[Request, Verdict, _End]:
-        """Offer the requests of a lane by arrival."""
-        walk = self._queues.walk(lane)
+    def _offer(self, queue: int, step: _Step) -> Generator[Request, Verdict, _End]:
+        """Offer the requests of a queue by arrival."""
+        walk = self._queues.walk(queue)
         for request in walk:
             if request.request_id in step.loading:
                 continue
-            if not self._has_quota(request, lane, step.lenders):
+            if not self._has_quota(request, queue, step.lenders):
                 if step.lenders is not None:
                     self._refused.pop(request.request_id, None)
                     self._lacking_quota.append(request)
                 return _End.NO_QUOTA
             verdict = yield request
             if verdict is Verdict.ADMITTED:
-                if not self._admit(request, lane, step):
+                if not self._admit(request, queue, step):
                     return _End.CLOSED
                 continue
             self._refused[request.request_id] = request
@@ -235,21 +235,21 @@ class ChameleonPolicy:
                 self._refuse_heads()
                 return _End.CLOSED
             if verdict is Verdict.NO_ADAPTER:
-                return (yield from self._offer_behind(request, walk, lane, step))
+                return (yield from self._offer_behind(request, walk, queue, step))
             step.loading.add(request.request_id)
             if len(step.loading) >= MAX_PASSED_REQUESTS:
                 return _End.CLOSED
         return _End.DONE
 
     def _offer_behind(
-        self, head: Request, walk: Iterator[Request], lane: int, step: _Step
+        self, head: Request, walk: Iterator[Request], queue: int, step: _Step
     ) -> Generator[Request, Verdict, _End]:
         """Offer those who will have ended before there is room for the adapter of ``head``."""
         start_s = self._bypass.start_s(head, self._holdings, step.now_s)
         for request in islice(walk, MAX_PASSED_REQUESTS):
             if (
                 request.request_id in step.loading
-                or not self._has_quota(request, lane, step.lenders)
+                or not self._has_quota(request, queue, step.lenders)
                 or not self._bypass.may_pass(request, start_s, self._holdings, step.now_s)
             ):
                 continue
@@ -257,27 +257,31 @@ class ChameleonPolicy:
             if verdict is Verdict.NO_KV:
                 break
             if verdict is Verdict.ADMITTED:
-                is_open = self._admit(request, lane, step)
+                is_open = self._admit(request, queue, step)
                 self._bypass.passed(request, head, self._holdings, step.now_s)
                 if not is_open:
                     return _End.CLOSED
         return _End.DONE
 
-    def _has_quota(self, request: Request, lane: int, lenders: Sequence[int] | None) -> bool:
+    def _has_quota(self, request: Request, queue: int, lenders: Sequence[int] | None) -> bool:
         """Whether a request may be admitted, as far as quotas go."""
         ledger = self._holdings.ledger
         num_tokens = self._holdings.need_tokens(request)
         if lenders is None:
-            return num_tokens <= ledger.available[lane]
+            return num_tokens <= ledger.available[queue]
         if self._is_as_printed:
             return num_tokens <= ledger.spare(lenders) or not len(self._holdings)
-        return num_tokens <= ledger.available[lane] + ledger.spare(lenders) or ledger.is_idle(lane)
+        return num_tokens <= ledger.available[queue] + ledger.spare(lenders) or ledger.is_idle(
+            queue
+        )
 
-    def _admit(self, request: Request, lane: int, step: _Step) -> bool:
+    def _admit(self, request: Request, queue: int, step: _Step) -> bool:
         """A request runs from now on; False if it was the last to pass somebody."""
         self.remove(request)
         is_all_lent = self._is_as_printed and step.lenders is not None
-        self._holdings.start(request, lane, step.lenders or (), step.now_s, is_all_lent=is_all_lent)
+        self._holdings.start(
+            request, queue, step.lenders or (), step.now_s, is_all_lent=is_all_lent
+        )
         earlier = [one for one in self._refused.values() if one.arrival_s < request.arrival_s]
         self._overtaking.count(earlier, request.num_known_tokens)
         return self._overdue() is None
@@ -292,11 +296,11 @@ class ChameleonPolicy:
         self._is_short = False
 
     def _refuse_heads(self) -> None:
-        """Note who would be next in other lanes, where memory has been refused to one."""
-        lenders = self._queues.empty_lanes
-        for lane in range(len(self._lanes.quotas.tokens)):
-            head = self._queues.first(lane)
-            if head is not None and self._has_quota(head, lane, lenders):
+        """Note who would be next in other queues, where memory has been refused to one."""
+        lenders = self._queues.empty_queues
+        for queue in range(len(self._layout.quotas.tokens)):
+            head = self._queues.first(queue)
+            if head is not None and self._has_quota(head, queue, lenders):
                 self._refused[head.request_id] = head
 
     def _overdue(self) -> Request | None:

@@ -30,7 +30,7 @@ class TimePart(enum.StrEnum):
     """What a request waits for until its first token."""
 
     ORDER = "order"  # others go first, or have all seats
-    LANE_QUOTA = "lane_quota"  # its lane has lent or spent its tokens
+    QUEUE_QUOTA = "queue_quota"  # its queue has lent or spent its tokens
     KV_MEMORY = "kv_memory"  # room for its KV
     ADAPTER_MEMORY = "adapter_memory"  # room for its adapter
     DISK_READ = "disk_read"  # of its adapter

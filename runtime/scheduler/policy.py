@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
-from ..limits import MAX_LANES
+from ..limits import MAX_QUEUES
 from ..request import Request
 from .config import DEFAULT_MAX_OVERTAKING_TOKENS
 from .step_times import StepTimes
@@ -37,13 +37,13 @@ class PolicyFacts:
     capacity_tokens: int  # KV that would fit into all memory of KV and adapters
     bytes_per_token: float  # of KV
     slo_ttft_s: float | None = None  # None = 5 times what first tokens take on an idle engine
-    refresh_s: float = 300.0  # how often lanes are cut anew, by policies that have them
-    num_queues: int | None = None  # lanes; None = as many as the sizes of requests suggest
+    refresh_s: float = 300.0  # how often queues are cut anew, by policies that have them
+    num_queues: int | None = None  # queues; None = as many as the sizes of requests suggest
     max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
 
     def __post_init__(self) -> None:
-        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_LANES:
-            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_LANES}")
+        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_QUEUES:
+            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_QUEUES}")
         if not self.refresh_s > 0:
             raise ConfigError(f"--refresh-s is {self.refresh_s:g}, must be above 0")
         if self.slo_ttft_s is not None and not self.slo_ttft_s > 0:
@@ -110,17 +110,17 @@ class SchedulerPolicy(Protocol):
 
 
 @runtime_checkable
-class PolicyWithLanes(Protocol):
+class PolicyWithQueues(Protocol):
     """What a policy with several queues shows beside."""
 
     def counts(self) -> Mapping[str, float]:
         """What the policy shows of itself: gauges by name."""
         ...
 
-    def lane_counts(self) -> Sequence[Mapping[str, float]]:
-        """What it shows of each lane: the same gauges for all of them."""
+    def queue_counts(self) -> Sequence[Mapping[str, float]]:
+        """What it shows of each queue: the same gauges for all of them."""
         ...
 
     def lacking_quota(self) -> Sequence[Request]:
-        """Return those whom only their lane's quota kept from being offered the last time."""
+        """Return those whom only their queue's quota kept from being offered the last time."""
         ...

@@ -19,7 +19,7 @@ def _chameleon(facts: PolicyFacts, **options: Any) -> SchedulerPolicy:
 
 
 def _output_only(facts: PolicyFacts) -> SchedulerPolicy:
-    from .lanes.cuts import OUTPUT_ONLY_WEIGHTS
+    from .queues.cuts import OUTPUT_ONLY_WEIGHTS
 
     return _chameleon(facts, weights=OUTPUT_ONLY_WEIGHTS)
 

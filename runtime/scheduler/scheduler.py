@@ -32,7 +32,7 @@ from .decode_gap import DecodeGap
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
-from .policy import PolicyWithLanes, SchedulerPolicy
+from .policy import PolicyWithQueues, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
 from .queue_time import QueueTime
 from .recovery import Recovery
@@ -127,9 +127,9 @@ class Scheduler:
         return self.cold_starts.counts()
 
     @property
-    def lanes(self) -> PolicyWithLanes | None:
-        """What the policy shows beside, if it has lanes."""
-        return self._policy if isinstance(self._policy, PolicyWithLanes) else None
+    def queues(self) -> PolicyWithQueues | None:
+        """What the policy shows beside, if it has queues."""
+        return self._policy if isinstance(self._policy, PolicyWithQueues) else None
 
     @property
     def requests(self) -> Iterable[Request]:

@@ -15,7 +15,7 @@ from .step_times import StepTimes
 
 _WORDS = {
     TimePart.ORDER: "others to go first",
-    TimePart.LANE_QUOTA: "its lane's quota",
+    TimePart.QUEUE_QUOTA: "its queue's quota",
     TimePart.KV_MEMORY: "KV memory",
     TimePart.ADAPTER_MEMORY: "memory for its adapter",
     TimePart.DISK_READ: "its adapter's files to be read",
@@ -31,7 +31,7 @@ _WORDS = {
 _NUM_TOLD = 2
 # Of what requests wait for to be admitted: what memory and seats would not end.
 _DEFERRED = (
-    TimePart.LANE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
+    TimePart.QUEUE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
 )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ class Timelines:
         )  # fmt: skip
 
     def num_deferred(self) -> int:
-        """How many wait for their adapter or KV to come, or their lane. O(without first token)."""
+        """How many wait for their adapter or KV to come, or their queue. O(without first token)."""
         return sum(timeline.shares[0][0] in _DEFERRED for timeline in self._open.values())
 
     def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:

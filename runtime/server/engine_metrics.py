@@ -178,11 +178,11 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
         [((name,), value) for name, value in stats.policy_counts.items()],
     )  # fmt: skip
     yield families.gauges(
-        "scheduling_lane", "Gauges of the policy's lanes, those of short requests first.",
+        "scheduling_lane", "Gauges of the queues of the policy, short requests first.",
         ("lane", "gauge"),
         [
-            ((str(lane), name), value)
-            for lane, counts in enumerate(stats.lane_counts)
+            ((str(queue), name), value)
+            for queue, counts in enumerate(stats.queue_counts)
             for name, value in counts.items()
         ],
     )  # fmt: skip

@@ -37,8 +37,8 @@ class Figures:
     cold_share: float  # of requests with an adapter that was not on the device
     num_preempted: int  # requests, including squashed ones
     num_squashes: int
-    num_lanes: int  # at the end; 1 for policies without lanes
-    quota_tokens: tuple[int, ...]  # of the lanes at the end
+    num_queues: int  # at the end; 1 for policies without queues
+    quota_tokens: tuple[int, ...]  # of the queues at the end
     num_requests: int  # that these figures are of
     num_unfinished: int  # of these requests
     num_refused: int
@@ -58,7 +58,7 @@ def figures_of(
 ) -> Figures:
     """What came of ``workload``; ``machine`` says how long its requests take alone.
 
-    Of many servers sums and means, but for lanes, which are those of the first one. Raises
+    Of many servers sums and means, but for queues, which are those of the first one. Raises
     ``ConfigError`` if there is no request left to count.
     """
     servers = replayed.servers if isinstance(replayed, ClusterReplayed) else (replayed,)
@@ -96,8 +96,8 @@ def figures_of(
         cold_share=float(is_cold.mean()),
         num_preempted=sum(record.num_preemptions > 0 for record in records),
         num_squashes=int(sum(one.get("num_squashed", 0) for one in counts)),
-        num_lanes=int(counts[0].get("num_lanes", 1)),
-        quota_tokens=tuple(int(lane["quota_tokens"]) for lane in stats.lane_counts),
+        num_queues=int(counts[0].get("num_lanes", 1)),
+        quota_tokens=tuple(int(queue["quota_tokens"]) for queue in stats.queue_counts),
         num_requests=len(records),
         num_unfinished=sum(record.end_s is None for record in records),
         num_refused=sum(replayed.refused.values()),

@@ -30,7 +30,7 @@ def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
     made = Figures(
         ttft_mean_s=ttft_s, ttft_cold_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p95_s=ttft_s,
         ttft_p99_s=ttft_s, slowdown_p99=ttft_s, unloaded_p99_s=1.0, e2e_mean_s=10.0,
-        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0, num_lanes=1,
+        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0, num_queues=1,
         quota_tokens=(), num_requests=1000, num_unfinished=0, num_refused=0, served_rps=1.0,
         num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0, step_mean_s=0.05,
         tokens_per_s=100.0, busy_share=0.5, link_busy_share=0.1,
@@ -154,7 +154,7 @@ def test_a_search_without_a_limit_ends() -> None:
 
 def test_a_kept_cell_is_not_run_again(tmp_path: Path) -> None:
     kept_cells = KeptCells(tmp_path, None)
-    made_up = _figures(123.0, num_lanes=2)
+    made_up = _figures(123.0, num_queues=2)
     kept_cells.put(_CELL, made_up)
     other = dataclasses.replace(_CELL, seed=2)
     with Runner(KeptCells(tmp_path, None), None, num_processes=1) as runner:
@@ -214,8 +214,8 @@ def test_the_digest_is_of_all_code_that_decides() -> None:
     assert len({code_digest("fcfs", policy) for policy in ("corun", "lru", "libra")}) == 3
 
 
-def test_lanes_are_in_the_table() -> None:
-    results = {(_SETTING, "chameleon"): [_figures(2.5, num_lanes=2, quota_tokens=(10, 20))]}
+def test_queues_are_in_the_table() -> None:
+    results = {(_SETTING, "chameleon"): [_figures(2.5, num_queues=2, quota_tokens=(10, 20))]}
     assert table(results).splitlines()[1].split()[:4] == ["S1", "at", "1.1", "chameleon"]
     assert "10/20" in table(results)
 

@@ -16,9 +16,9 @@ def test_rows_stay_as_many_as_they_are(
     assert all(cost.both_us > 0 for cost in costs)
 
 
-def test_lanes_are_cut_anew() -> None:
-    assert scheduler.has_lanes("chameleon")
-    assert not scheduler.has_lanes("corun")
+def test_queues_are_cut_anew() -> None:
+    assert scheduler.has_queues("chameleon")
+    assert not scheduler.has_queues("corun")
     assert scheduler.measure_refresh("chameleon", 100) > 0
 
 

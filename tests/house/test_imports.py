@@ -104,7 +104,7 @@ _POLICY = (
 _POLICY_PACKAGES = (
     "runtime/cluster/policy",
     "runtime/scheduler",
-    "runtime/scheduler/lanes",
+    "runtime/scheduler/queues",
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",

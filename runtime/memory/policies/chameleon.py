@@ -11,7 +11,7 @@ from .lru import LruPolicy
 from .policy import MemoryItem
 
 PRINTED_WEIGHTS = (0.45, 0.10, 0.45)
-_WINDOW_S = 300.0  # the paper's "specific time frame", here how often its lanes are divided again
+_WINDOW_S = 300.0  # the paper's "specific time frame", here how often its queues are divided again
 
 
 class ChameleonMemoryPolicy:

@@ -87,13 +87,13 @@ def test_the_bound_of_steps_that_decode_is_told() -> None:
 @pytest.mark.parametrize("name", SCHEDULER_POLICIES)
 def test_what_a_policy_counts_goes_through_a_channel(name: str) -> None:
     scheduler = make_scheduler(policy=make_policy(name, policy_facts()))
-    for number in range(1, 70):  # until lanes are cut
+    for number in range(1, 70):  # until queues are cut
         scheduler.add_request(make_request(number), float(number))
     scheduler.schedule(70.0)
     stats = stats_of(scheduler)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
     assert read == stats
-    assert bool(read.lane_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
+    assert bool(read.queue_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
 
 
 def test_how_long_things_take_is_measured_or_learned() -> None:

@@ -1,4 +1,4 @@
-"""Chameleon's own: lanes that do not wait for each other, loans, bypass, squash and refresh."""
+"""Chameleon's own: queues that do not wait for each other, loans, bypass, squash and refresh."""
 
 from collections.abc import Callable
 
@@ -61,8 +61,8 @@ class Scripted:
         self.policy.check_invariants()
         return offered
 
-    def have_lanes(self) -> None:
-        """Let requests of two sizes come and go, as many of each, so that they have two lanes."""
+    def have_queues(self) -> None:
+        """Let requests of two sizes come and go, as many of each, so that they have two queues."""
         for index in range(64):
             self.arrive(prompt=LARGE if index % 2 else SMALL)
         while len(self.policy):
@@ -80,10 +80,10 @@ def no_kv_but_for(*admitted: Request) -> Callable[[Request], Verdict]:
 
 
 def quotas_of(policy: ChameleonPolicy) -> list[float]:
-    return [lane["quota_tokens"] for lane in policy.lane_counts()]
+    return [queue["quota_tokens"] for queue in policy.queue_counts()]
 
 
-def test_before_the_first_refresh_there_is_one_lane() -> None:
+def test_before_the_first_refresh_there_is_one_queue() -> None:
     room = Scripted()
     for index in range(63):
         room.arrive(prompt=LARGE if index % 2 else SMALL)
@@ -97,7 +97,7 @@ def test_before_the_first_refresh_there_is_one_lane() -> None:
 
 def test_short_requests_do_not_wait_behind_long_ones() -> None:
     room = Scripted()
-    room.have_lanes()
+    room.have_queues()
     large = [room.arrive(prompt=LARGE + 10) for _ in range(4)]
     short = room.arrive()
     assert room.admit() == [short, *large[:2]]  # three are more than there is
@@ -106,10 +106,10 @@ def test_short_requests_do_not_wait_behind_long_ones() -> None:
     assert room.admit() == [large[2]]
 
 
-def test_a_lane_borrows_from_those_where_nobody_waits_beside_what_is_its_own() -> None:
+def test_a_queue_borrows_from_those_where_nobody_waits_beside_what_is_its_own() -> None:
     """Half of five predicted tokens count: each of the short ones takes 8, of the large ones 63."""
     room = Scripted()
-    room.have_lanes()
+    room.have_queues()
     small_quota, large_quota = quotas_of(room.policy)
     shorts = [room.arrive() for _ in range(6)]
     assert small_quota < len(shorts) * 8
@@ -124,16 +124,16 @@ def test_a_lane_borrows_from_those_where_nobody_waits_beside_what_is_its_own() -
     assert room.admit() == [third]
 
 
-def test_who_needs_more_than_the_quota_overdraws_an_idle_lane() -> None:
+def test_who_needs_more_than_the_quota_overdraws_an_idle_queue() -> None:
     room = Scripted()
-    room.have_lanes()
+    room.have_queues()
     shorts = [room.arrive()]
     assert room.admit() == shorts
-    waiting = room.arrive()  # so that its lane lends nothing
+    waiting = room.arrive()  # so that its queue lends nothing
     huge = room.arrive(prompt=190)
     assert room.admit() == [waiting, huge]
     printed = Scripted(is_as_printed=True)
-    printed.have_lanes()
+    printed.have_queues()
     printed.arrive()
     printed.admit()
     huge = printed.arrive(prompt=190)
@@ -225,9 +225,9 @@ def test_as_printed_who_overruns_is_squashed_whether_that_helps_or_not() -> None
 
 
 def test_who_is_refused_memory_is_passed_up_to_the_bound_then_nobody_is_admitted() -> None:
-    """Also where it is the other lane that goes on."""
+    """Also where it is the other queue that goes on."""
     room = Scripted(max_overtaking_tokens=12)
-    room.have_lanes()
+    room.have_queues()
     room.arrive()
     room.admit()
     large = room.arrive(prompt=LARGE)
@@ -242,9 +242,9 @@ def test_who_is_refused_memory_is_passed_up_to_the_bound_then_nobody_is_admitted
 
 
 def test_where_nobody_runs_the_earliest_is_not_kept_out_by_others_adapters() -> None:
-    """Each lane's head would have the adapter of the other's evicted, for ever."""
+    """Each queue's head would have the adapter of the other's evicted, for ever."""
     room = Scripted()
-    room.have_lanes()
+    room.have_queues()
     large, short = room.arrive(prompt=LARGE, adapter=2), room.arrive()
     verdicts = {large: Verdict.NO_ADAPTER, short: Verdict.LOADING}
     assert room.admit(verdicts.__getitem__) == [short, large]
@@ -254,9 +254,9 @@ def test_where_nobody_runs_the_earliest_is_not_kept_out_by_others_adapters() -> 
 
 
 def test_heads_that_memory_never_comes_to_count_what_passes_them() -> None:
-    """The first lane takes all memory there is; nobody even looks at the second."""
+    """The first queue takes all memory there is; nobody even looks at the second."""
     room = Scripted(max_overtaking_tokens=12)
-    room.have_lanes()
+    room.have_queues()
     room.arrive()
     room.admit()
     large = room.arrive(prompt=LARGE)
@@ -294,6 +294,6 @@ def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
         room.turn()
     admitted = [request for request, _ in room.admitted]
     assert len(admitted) == 1500
-    for prompt in (2, 40):  # within a lane in order of arrival
-        of_lane = [one.request_id for one in admitted if one.num_prompt_tokens == prompt]
-        assert of_lane == sorted(of_lane)
+    for prompt in (2, 40):  # within a queue in order of arrival
+        of_queue = [one.request_id for one in admitted if one.num_prompt_tokens == prompt]
+        assert of_queue == sorted(of_queue)

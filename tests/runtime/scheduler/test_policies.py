@@ -24,7 +24,7 @@ SLO_TTFT_S = 0.5
 CAPACITY_TOKENS = 200
 MAX_OVERTAKING_TOKENS = 100
 SMALL_TOKENS, SMALL_TURNS = 16, 6  # of what keeps coming: the largest, the longest
-# While a lane lacks quota, others may admit until those have ended who run now.
+# While a queue lacks quota, others may admit until those have ended who run now.
 _QUOTA_TOKENS = SMALL_TURNS * CAPACITY_TOKENS
 # Seconds after its arrival from which on whoever arrives has to let a request pass, and tokens that
 # pass it in any case.
@@ -35,8 +35,8 @@ BOUNDS: dict[str, Callable[[Request], tuple[float, int]]] = {
     "chameleon": lambda request: (0.0, _QUOTA_TOKENS),
     "output-only": lambda request: (0.0, _QUOTA_TOKENS),
 }
-# Its quotas can be less than a request: one that is larger than its lane's, and than what other
-# lanes spare, waits as long as these are busy. The test below shows it.
+# Its quotas can be less than a request: one that is larger than its queue's, and than what other
+# queues spare, waits as long as these are busy. The test below shows it.
 UNBOUNDED = {"chameleon-paper"}
 
 every_policy = pytest.mark.parametrize("name", NAMES)
@@ -118,7 +118,7 @@ def test_in_any_order_everything_ends_and_the_same_comes_again(name: str, seed: 
 
 @every_policy
 def test_who_is_alone_is_admitted_however_large(name: str) -> None:
-    """Also after many small ones, which are what lanes are cut by."""
+    """Also after many small ones, which are what queues are cut by."""
     room = make_room(name)
     source = Source(room, 1)
     for _ in range(120):
@@ -226,7 +226,7 @@ def test_what_a_step_costs_does_not_depend_on_how_many_wait(name: str) -> None:
             request = make_request(index, prompt=2 + index % 3, arrival_s=index / 1000)
             request.num_predicted_output_tokens = 1
             policy.add(request, 0.0)
-        for _ in range(30):  # those who waited before the first refresh move to their lanes
+        for _ in range(30):  # those who waited before the first refresh move to their queues
             num_calls_of_a_turn(room, admits=False)
         turns = [num_calls_of_a_turn(room, admits=index % 2 == 0) for index in range(20)]
         costs.append(statistics.median(turns))

@@ -23,7 +23,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.policy import PolicyWithLanes
+from corun.runtime.scheduler.policy import PolicyWithQueues
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.step_times import ProfiledTimes
 from hypothesis import HealthCheck, settings
@@ -496,10 +496,10 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["chameleon", "chameleon-paper", "output-only"])
-def test_lanes_are_cut_while_requests_run(policy: str, depth: int) -> None:
+def test_queues_are_cut_while_requests_run(policy: str, depth: int) -> None:
     """In histories of so many requests that sizes are known, which is from 64 on."""
     lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(48)]
-    assert max(one.num_lanes for one in lived) > 1
+    assert max(one.num_queues for one in lived) > 1
 
 
 class Lived(NamedTuple):
@@ -507,7 +507,7 @@ class Lived(NamedTuple):
 
     num_preemptions: int
     num_cold_starts: int
-    num_lanes: int  # at its end
+    num_queues: int  # at its end
     num_found_tokens: int  # of prompts, in the KV of others
     num_host_tokens: int  # of these, on the host
 
@@ -558,11 +558,11 @@ def live_through(
     counters = machine.scheduler.counters
     machine.teardown()
     made = machine.made_policy
-    num_lanes = int(made.counts()["num_lanes"]) if isinstance(made, PolicyWithLanes) else 1
+    num_queues = int(made.counts()["num_lanes"]) if isinstance(made, PolicyWithQueues) else 1
     num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
     num_host = sum(request.num_host_cached_tokens for request in machine.requests.values())
     return Lived(
-        counters.num_preemptions, machine.cold_starts.num_started, num_lanes, num_found, num_host
+        counters.num_preemptions, machine.cold_starts.num_started, num_queues, num_found, num_host
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the newest requests, and how long they ran: what lanes are cut by. Pure."""
+"""Sizes of the newest requests, and how long they ran: what queues are cut by. Pure."""
 
 import enum
 import math

@@ -1,11 +1,11 @@
-"""What running requests are charged, and to which lane."""
+"""What running requests are charged, and to which queue."""
 
 from functools import partial
 
 import hypothesis.strategies as st
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.lanes.holdings import Holdings
+from corun.runtime.scheduler.queues.holdings import Holdings
 from hypothesis import given
 from support.scheduling import make_request
 
@@ -19,8 +19,8 @@ def make(request_id: int, *, prompt: int = 5, predicted: int = 5, adapter: int =
     return request
 
 
-def lane_after(number: int, request: Request) -> int:
-    """Another lane after each refresh."""
+def queue_after(number: int, request: Request) -> int:
+    """Another queue after each refresh."""
     return (request.request_id + number) % 3
 
 
@@ -39,7 +39,7 @@ def test_an_adapter_is_charged_once_and_handed_on_when_who_is_charged_ends() -> 
     assert holdings.ledger.available == [60, 80]
     assert holdings.freed_tokens(first) == 10
     holdings.stop(first)
-    assert holdings.ledger.available == [100, 50]  # the other lane has it now
+    assert holdings.ledger.available == [100, 50]  # the other queue has it now
     holdings.stop(third)
     assert holdings.freed_tokens(second) == 40
     holdings.stop(second)
@@ -47,7 +47,7 @@ def test_an_adapter_is_charged_once_and_handed_on_when_who_is_charged_ends() -> 
     assert holdings.need_tokens(first) == 40
 
 
-def test_who_outgrows_the_prediction_overdraws_the_lane() -> None:
+def test_who_outgrows_the_prediction_overdraws_the_queue() -> None:
     holdings = Holdings([12, 50], bytes_per_token=10, output_share=1.0)
     request = make(1)
     holdings.start(request, 0, (), 0.0)
@@ -70,7 +70,7 @@ def test_of_a_prediction_a_share_may_be_charged_until_it_has_come_true() -> None
     assert holdings.need_tokens(request) == 35
 
 
-def test_a_refresh_charges_those_who_run_to_their_new_lanes() -> None:
+def test_a_refresh_charges_those_who_run_to_their_new_queues() -> None:
     holdings = Holdings([100], bytes_per_token=10, output_share=1.0)
     small, large = make(1), make(2, prompt=30, adapter=2)
     for request in (small, large):
@@ -103,9 +103,9 @@ def test_all_that_is_held_is_charged_and_comes_back(
     for act, index, number, lenders in acts:
         request = requests[index]
         if act == "start" and index not in running:
-            lane = number % 3
+            queue = number % 3
             holdings.start(
-                request, lane, sorted(lenders - {lane}), 0.0, is_all_lent=bool(number % 2)
+                request, queue, sorted(lenders - {queue}), 0.0, is_all_lent=bool(number % 2)
             )
             running[index] = request
         elif act == "stop" and index in running:  # ended, preempted or squashed
@@ -115,7 +115,7 @@ def test_all_that_is_held_is_charged_and_comes_back(
             holdings.grow()
         elif act == "recut":
             quotas = [number, 2 * number, 300 - 3 * number]
-            holdings.recut(quotas, partial(lane_after, number))
+            holdings.recut(quotas, partial(queue_after, number))
         holdings.check_invariants()
         assert list(holdings.requests) == list(running.values())
     for request in running.values():

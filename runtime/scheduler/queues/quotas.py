@@ -1,4 +1,4 @@
-"""How the tokens that the device holds are shared out among lanes. Pure.
+"""How the tokens that the device holds are shared out among queues. Pure.
 
 Source: Chameleon, section 4.2 (Assigning Quotas per Queue). There a quota may be smaller than one
 request (S · D · (1/SLO + λ) with SLO = 5 D is a fraction of S), which then waits for ever; all
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLoad:
-    """What the requests of a lane need."""
+class QueueLoad:
+    """What the requests of a queue need."""
 
     largest_tokens: int
     size_tokens: float  # S: what all but the largest need at most
@@ -21,7 +21,7 @@ class LaneLoad:
 
     @property
     def min_tokens(self) -> float:
-        """Tok_min: with so many the lane, an M/M/1 queue, keeps its SLO on average."""
+        """Tok_min: with so many the queue, an M/M/1 queue, keeps its SLO on average."""
         if not self.slo_s:
             return 0.0
         return self.size_tokens * self.duration_s * (1 / self.slo_s + self.rate_per_s)
@@ -29,17 +29,17 @@ class LaneLoad:
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Tokens by lane."""
+    """Tokens by queue."""
 
     tokens: tuple[int, ...]
-    is_feasible: bool  # whether every lane can keep its SLO
+    is_feasible: bool  # whether every queue can keep its SLO
 
 
-def assign_quotas(loads: Sequence[LaneLoad], total: int, *, has_floor: bool) -> Quotas:
-    """Share ``total`` tokens out in proportion to what lanes need at least.
+def assign_quotas(loads: Sequence[QueueLoad], total: int, *, has_floor: bool) -> Quotas:
+    """Share ``total`` tokens out in proportion to what queues need at least.
 
-    ``has_floor``: no lane gets less than its largest request. All these together are at most
-    ``total``, unless there is but one lane, which gets everything.
+    ``has_floor``: no queue gets less than its largest request. All these together are at most
+    ``total``, unless there is but one queue, which gets everything.
     """
     floors = [load.largest_tokens if has_floor else 1 for load in loads]
     if len(loads) == 1:
@@ -56,12 +56,12 @@ def _shares(needs: Sequence[float], floors: Sequence[int], total: int) -> list[i
     shares = list(floors)
     free = set(range(len(needs)))
     while free:
-        left = total - sum(floors[lane] for lane in range(len(needs)) if lane not in free)
-        factor = left / sum(needs[lane] for lane in free)
-        low = {lane for lane in free if needs[lane] * factor < floors[lane]}
+        left = total - sum(floors[queue] for queue in range(len(needs)) if queue not in free)
+        factor = left / sum(needs[queue] for queue in free)
+        low = {queue for queue in free if needs[queue] * factor < floors[queue]}
         if not low:
-            for lane in free:
-                shares[lane] = max(floors[lane], int(needs[lane] * factor))
+            for queue in free:
+                shares[queue] = max(floors[queue], int(needs[queue] * factor))
             break
         free -= low
     return shares

@@ -1,16 +1,16 @@
-"""Cuts requests into lanes by their sizes, and gives each lane its quota. Pure.
+"""Divides requests into queues by size, and gives each queue its quota. Pure.
 
-Source: Chameleon, section 4.2. What is undefined or contradicts itself there is settled here:
+Source: Chameleon, section 4.2. Where the paper is undefined or contradicts itself:
 
-- The largest sizes that WRS refers to are 99th percentiles of the window, terms are at most 1, and
-  both stay until the next refresh. With the limits of the model instead, most terms would vanish.
-- K is the elbow of WCSS, not its minimum, which the largest K always has; it changes if another one
-  was better twice. Lanes that would be empty, or could not hold their largest requests together,
-  lower it.
-- S, D and lambda are a lane's own: the 99th percentile of its requests' sizes in tokens, their time
-  from admission to the end, their rate. D grows with load, which D is to be chosen for: it is held
-  within 1 to 3 times that of an idle engine. SLO is 5 times the latter. Of fewer than 50 ends the
-  factor is that of all lanes.
+- The largest sizes in WRS are the 99th percentiles of the window. A term is at most 1. Both stay
+  until the next refresh. With the limits of the model instead, most terms would vanish.
+- K is the elbow of WCSS, not its minimum, which is always at the largest K. K changes when another
+  value was the best one twice. It is lower if queues would be empty, or if their largest requests
+  would not fit the device together.
+- S, D and lambda belong to one queue: the 99th percentile of its requests' sizes in tokens, their
+  mean time from admission to the end, and their rate. D should set the load but also grows with it,
+  so D is limited to 1 to 3 times the time of an idle engine. SLO is 5 times that time. For a queue
+  with fewer than 50 finished requests the factor of all queues is used.
 """
 
 from bisect import bisect_right
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...limits import MAX_LANES
+from ...limits import MAX_QUEUES
 from ...request import Request
 from .kmeans import Floats, clusterings, elbow
-from .quotas import LaneLoad, Quotas, assign_quotas
+from .quotas import QueueLoad, Quotas, assign_quotas
 from .recent import Column
 
 _SLOWDOWN = 5.0  # SLO, in times of an idle engine's
@@ -45,16 +45,16 @@ OUTPUT_ONLY_WEIGHTS = SizeWeights(0.0, 0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
-    """Which requests go where, and what lanes may hold."""
+class QueueLayout:
+    """Which requests go where, and what queues may hold."""
 
     factors: tuple[float, float, float]  # of prompt and output tokens and adapter bytes, up to 1
     weights: SizeWeights
-    cutoffs: tuple[float, ...]  # WRS from which on a request belongs to the next lane
+    cutoffs: tuple[float, ...]  # WRS from which on a request belongs to the next queue
     quotas: Quotas
 
-    def lane_of(self, request: Request) -> int:
-        """The lane of a request, by its WRS."""
+    def queue_of(self, request: Request) -> int:
+        """The queue of a request, by its WRS."""
         prompt, output, adapter = self.factors
         wrs = (
             self.weights.prompt * min(1.0, prompt * request.num_uncached_prompt_tokens)
@@ -64,25 +64,30 @@ class Lanes:
         return bisect_right(self.cutoffs, wrs)
 
 
-class LaneCutter:
-    """Cuts lanes anew from time to time."""
+class QueueCutter:
+    """Cuts queues anew from time to time."""
 
     def __init__(
-        self, total_tokens: int, weights: SizeWeights, num_lanes: int | None, *, is_as_printed: bool
+        self,
+        total_tokens: int,
+        weights: SizeWeights,
+        num_queues: int | None,
+        *,
+        is_as_printed: bool,
     ) -> None:
-        """``num_lanes``: how many, where sizes allow that; None = as many as they suggest."""
+        """``num_queues``: how many, where sizes allow that; None = as many as they suggest."""
         self._total_tokens = total_tokens
         self._weights = weights
-        self._is_fixed = num_lanes is not None or is_as_printed
-        self._num_lanes = MAX_LANES if num_lanes is None else num_lanes
+        self._is_fixed = num_queues is not None or is_as_printed
+        self._num_queues = MAX_QUEUES if num_queues is None else num_queues
         self._is_as_printed = is_as_printed
         self._last_elbow: int | None = None  # of the last refresh
 
-    def first(self) -> Lanes:
-        """One lane for all, before anything is known."""
-        return Lanes((0.0, 0.0, 0.0), self._weights, (), Quotas((self._total_tokens,), True))
+    def first(self) -> QueueLayout:
+        """One queue for all, before anything is known."""
+        return QueueLayout((0.0, 0.0, 0.0), self._weights, (), Quotas((self._total_tokens,), True))
 
-    def cut(self, rows: Floats) -> Lanes:
+    def cut(self, rows: Floats) -> QueueLayout:
         """Cut by the requests of a window: rows of ``Column``."""
         columns = np.ascontiguousarray(rows.T)
         sizes = columns[[Column.PROMPT_TOKENS, Column.OUTPUT_TOKENS, Column.ADAPTER_BYTES]]
@@ -91,28 +96,28 @@ class LaneCutter:
         prompts, outputs, adapters = np.minimum(sizes * factors[:, None], 1.0)
         weights = self._weights
         wrs = weights.prompt * prompts + weights.output * outputs + weights.adapter * adapters
-        candidates = clusterings(wrs, MAX_LANES)
+        candidates = clusterings(wrs, MAX_QUEUES)
         self._settle_number(elbow(candidates))
-        for clustering in reversed(candidates[: self._num_lanes]):
+        for clustering in reversed(candidates[: self._num_queues]):
             cutoffs = clustering.cutoffs
-            lanes = np.searchsorted(cutoffs, wrs, side="right")
-            members = [columns[:, lanes == lane] for lane in range(len(cutoffs) + 1)]
+            queues = np.searchsorted(cutoffs, wrs, side="right")
+            members = [columns[:, queues == queue] for queue in range(len(cutoffs) + 1)]
             if self._may_be(members):
                 break
         quotas = assign_quotas(
             _loads(columns, members), self._total_tokens, has_floor=not self._is_as_printed
         )
         prompt, output, adapter = map(float, factors)
-        return Lanes((prompt, output, adapter), weights, cutoffs, quotas)
+        return QueueLayout((prompt, output, adapter), weights, cutoffs, quotas)
 
     def _settle_number(self, best: int) -> None:
-        """Note which number of lanes is best now, and take it if it was so before."""
+        """Note which number of queues is best now, and take it if it was so before."""
         if not self._is_fixed and self._last_elbow in (None, best):
-            self._num_lanes = best
+            self._num_queues = best
         self._last_elbow = best
 
     def _may_be(self, members: Sequence[Floats]) -> bool:
-        """Whether no lane is empty, and all together may hold their largest requests."""
+        """Whether no queue is empty, and all together may hold their largest requests."""
         if len(members) == 1:
             return True
         if not all(columns.shape[1] for columns in members):
@@ -121,19 +126,19 @@ class LaneCutter:
         return self._is_as_printed or bool(largest <= self._total_tokens)
 
 
-def _loads(everything: Floats, members: Sequence[Floats]) -> list[LaneLoad]:
-    """What the requests of lanes need."""
+def _loads(everything: Floats, members: Sequence[Floats]) -> list[QueueLoad]:
+    """What the requests of queues need."""
     arrivals_s = everything[Column.ARRIVAL_S]
     span_s = float(arrivals_s.max() - arrivals_s.min())
     pooled = _slowdown(everything, 1.0, min_ends=1)
     return [_load(columns, pooled, span_s) for columns in members]
 
 
-def _load(columns: Floats, pooled: float, span_s: float) -> LaneLoad:
-    """What the requests of one lane need."""
+def _load(columns: Floats, pooled: float, span_s: float) -> QueueLoad:
+    """What the requests of one queue need."""
     sizes = columns[Column.SIZE_TOKENS]
     unloaded_s = float(columns[Column.UNLOADED_S].mean())
-    return LaneLoad(
+    return QueueLoad(
         largest_tokens=int(sizes.max()),
         size_tokens=float(np.percentile(sizes, _PERCENTILE)),
         duration_s=unloaded_s * _slowdown(columns, pooled, min_ends=_MIN_ENDS),

@@ -1,4 +1,4 @@
-"""What running requests hold of the lanes' quotas: tokens of theirs, and of adapters. Pure.
+"""What running requests hold of the queues' quotas: tokens of theirs, and of adapters. Pure.
 
 A request is charged its prompt and a share of its predicted output, and what it has come to once
 that is more. An adapter is charged once, to the first of those who run with it, and handed on when
@@ -25,7 +25,7 @@ class Holding:
     """A running request."""
 
     request: Request
-    lane: int
+    queue: int
     num_tokens: int  # that it is charged, without its adapter
     admitted_s: float
 
@@ -72,14 +72,16 @@ class Holdings:
         return num_tokens + (self.adapter_tokens(request) if is_last else 0)
 
     def start(
-        self, request: Request, lane: int, lenders: Sequence[int], now_s: float, *,
+        self, request: Request, queue: int, lenders: Sequence[int], now_s: float, *,
         is_all_lent: bool = False,
     ) -> None:  # fmt: skip
         """Charge a request that was admitted; see ``QuotaLedger.take``."""
         num_tokens = self.need_tokens(request)
-        self.ledger.take(request.request_id, lane, num_tokens, lenders, is_all_lent=is_all_lent)
+        self.ledger.take(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
         self._users.setdefault(request.adapter_id, {})[request.request_id] = None
-        self._holdings[request.request_id] = Holding(request, lane, self._kv_tokens(request), now_s)
+        self._holdings[request.request_id] = Holding(
+            request, queue, self._kv_tokens(request), now_s
+        )
 
     def stop(self, request: Request) -> Holding:
         """A request no longer runs; its adapter is charged to the next one who runs with it."""
@@ -96,7 +98,7 @@ class Holdings:
         return holding
 
     def grow(self) -> None:
-        """Charge those who have come to more, whatever is left of their lanes."""
+        """Charge those who have come to more, whatever is left of their queues."""
         for holding in self._holdings.values():
             num_more = holding.request.num_known_tokens - holding.num_tokens
             if num_more > 0:
@@ -104,12 +106,12 @@ class Holdings:
                 holding.num_tokens += num_more
                 self._charge(holding, num_more)
 
-    def recut(self, quotas: Sequence[int], lane_of: Callable[[Request], int]) -> None:
-        """Charge all to the lanes of their classes; loans are settled, lanes may be overdrawn."""
+    def recut(self, quotas: Sequence[int], queue_of: Callable[[Request], int]) -> None:
+        """Charge all to the queues of their classes; loans are settled, queues may be overdrawn."""
         self.ledger = QuotaLedger(quotas)
         for holding in self._holdings.values():
             request = holding.request
-            holding.lane = lane_of(request)
+            holding.queue = queue_of(request)
             is_charged = next(iter(self._users[request.adapter_id])) == request.request_id
             adapter_tokens = self.adapter_tokens(request) if is_charged else 0
             self._charge(holding, holding.num_tokens + adapter_tokens)
@@ -122,8 +124,8 @@ class Holdings:
         assert held + self.ledger.free_tokens == sum(self.ledger.quotas)
 
     def _charge(self, holding: Holding, num_tokens: int) -> None:
-        """Charge more to a request's own lane."""
-        self.ledger.take(holding.request.request_id, holding.lane, num_tokens)
+        """Charge more to a request's own queue."""
+        self.ledger.take(holding.request.request_id, holding.queue, num_tokens)
 
     def _kv_tokens(self, request: Request) -> int:
         """Tokens of a request without its adapter."""

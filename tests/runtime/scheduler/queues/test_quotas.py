@@ -3,20 +3,20 @@
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.plan import RequestId
-from corun.runtime.scheduler.lanes.ledger import QuotaLedger
-from corun.runtime.scheduler.lanes.quotas import LaneLoad, assign_quotas
+from corun.runtime.scheduler.queues.ledger import QuotaLedger
+from corun.runtime.scheduler.queues.quotas import QueueLoad, assign_quotas
 from hypothesis import given
 
 
-def load(largest: int, need: float) -> LaneLoad:
-    """A lane that needs ``need`` tokens at least: Tok_min = S D (1/SLO + lambda)."""
-    return LaneLoad(largest, size_tokens=need, duration_s=1.0, slo_s=2.0, rate_per_s=0.5)
+def load(largest: int, need: float) -> QueueLoad:
+    """A queue that needs ``need`` tokens at least: Tok_min = S D (1/SLO + lambda)."""
+    return QueueLoad(largest, size_tokens=need, duration_s=1.0, slo_s=2.0, rate_per_s=0.5)
 
 
-def test_what_a_lane_needs_at_least() -> None:
-    one = LaneLoad(90, size_tokens=80.0, duration_s=2.0, slo_s=10.0, rate_per_s=0.4)
+def test_what_a_queue_needs_at_least() -> None:
+    one = QueueLoad(90, size_tokens=80.0, duration_s=2.0, slo_s=10.0, rate_per_s=0.4)
     assert one.min_tokens == pytest.approx(80 * 2 * (0.1 + 0.4))
-    assert LaneLoad(90, 80.0, 0.0, 0.0, 0.4).min_tokens == 0.0  # no time is known
+    assert QueueLoad(90, 80.0, 0.0, 0.0, 0.4).min_tokens == 0.0  # no time is known
 
 
 def test_the_remainder_goes_by_needs() -> None:
@@ -35,7 +35,7 @@ def test_overload_scales_all_but_the_floors() -> None:
     assert printed.tokens == (250, 250, 500)
 
 
-def test_one_lane_has_everything() -> None:
+def test_one_queue_has_everything() -> None:
     assert assign_quotas([load(1100, 1.0)], 1000, has_floor=True).tokens == (1000,)
 
 
@@ -55,13 +55,13 @@ def test_quotas_are_all_there_is_and_hold_the_largest(
 def test_loans_come_from_all_lenders_and_go_back_to_them() -> None:
     ledger = QuotaLedger([100, 300, 600])
     ledger.take(RequestId(1), 0, 80)
-    ledger.take(RequestId(2), 0, 110, lenders=[1, 2])  # 20 of its own, a third of 90 from lane 1
+    ledger.take(RequestId(2), 0, 110, lenders=[1, 2])  # 20 of its own, a third of 90 from queue 1
     assert ledger.available == [0, 270, 540]
     ledger.take(RequestId(3), 0, 30, lenders=[1, 2], is_all_lent=True)
     assert ledger.available == [0, 260, 520]
     ledger.give_back(RequestId(2))
     assert ledger.available == [20, 290, 580]
-    ledger.take(RequestId(4), 0, 50)  # more than there is: its own lane owes it
+    ledger.take(RequestId(4), 0, 50)  # more than there is: its own queue owes it
     assert ledger.available == [-30, 290, 580]
     assert not ledger.is_idle(0)
 
@@ -83,16 +83,16 @@ def test_nothing_is_lost_or_spent_twice(
 ) -> None:
     ledger = QuotaLedger([50, 120, 230])
     held: dict[int, int] = {}
-    for request_id, lane, num_tokens, lenders, is_all_lent in acts:
+    for request_id, queue, num_tokens, lenders, is_all_lent in acts:
         if request_id in held and num_tokens % 2:
             ledger.give_back(RequestId(request_id))
             del held[request_id]
         else:
             before = list(ledger.available)
-            others = sorted(lenders - {lane})
-            ledger.take(RequestId(request_id), lane, num_tokens, others, is_all_lent=is_all_lent)
+            others = sorted(lenders - {queue})
+            ledger.take(RequestId(request_id), queue, num_tokens, others, is_all_lent=is_all_lent)
             held[request_id] = held.get(request_id, 0) + num_tokens
             for other in range(3):
-                assert other == lane or ledger.available[other] >= min(0, before[other])
+                assert other == queue or ledger.available[other] >= min(0, before[other])
         ledger.check_invariants()
         assert ledger.free_tokens + sum(held.values()) == 400

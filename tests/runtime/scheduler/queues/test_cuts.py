@@ -1,4 +1,4 @@
-"""Lanes that are cut by what came lately: their number, cut-offs and quotas."""
+"""Queues that are cut by what came lately: their number, cut-offs and quotas."""
 
 import math
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.lanes.cuts import (
+from corun.runtime.scheduler.queues.cuts import (
     OUTPUT_ONLY_WEIGHTS,
     PAPER_WEIGHTS,
-    LaneCutter,
+    QueueCutter,
     SizeWeights,
 )
-from corun.runtime.scheduler.lanes.kmeans import Floats
-from corun.runtime.scheduler.lanes.recent import Column, RecentRequests
+from corun.runtime.scheduler.queues.kmeans import Floats
+from corun.runtime.scheduler.queues.recent import Column, RecentRequests
 from support.scheduling import make_request
 
 Sizes = tuple[int, int, int]  # prompt, predicted output, adapter bytes
@@ -40,55 +40,55 @@ def rows_of(sizes: list[Sizes], *, duration_s: float = math.nan) -> Floats:
 
 
 def make_cutter(
-    num_lanes: int | None = None,
+    num_queues: int | None = None,
     *,
     total: int = 10_000,
     weights: SizeWeights = PAPER_WEIGHTS,
     is_as_printed: bool = False,
-) -> LaneCutter:
-    return LaneCutter(total, weights, num_lanes, is_as_printed=is_as_printed)
+) -> QueueCutter:
+    return QueueCutter(total, weights, num_queues, is_as_printed=is_as_printed)
 
 
 def test_sizes_are_weighted_by_99th_percentiles_and_terms_end_at_one() -> None:
     """HUGE is one in a thousand: it is as large as LARGE. A base request has no adapter term."""
-    lanes = make_cutter().cut(rows_of([SMALL] * 500 + [LARGE] * 499 + [HUGE]))
-    assert lanes.factors == pytest.approx((1 / 100, 1 / 100, 1 / 1000))
+    queues = make_cutter().cut(rows_of([SMALL] * 500 + [LARGE] * 499 + [HUGE]))
+    assert queues.factors == pytest.approx((1 / 100, 1 / 100, 1 / 1000))
     small, large = 0.3 * 0.1 + 0.5 * 0.1 + 0.2 * 0.1, 1.0
-    assert lanes.cutoffs == pytest.approx([(small + large) / 2], rel=1e-3)
-    assert [lanes.lane_of(request_of(one)) for one in (SMALL, LARGE, HUGE)] == [0, 1, 1]
-    assert lanes.lane_of(request_of((100, 10, 0))) == 0  # 0.3 + 0.05
-    assert lanes.lane_of(request_of((10, 100, 0))) == 0  # 0.03 + 0.5
-    assert lanes.lane_of(request_of((100, 100, 0))) == 1
+    assert queues.cutoffs == pytest.approx([(small + large) / 2], rel=1e-3)
+    assert [queues.queue_of(request_of(one)) for one in (SMALL, LARGE, HUGE)] == [0, 1, 1]
+    assert queues.queue_of(request_of((100, 10, 0))) == 0  # 0.3 + 0.05
+    assert queues.queue_of(request_of((10, 100, 0))) == 0  # 0.03 + 0.5
+    assert queues.queue_of(request_of((100, 100, 0))) == 1
 
 
 def test_output_only_looks_at_nothing_else() -> None:
-    lanes = make_cutter(weights=OUTPUT_ONLY_WEIGHTS).cut(rows_of([SMALL] * 50 + [LARGE] * 50))
-    assert lanes.lane_of(request_of((100, 10, 1000))) == 0
-    assert lanes.lane_of(request_of((10, 100, 0))) == 1
+    queues = make_cutter(weights=OUTPUT_ONLY_WEIGHTS).cut(rows_of([SMALL] * 50 + [LARGE] * 50))
+    assert queues.queue_of(request_of((100, 10, 1000))) == 0
+    assert queues.queue_of(request_of((10, 100, 0))) == 1
 
 
-def test_a_number_of_lanes_has_to_win_twice() -> None:
+def test_a_number_of_queues_has_to_win_twice() -> None:
     cutter = make_cutter()
     same, different = rows_of([SMALL] * 100), rows_of([SMALL] * 50 + [LARGE] * 50)
     assert [len(cutter.cut(rows).cutoffs) for rows in (same, different, same)] == [0, 0, 0]
     assert [len(cutter.cut(rows).cutoffs) for rows in (different, different)] == [0, 1]
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 4])
-def test_a_fixed_number_is_kept_where_sizes_allow_it(num_lanes: int) -> None:
+@pytest.mark.parametrize("num_queues", [1, 2, 3, 4])
+def test_a_fixed_number_is_kept_where_sizes_allow_it(num_queues: int) -> None:
     spread = rows_of([(size, size, 10 * size) for size in range(1, 101)])
-    assert len(make_cutter(num_lanes).cut(spread).cutoffs) == num_lanes - 1
+    assert len(make_cutter(num_queues).cut(spread).cutoffs) == num_queues - 1
     two = rows_of([SMALL, LARGE] * 50)
-    assert len(make_cutter(num_lanes).cut(two).cutoffs) == min(2, num_lanes) - 1
+    assert len(make_cutter(num_queues).cut(two).cutoffs) == min(2, num_queues) - 1
 
 
-def test_as_printed_there_are_as_many_lanes_as_may_be() -> None:
+def test_as_printed_there_are_as_many_queues_as_may_be() -> None:
     rows = rows_of([SMALL] * 50 + [LARGE] * 50 + [HUGE] * 50 + [(11, 10, 100)])
     assert len(make_cutter(is_as_printed=True).cut(rows).cutoffs) == 3
     assert len(make_cutter().cut(rows).cutoffs) < 3
 
 
-def test_lanes_that_cannot_hold_their_largest_together_are_fewer() -> None:
+def test_queues_that_cannot_hold_their_largest_together_are_fewer() -> None:
     """SMALL needs 30 tokens and LARGE 300."""
     rows = rows_of([SMALL] * 50 + [LARGE] * 50)
     assert len(make_cutter(total=330).cut(rows).cutoffs) == 1
@@ -112,7 +112,7 @@ def test_quotas_follow_arrivals_sizes_and_times() -> None:
 
 @pytest.mark.parametrize(("duration_s", "believed_s"), [(0.2, 1.0), (2.0, 2.0), (50.0, 3.0)])
 def test_times_under_load_are_believed_within_bounds(duration_s: float, believed_s: float) -> None:
-    """The lane of LARGE has none of its own: all lanes' factor counts."""
+    """The queue of LARGE has none of its own: all queues' factor counts."""
     rows = rows_of([SMALL] * 60 + [LARGE] * 40)
     rows[:60, Column.DURATION_S] = duration_s
     rows[:, Column.ARRIVAL_S] /= 10

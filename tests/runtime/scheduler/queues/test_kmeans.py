@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from corun.runtime.scheduler.lanes.kmeans import Clustering, clusterings, elbow
+from corun.runtime.scheduler.queues.kmeans import Clustering, clusterings, elbow
 from hypothesis import given
 
 
@@ -28,10 +28,10 @@ def test_no_other_clusters_are_better(numbers: list[int], max_clusters: int) -> 
     for num_clusters, clustering in enumerate(found, 1):
         assert clustering.wcss == pytest.approx(least_wcss(values, num_clusters), abs=1e-9)
         assert list(clustering.centroids) == sorted(clustering.centroids)
-        lanes = np.searchsorted(clustering.cutoffs, values, side="right")
-        assert set(lanes) == set(range(num_clusters)), "a lane is empty"
+        queues = np.searchsorted(clustering.cutoffs, values, side="right")
+        assert set(queues) == set(range(num_clusters)), "a queue is empty"
         centres = np.array(
-            [np.mean(np.array(values)[lanes == lane]) for lane in sorted(set(lanes))]
+            [np.mean(np.array(values)[queues == queue]) for queue in sorted(set(queues))]
         )
         assert centres == pytest.approx(np.array(clustering.centroids))
 
