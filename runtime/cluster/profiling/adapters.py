@@ -1,4 +1,4 @@
-"""PEFT adapters that servers are measured with: small random values on all targets of a base."""
+"""Writes PEFT adapters to measure a server with: small random values on all targets."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ _SCALE = 0.01  # so that sums stay finite
 
 
 def write_adapter(directory: Path, base: BaseModel, rank: int, name: str) -> None:
-    """Write one of ``rank``, in bfloat16; ``name``: of the base model. Raises ``OSError``."""
+    """Write an adapter in bfloat16; ``name``: of the base model. Raises ``OSError``."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

@@ -1,6 +1,6 @@
-"""One server as its clients see it: how long first tokens, steps and loads of adapters take.
+"""Measures first tokens and decode steps of one server, as its client.
 
-Seconds are those of a client, without what a request and its answer take by themselves.
+Times are measured by the client, without the round trip of a request.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ _COMPLETIONS_PATH = "/v1/completions"
 _ROUND_TRIP_PATH = "/version"
 _NUM_ROUND_TRIPS = 9
 _ANSWER_TIMEOUT_S = 120.0
-STEPS = 24  # of rows that all decode; of fewer a median says little
+STEPS = 24  # with all rows decoding; enough for a median
 _EVENT = b"data: {"
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """A completion of random tokens, which no cache has."""
+    """A completion of random tokens, which are in no prefix cache."""
 
     model: str
     prompt: list[int]
@@ -50,7 +50,7 @@ class ServerBench:
         self._round_trip_s = 0.0
 
     async def begin(self) -> None:
-        """Time what every request takes beside the server's work."""
+        """Measure the round trip of a request."""
         times_s = []
         for _ in range(_NUM_ROUND_TRIPS):
             started_s = time.perf_counter()
@@ -60,14 +60,14 @@ class ServerBench:
         self._round_trip_s = median(times_s)
 
     async def first_token_s(self, model: str, num_tokens: int) -> float:
-        """Of one prompt alone."""
+        """Return the time to the first token of one prompt without other load."""
         started_s = time.perf_counter()
         arrivals_s = await self._arrivals(model, num_tokens, max_tokens=1)
         return max(arrivals_s[0] - started_s - self._round_trip_s, 1e-6)
 
     async def step_s(self, model: str, num_rows: int, context_tokens: int) -> float:
-        """Of a step in which all of ``num_rows`` requests decode, each behind so long a prompt."""
-        max_tokens = STEPS + 2 * num_rows  # while the last ones begin, the first go on
+        """Return the time of a step with ``num_rows`` decoding requests, each with this context."""
+        max_tokens = STEPS + 2 * num_rows  # the first rows go on while the last ones start
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._arrivals(model, context_tokens, max_tokens))
@@ -85,7 +85,7 @@ class ServerBench:
         return median(gaps_s)
 
     async def _arrivals(self, model: str, num_tokens: int, max_tokens: int) -> Sequence[float]:
-        """When each token came. Raises ``HttpError`` as the server refuses."""
+        """Return the arrival times of all tokens. Raises ``HttpError`` if the server refuses."""
         prompt = self._rng.integers(0, self._vocab_size, num_tokens).tolist()
         body = _Request(model=model, prompt=prompt, max_tokens=max_tokens)
         arrivals_s = [arrival_s async for arrival_s in self._stream(body)]
@@ -116,5 +116,5 @@ class ServerBench:
 
 
 def _gaps(row: Sequence[float], begin_s: float, end_s: float) -> list[float]:
-    """Between a row's tokens, from when all decode until the first one ends."""
+    """Return times between a row's tokens while all rows decode."""
     return [b - a for a, b in itertools.pairwise(row) if a >= begin_s and b <= end_s]

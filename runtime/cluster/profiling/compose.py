@@ -1,7 +1,7 @@
-"""From a server's times to the profile that routers and simulations go by. Pure.
+"""Fits a profile, for routers and simulations, to the measured times of a server. Pure.
 
-What an adapter adds is fitted to whole times, of which those of the base model are known: kernels
-of other engines pad, so that of a batch only its largest adapter counts, for every row.
+The cost of adapters is fitted to total times, with the base model's part known. Kernels of other
+engines pad, so every row of a batch costs as much as its largest adapter.
 """
 
 from dataclasses import dataclass, field
@@ -23,19 +23,19 @@ from ....profiles.profile import (
 from ....profiles.server import BaseModel, MeasuredServer
 
 _OFF = "the server was measured from outside"
-_MAX_LINK_BYTES_PER_S = 1e12  # where a load takes no longer for more bytes
+_MAX_LINK_BYTES_PER_S = 1e12  # if load times do not grow with bytes
 
 
-Repeated = dict[int, list[float]]  # seconds of each case, as often as it was repeated
+Repeated = dict[int, list[float]]  # seconds of each repetition, by case
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """What was measured of one server; a part that is not there yet is empty."""
+    """The measured times of one server; a part that is not measured yet is empty."""
 
     prefill: Repeated = field(default_factory=dict)  # by tokens
     decode: Repeated = field(default_factory=dict)  # by rows
-    long_decode: Repeated = field(default_factory=dict)  # likewise, behind longer prompts
+    long_decode: Repeated = field(default_factory=dict)  # by rows, with longer prompts
     lora_prefill: dict[int, Repeated] = field(default_factory=dict)  # by rank, and tokens
     lora_decode: dict[int, Repeated] = field(default_factory=dict)  # by rank, and rows
     load: Repeated = field(default_factory=dict)  # by rank
@@ -43,7 +43,7 @@ class ServerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What was asked for: tokens before the rows that decode."""
+    """Prompt lengths of the decode measurements, in tokens."""
 
     short_tokens: int
     long_tokens: int
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What else a profile says of how it came about."""
+    """Notes in a profile about its measurement."""
 
     corun_version: str
     created_at: str
@@ -63,7 +63,7 @@ class Notes:
 def compose_server(
     times: ServerTimes, sizes: Sizes, base: BaseModel, server: MeasuredServer, notes: Notes
 ) -> Profile:
-    """Raises ``ValueError`` if there are too few cases for a fit."""
+    """Return the profile. Raises ``ValueError`` if there are too few cases for a fit."""
     prefill_s = Curve.rising(_medians(times.prefill))
     decode_s = Curve.rising(_medians(times.decode))
     keys = _keys_fit(times, sizes, decode_s)
@@ -119,7 +119,7 @@ def _medians(values: Repeated) -> dict[float, float]:
 
 
 def _keys_fit(times: ServerTimes, sizes: Sizes, decode_s: Curve) -> FitRecord:
-    """Against the step of as many rows behind short prompts, and keys beyond theirs."""
+    """Fit steps against those of as many rows with short prompts, and additional keys."""
     points, y = [], []
     for measured, context in (
         (times.decode, sizes.short_tokens), (times.long_decode, sizes.long_tokens)
@@ -134,7 +134,7 @@ def _keys_fit(times: ServerTimes, sizes: Sizes, decode_s: Curve) -> FitRecord:
 def _lora_fits(
     times: ServerTimes, base: BaseModel, prefill_s: Curve, decode_s: Curve
 ) -> tuple[FitRecord, FitRecord]:
-    """Of prefill against tokens times bytes, tokens, and bytes; of decode, rows times bytes."""
+    """Fit prefill against tokens x bytes, tokens and bytes, and decode against rows x bytes."""
     points, y = [], []
     for rank, by_tokens in times.lora_prefill.items():
         num_bytes = float(rank * base.adapter_bytes_per_rank)
@@ -153,7 +153,7 @@ def _lora_fits(
 
 
 def _link(times: ServerTimes, base: BaseModel) -> LinkModel:
-    """From the file to the device: of that a client sees only the whole."""
+    """Fit the load from file to device, which a client sees as one time."""
     loads = _medians(times.load)
     line = fit_line([rank * base.adapter_bytes_per_rank for rank in loads], list(loads.values()))
     return LinkModel(1.0 / max(line.slope, 1.0 / _MAX_LINK_BYTES_PER_S), line.intercept)

@@ -1,6 +1,6 @@
-"""Measures a server part by part; each part is kept as it ends, and not measured again.
+"""Measures a server part by part; each finished part is saved and not measured again.
 
-Adapters are made for it: it must see their directory under the same path.
+Adapters are written for the measurement: the server must see their directory under the same path.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from .compose import Notes, Repeated, ServerTimes, Sizes, compose_server
 _SHORT_TOKENS = 32
 _MAX_LONG_TOKENS = 1024
 _NAME = "corun-profile"
-_MIN_RANKS = 2  # of a line through loads
+_MIN_RANKS = 2  # to fit a line through loads
 
 Case = Callable[[], Awaitable[float]]
-OnProgress = Callable[[int, int], None]  # measurements done, of how many
+OnProgress = Callable[[int, int], None]  # measurements done, and their total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEffort:
-    """How much is measured; sizes ascend, and are cut to what the server takes."""
+    """The sizes to measure, ascending; they are cut to the server's limits."""
 
     name: str
-    num_rounds: int  # after one to warm up
+    num_rounds: int  # after a warm-up round
     prefill_tokens: tuple[int, ...]
     decode_rows: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -61,14 +61,14 @@ SERVER_EFFORTS: Mapping[str, ServerEffort] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTask:
-    """What is measured, and how."""
+    """One measurement of a server."""
 
     url: str
     key: str  # of the server
     base: BaseModel
     base_name: str
-    adapters_dir: Path  # that the server sees
-    kept_path: Path  # of parts, until all are there
+    adapters_dir: Path  # visible to the server under this path
+    kept_path: Path  # of finished parts, until all are done
     effort: ServerEffort
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -85,7 +85,7 @@ class _Kept(msgspec.Struct, frozen=True):
 async def profile_server(
     task: ServerTask, say: Callable[[str], None], on_report: OnReport
 ) -> Profile:
-    """Measure it, or what is left of that.
+    """Measure a server, or the parts that an earlier run has left.
 
     Raises ``HttpError`` for a server that cannot be an engine, ``ProfileError`` if it cannot be
     measured or no model fits its times, and ``OSError`` if the adapters cannot be written.
@@ -106,7 +106,7 @@ class _Run:
     def __init__(
         self, task: ServerTask, seen: SeenServer, model: str, bench: ServerBench, api: VllmApi
     ) -> None:
-        """``model``: as the server calls its base model."""
+        """``model``: the server's name of its base model."""
         self._task = task
         self._seen = seen
         self._base = model
@@ -126,7 +126,7 @@ class _Run:
                 f"{task.url} takes {seen.max_model_len} tokens of prompt and output, which are too "
                 "few to measure it (--max-model-len)"
             )
-        self._models: dict[int, str] = {}  # by rank: what it is called there
+        self._models: dict[int, str] = {}  # by rank: the name at the server
         self._times = ServerTimes()
         self._busy: list[str] = []
 
@@ -161,7 +161,7 @@ class _Run:
     # Parts.
 
     def _parts(self) -> dict[str, dict[tuple[int, ...], Case]]:
-        """Cases of each part that is not there yet: by rank, if they have one, and size."""
+        """Return the cases of each missing part, by rank (if any) and size."""
         bench, base = self._bench, self._base
 
         def first_token(model: str, tokens: int) -> Case:
@@ -189,7 +189,7 @@ class _Run:
     async def _part(
         self, name: str, cases: Mapping[tuple[int, ...], Case], on_progress: OnProgress
     ) -> None:
-        """All cases in turn, forwards and backwards; the first round warms up."""
+        """Measure all cases in rounds, in alternating order; the first round warms up."""
         num_rounds = self._task.effort.num_rounds
         found: dict[tuple[int, ...], list[float]] = {key: [] for key in cases}
         num_done, num_total = 0, len(cases) * (num_rounds + 1)
@@ -206,7 +206,7 @@ class _Run:
         write_whole(self._task.kept_path, msgspec.json.encode(kept))
 
     def _load(self, rank: int) -> Case:
-        """Under a name that it never had: what it has once, it does not read again."""
+        """Load under a new name each time: the server reads a known name only once."""
 
         async def measure() -> float:
             model = f"{_NAME}-{rank}-{time.time_ns()}"
@@ -221,18 +221,18 @@ class _Run:
     async def _expected_s(
         self, parts: Mapping[str, Mapping[tuple[int, ...], Case]]
     ) -> dict[str, float]:
-        """From the largest prompt and batch with the largest adapter: about."""
+        """Estimate the time of each part from the largest cases with the largest adapter."""
         rounds, model = self._task.effort.num_rounds + 1, self._models[max(self._models)]
         prompt_s = await self._bench.first_token_s(model, self._tokens[-1])
         step_s = await self._bench.step_s(model, self._rows[-1], self._sizes.short_tokens)
-        decode_s = step_s * (STEPS + self._rows[-1])  # the smaller ones take less, and begin sooner
+        decode_s = step_s * (STEPS + self._rows[-1])  # an upper bound for smaller batches
         each_s = {"prefill": prompt_s / 2, "lora_prefill": prompt_s / 2, "load": 0.1}
         return {
             name: rounds * len(cases) * each_s.get(name, decode_s) for name, cases in parts.items()
         }
 
     def _resumed(self, say: Callable[[str], None]) -> ServerTimes:
-        """What an earlier run has left, if it is of this server and as much."""
+        """Return the parts of an earlier run, if server and effort are the same."""
         try:
             kept = msgspec.json.decode(self._task.kept_path.read_bytes(), type=_Kept)
         except (OSError, msgspec.DecodeError):
@@ -242,7 +242,7 @@ class _Run:
         if not is_same or kept.effort != self._task.effort.name:
             return ServerTimes()
         names = [what for name, what in _WHAT.items() if getattr(kept.times, name)]
-        say(f"of an earlier run there are: {', '.join(names)}")
+        say(f"using parts of an earlier run: {', '.join(names)}")
         return kept.times
 
     # Adapters.
@@ -252,7 +252,7 @@ class _Run:
 
     @contextlib.asynccontextmanager
     async def _adapters(self) -> AsyncIterator[None]:
-        """Have the server serve one of each rank that it takes; nothing of them is left after."""
+        """Load an adapter of each supported rank; remove adapters and files after the block."""
         try:
             for rank in self._task.effort.ranks:
                 if not await self._add(rank):
@@ -269,7 +269,10 @@ class _Run:
                     directory.rmdir()
 
     async def _add(self, rank: int) -> bool:
-        """Whether the server takes it. Raises ``ProfileError`` if it takes too few."""
+        """Load an adapter; return False if the server refuses it.
+
+        Raises ``ProfileError`` if the server takes too few ranks, or does not see the directory.
+        """
         directory, name = self._directory(rank), f"{_NAME}-{rank}"
         write_adapter(directory, self._task.base, rank, self._task.base_name)
         await self._api.drop(name)
@@ -311,7 +314,7 @@ def _nested(found: Mapping[tuple[int, ...], list[float]]) -> Repeated | dict[int
 
 
 def _cut(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Those up to the limit, and the limit itself if some are beyond."""
+    """Return sizes up to the limit, and the limit itself if some were beyond."""
     fitting = [size for size in sizes if size <= limit]
     if len(fitting) < len(sizes) and limit > 0 and limit not in fitting:
         fitting.append(limit)

@@ -258,7 +258,7 @@ def test_placements_side_by_side(
     )
     assert main([*arguments, "--slo-ttft-s", "1e-6"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "one of them holds, or misses, --slo-ttft-s 1e-06 at any load" in error
+    assert "one rank holds, or misses, --slo-ttft-s 1e-06 at any load" in error
     assert main([*arguments, "--slo-ttft-s", "2"]) == 0
     table = lines(capsys)
     assert [line.split()[0] for line in table[1:3]] == ["placement=loraserve", "placement=random"]
