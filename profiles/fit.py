@@ -42,6 +42,8 @@ class Fit:
     r_squared: float  # on the held-out points; 1 = exact, 0 = no better than their mean
     num_points: int
     num_held_out: int  # each once, predicted by a plane through the others
+    # Root mean square on the held-out points; None in files of versions that did not write it.
+    relative_error: float | None = None
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
@@ -110,6 +112,12 @@ def r_squared(predicted: Sequence[float], y: Sequence[float]) -> float:
     return 1.0 - left / total
 
 
+def relative_error(predicted: Sequence[float], y: Sequence[float]) -> float:
+    """Root mean square of the predictions' relative errors. ``y``: positive."""
+    errors = [(guess / value - 1.0) ** 2 for guess, value in zip(predicted, y, strict=True)]
+    return math.sqrt(sum(errors) / len(errors))
+
+
 def fit_with_held_out(
     points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0,
     max_parts: int = 10,
@@ -133,4 +141,5 @@ def fit_with_held_out(
         for index in held:
             predicted[index] = plane.at(points[index])
     plane = fit_plane(points, y, num_known=num_known)
-    return Fit(plane, r_squared(predicted, y), len(points), len(points))
+    error = relative_error(predicted, y)
+    return Fit(plane, r_squared(predicted, y), len(points), len(points), error)

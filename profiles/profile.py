@@ -14,7 +14,12 @@ from .models import MachineModel
 from .server import MeasuredServer
 
 FORMAT_VERSION = 3
-MIN_USABLE_R_SQUARED = 0.5  # below it a linear model predicts little better than a constant
+# A linear model is used if it explains this share of the variance. Below, it predicts little better
+# than a constant.
+MIN_USABLE_R_SQUARED = 0.5
+# Or if its errors are at most this. If an accelerator waits for kernel launches, all steps take
+# about the same time: a constant predicts them, and there is no variance to explain.
+MAX_USABLE_ERROR = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +166,31 @@ class ProfileError(Exception):
 
 
 def check_fits(profile: Profile) -> None:
-    """Raise ``ProfileError`` if a linear model explains too little of the variance."""
+    """Raise ``ProfileError`` if a linear model explains too little and has large errors."""
     useless = [
-        f"that of {name} explains {record.fit.r_squared:.2f}"
+        f"that of {name} explains {record.fit.r_squared:.2f}{_error_of(record.fit)}"
         for name, record in profile.fits
         if not record.fit.r_squared >= MIN_USABLE_R_SQUARED
+        and not is_within(record.fit, MAX_USABLE_ERROR)
     ]
     if useless:
         busy = "; ".join(profile.quality.busy_reasons)
+        said = f"{', '.join(useless)}{busy and f' (the machine was busy: {busy})'}"
         raise ProfileError(
             "the profile cannot predict step times: its linear models must explain "
-            f"{MIN_USABLE_R_SQUARED:g} of the variance (R^2) of held-out batches, and "
-            f"{', '.join(useless)}{busy and f' (the machine was busy: {busy})'}; measure it while "
-            "nothing else computes, or for longer (corun profile --thorough)"
+            f"{MIN_USABLE_R_SQUARED:g} of the variance (R^2) of held-out batches or be within "
+            f"{MAX_USABLE_ERROR:.0%} of them, and {said}; measure it while nothing else computes, "
+            "or for longer (corun profile --thorough)"
         )
+
+
+def is_within(fit: Fit, bound: float) -> bool:
+    """Whether the relative error of a fit is known and at most ``bound``."""
+    return fit.relative_error is not None and fit.relative_error <= bound
+
+
+def _error_of(fit: Fit) -> str:
+    return "" if fit.relative_error is None else f" with errors of {fit.relative_error:.0%}"
 
 
 def save_profile(profile: Profile, path: Path) -> None:

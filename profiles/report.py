@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from .curve import Curve
 from .models import GroupModel
-from .profile import DeltaCurves, FitRecord, Profile
+from .profile import DeltaCurves, FitRecord, Profile, is_within
 
 MIN_R_SQUARED = 0.96  # Toppings, figure 11: below it linear models are unreliable
+_MAX_ERROR = 0.1  # of a model that needs no warning whatever it explains, as times hardly differ
 _SHOWN_TOKENS = 64  # of the figures by input group
 
 
@@ -72,7 +73,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
             f"the machine was busy, so figures are inaccurate: {'; '.join(quality.busy_reasons)}"
         )
     for name, record in profile.fits:
-        if record.fit.r_squared < MIN_R_SQUARED:
+        if record.fit.r_squared < MIN_R_SQUARED and not is_within(record.fit, _MAX_ERROR):
             yield (
                 f"the linear model of {name} explains {record.fit.r_squared:.2f} of the variance "
                 f"(R^2) of held-out batches, less than {MIN_R_SQUARED}"

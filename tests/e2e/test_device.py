@@ -127,6 +127,13 @@ def file_bytes(path: Path) -> int:
     return (path / "adapter_model.safetensors").stat().st_size
 
 
+def least_evictions(where: str, case: ParityCase) -> int:
+    """How many of all adapters leave the device at least; on CUDA they fill unused staging, too."""
+    unused = STAGING_BYTES // min(map(file_bytes, case.adapters.values())) if where == "cuda" else 0
+    assert NUM_THAT_FIT + unused < NUM_ADAPTERS
+    return NUM_ADAPTERS - NUM_THAT_FIT - unused
+
+
 IN_EVERY_RUN = ("corun", "static-split")
 POLICIES = [
     pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full)
@@ -147,7 +154,7 @@ def test_more_adapters_than_fit(many: ParityCase, where: str, memory_policy: str
     with Engine(model=str(many.directory), max_model_len=20, **options) as engine:
         loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in names]
         outputs = engine.generate([[5, 6, 7, 8]] * len(names), greedy, loras)
-        assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
+        assert engine.get_stats().num_device_evictions >= least_evictions(where, many)
     answers = [output.outputs[0].token_ids for output in outputs]
     assert answers[:NUM_ADAPTERS] == answers[NUM_ADAPTERS:]
     for name, output in list(zip(names, outputs, strict=True))[:: NUM_ADAPTERS // 5]:
@@ -172,7 +179,7 @@ def test_what_is_pinned_stays_while_others_come_and_go(many: ParityCase, where: 
         loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in others]
         for _ in range(2):
             engine.generate([[5, 6, 7]] * len(loras), replace(GREEDY, max_tokens=2), loras)
-        assert engine.get_stats().num_device_evictions >= NUM_ADAPTERS - NUM_THAT_FIT
+        assert engine.get_stats().num_device_evictions >= least_evictions(where, many)
         infos = {info.name: info for info in engine.list_loras()}
         assert {name for name, info in infos.items() if info.pinned} == {first, second}
         assert infos[first].is_resident and infos[second].is_resident

@@ -72,6 +72,15 @@ def test_what_is_no_plane_gets_a_bad_mark() -> None:
     assert fit_with_held_out(points, y).r_squared < 0.5
 
 
+def test_times_that_do_not_grow_have_small_errors_and_explain_nothing() -> None:
+    """As an accelerator's steps that wait for kernel launches."""
+    points = [(float(value),) for value in range(1, 41)]
+    y = [10.0 + (0.5 if value % 3 else -0.5) for value in range(40)]
+    fit = fit_with_held_out(points, y)
+    assert fit.r_squared < 0.5
+    assert fit.relative_error == pytest.approx(0.05, abs=0.01)
+
+
 @pytest.mark.parametrize(("x", "y"), [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 1.0])])
 def test_points_that_make_no_line_are_refused(x: list[float], y: list[float]) -> None:
     with pytest.raises(ValueError, match="line"):

@@ -72,14 +72,15 @@ def test_differences_say_what_has_changed() -> None:
 )  # fmt: skip
 def test_one_that_predicts_nothing_is_not_read(tmp_path: Path, name: str, words: str) -> None:
     path = tmp_path / "guess.json"
-    for r_squared in (0.49, -12.0):
-        save_profile(with_r_squared(name, r_squared), path)
-        text = rf"guess\.json is not used: .*that of {words} explains {r_squared:.2f};"
+    for r_squared, error, shown in ((0.49, None, ""), (-12.0, 0.26, " with errors of 26%")):
+        save_profile(with_r_squared(name, r_squared, error), path)
+        text = rf"guess\.json is not used: .*that of {words} explains {r_squared:.2f}{shown};"
         with pytest.raises(ProfileError, match=text):
             load_profile(path)
-    poor = with_r_squared(name, 0.5)
-    save_profile(poor, path)
-    assert load_profile(path) == poor
+    poor, flat = with_r_squared(name, 0.5), with_r_squared(name, -0.2, 0.25)
+    for usable in (poor, flat):
+        save_profile(usable, path)
+        assert load_profile(path) == usable
 
 
 def test_why_nothing_can_be_predicted_is_said() -> None:

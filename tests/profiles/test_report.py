@@ -42,6 +42,15 @@ def test_a_good_profile_has_no_warnings() -> None:
     assert list(warning_lines(PROFILE)) == []
 
 
+def test_times_that_hardly_differ_need_no_warning() -> None:
+    fit = PROFILE.step_fit.fit
+    flat = replace(fit, r_squared=-0.3, relative_error=0.1)
+    record = replace(PROFILE.step_fit, fit=flat)
+    assert list(warning_lines(replace(PROFILE, step_fit=record))) == []
+    doubtful = replace(record, fit=replace(flat, relative_error=0.11))
+    assert len(list(warning_lines(replace(PROFILE, step_fit=doubtful)))) == 1
+
+
 def test_each_doubt_is_told() -> None:
     fit = replace(PROFILE.prefill_fit.fit, r_squared=0.9)
     step_fit = replace(PROFILE.step_fit, fit=replace(fit, r_squared=0.8))

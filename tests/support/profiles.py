@@ -91,10 +91,11 @@ PROFILE = Profile(
 )
 
 
-def with_r_squared(name: str, r_squared: float) -> Profile:
-    """``PROFILE`` with a fit, as ``step_fit``, that explains so much."""
+def with_r_squared(name: str, r_squared: float, relative_error: float | None = None) -> Profile:
+    """``PROFILE`` with a fit, as ``step_fit``, that explains so much, with errors of this size."""
     record: FitRecord = getattr(PROFILE, name)
-    changes: dict[str, Any] = {name: replace(record, fit=replace(record.fit, r_squared=r_squared))}
+    fit = replace(record.fit, r_squared=r_squared, relative_error=relative_error)
+    changes: dict[str, Any] = {name: replace(record, fit=fit)}
     return replace(PROFILE, **changes)
 
 

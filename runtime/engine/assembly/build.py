@@ -182,7 +182,7 @@ def _build(
         if loaded.max_step_tokens is not None:
             num_tokens = min(config.max_num_batched_tokens, loaded.max_step_tokens)
             config = replace(config, max_num_batched_tokens=num_tokens)
-        measured = _measured(config, loaded, placement, facts)
+        measured = _measured(config, loaded, placement, facts, on_progress)
         assembly = _connect(
             config, _Given(source, tokens, adapters), loaded, on_progress, placement, measured,
             own_policies,
@@ -212,8 +212,9 @@ class _Measured:
 
 
 def _measured(
-    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
-) -> _Measured:
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts,
+    on_progress: Callable[[str], None],
+) -> _Measured:  # fmt: skip
     from .profiling import profile_for, saved_profile
 
     if not loaded.target_map.targets:  # a profile needs adapters
@@ -225,7 +226,7 @@ def _measured(
     if not copies_adapters(config, loaded):
         saved = saved_profile(config, loaded, placement, facts)
         return _Measured(None, None if saved is None else saved.model)
-    profile = profile_for(config, loaded, placement, facts)
+    profile = profile_for(config, loaded, placement, facts, on_progress)
     return _Measured(profile, None if profile is None else profile.model)
 
 

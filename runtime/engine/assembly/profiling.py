@@ -116,8 +116,9 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
 
 
 def profile_for(
-    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts
-) -> Profile | None:
+    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts,
+    on_progress: Callable[[str], None],
+) -> Profile | None:  # fmt: skip
     """Return the profile for an engine with CPU workers; measured quickly if there is none.
 
     None, with a warning, if that fails for any reason: an engine can serve without predictions.
@@ -128,6 +129,7 @@ def profile_for(
         loaded: The model, probed, so that its threads are chosen.
         placement: Where engine and workers run.
         facts: Of the machine, read before the engine was pinned.
+        on_progress: Called before measuring.
 
     Raises:
         ConfigError: ``--profile`` is not a profile, or belongs to another model.
@@ -137,6 +139,7 @@ def profile_for(
         subject = subject_of(config, loaded, placement, facts)
 
         def measure() -> Profile:
+            on_progress("measuring this machine with the model")
             listener = ProfileListener(_LOG.info, _log_estimate, lambda _: None)
             return _measure(config, loaded, placement, subject, HowMuch(), listener)
 

@@ -83,6 +83,7 @@ def test_times_that_predict_nothing_are_not_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("corun.profiles.profile.MIN_USABLE_R_SQUARED", 1.5)
+    monkeypatch.setattr("corun.profiles.profile.MAX_USABLE_ERROR", -1.0)
     path, model = tmp_path / "p.json", save_model("llama3-rope", tmp_path_factory.mktemp("model"))
     assert main(("profile", str(model), "--url", server, "--output", str(path), *TOLD)) == 1
     line = capsys.readouterr().err.splitlines()[-1]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from corun.gpu.execution import assemble, start_probe
 from corun.gpu.model.source import ModelSource
 from corun.profiles.find import default_path
 from corun.profiles.measure import effort
-from corun.profiles.profile import load_profile, save_profile
+from corun.profiles.profile import Profile, load_profile, save_profile
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.demo import demo_model_path
 from corun.runtime.engine.assembly.placement import Placement
@@ -52,12 +53,20 @@ def _short_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
+def profile_of(
+    config: EngineConfig, loaded: assemble.LoadedModel, steps: list[str] | None = None
+) -> Profile | None:
+    return profile_for(config, loaded, PLACEMENT, FACTS, ([] if steps is None else steps).append)
+
+
 def test_it_is_measured_once_and_found_again(
     loaded: assemble.LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    first = profile_for(CONFIG, loaded, PLACEMENT, FACTS)
+    steps: list[str] = []
+    first = profile_of(CONFIG, loaded, steps)
     assert first is not None
+    assert steps == ["measuring this machine with the model"]
     assert "measuring a quick profile, because there is none" in caplog.text
     assert "measuring takes about" in caplog.text
     assert first.model.num_workers == 0
@@ -74,7 +83,7 @@ def test_it_is_measured_once_and_found_again(
     # Parts that are not measured again stay as in the file.
     marked = replace(first, measured_s=12345.0)
     save_profile(marked, path)
-    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) == marked
+    assert profile_of(CONFIG, loaded) == marked
     # The adapters' places are free again, and the model can be used by later tests.
     assert loaded.lora_table.num_free_rows == loaded.lora_table.capacity
     start_probe.probe(loaded, CONFIG, max_threads=None)
@@ -83,13 +92,13 @@ def test_it_is_measured_once_and_found_again(
     machine = replace(first.subject.machine, cpu_model="Another CPU")
     save_profile(replace(first, subject=replace(subject, machine=machine)), named)
     caplog.clear()
-    profile_for(replace(CONFIG, profile=str(named)), loaded, PLACEMENT, FACTS)
+    profile_of(replace(CONFIG, profile=str(named)), loaded)
     assert "theirs.json is another machine's" in caplog.text
 
     shape = replace(first.subject.shape, num_layers=77)
     save_profile(replace(first, subject=replace(subject, shape=shape)), named)
     with pytest.raises(ConfigError, match="another model: num layers: 77 then, 5 now"):
-        profile_for(replace(CONFIG, profile=str(named)), loaded, PLACEMENT, FACTS)
+        profile_of(replace(CONFIG, profile=str(named)), loaded)
 
 
 def test_other_options_have_a_profile_of_their_own(loaded: assemble.LoadedModel) -> None:
@@ -108,7 +117,7 @@ def test_other_options_have_a_profile_of_their_own(loaded: assemble.LoadedModel)
 def test_a_named_profile_must_be_there(loaded: assemble.LoadedModel, tmp_path: Path) -> None:
     config = replace(CONFIG, profile=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match=r"none\.json holds no profile"):
-        profile_for(config, loaded, PLACEMENT, FACTS)
+        profile_of(config, loaded)
 
 
 def test_without_a_link_there_is_what_was_saved(
@@ -142,7 +151,7 @@ def test_a_start_does_not_depend_on_measuring(
         raise RuntimeError("no such kernel image")
 
     monkeypatch.setattr(f"corun.{failing}", fail)
-    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    assert profile_of(CONFIG, loaded) is None
     (warning,) = [r.getMessage() for r in caplog.records if "co-execution is off" in r.getMessage()]
     for part in ("RuntimeError: no such kernel image", "corun profile", "--profile"):
         assert part in warning
@@ -160,15 +169,15 @@ def test_a_start_does_not_use_what_predicts_nothing(
     save_profile(useless, path)
     assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) is None
     named = replace(CONFIG, profile=str(path))
-    for find in (profile_for, saved_profile):
+    for find in (profile_of, partial(saved_profile, placement=PLACEMENT, facts=FACTS)):
         with pytest.raises(ConfigError, match="is not used: the profile cannot predict step times"):
-            find(named, loaded, PLACEMENT, FACTS)
+            find(named, loaded)
 
     # Another profile is measured, which is as useless.
     path.unlink()
     monkeypatch.setattr("corun.profiles.measure.profiler.measure_profile", lambda *_: useless)
     caplog.clear()
-    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    assert profile_of(CONFIG, loaded) is None
     (warning,) = [r for r in caplog.records if "co-execution is off" in r.getMessage()]
     assert "adapters in decode explains 0.40" in warning.getMessage() and not warning.exc_info
     assert not path.exists()
@@ -179,5 +188,5 @@ def test_a_kept_profile_of_another_model_does_not_stop_a_start(
 ) -> None:
     subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
     save_profile(PROFILE, default_path(subject, tmp_path / "state/corun/profiles"))
-    assert profile_for(CONFIG, loaded, PLACEMENT, FACTS) is None
+    assert profile_of(CONFIG, loaded) is None
     assert "is of another model" in caplog.text
