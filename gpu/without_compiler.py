@@ -7,15 +7,18 @@ still gets them.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 
 _COMPILER = "torch._dynamo"
-_NOT_USED = "scipy"  # optional for transformers
+# The submodules that transformers imports. They do not need the package.
+_INDEPENDENT = frozenset({"torch._dynamo._trace_wrapped_higher_order_op"})
 
 
 @contextmanager
@@ -29,26 +32,38 @@ def without_compiler() -> Iterator[None]:
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         yield
         return
-    unused = sys.modules.get(_NOT_USED)
     is_distributed_available = torch.distributed.is_available
-    placeholder = _Compiler()
+    placeholder, finder = _Compiler(), _CompilerFinder()
     sys.modules[_COMPILER] = placeholder
-    sys.modules[_NOT_USED] = None  # type: ignore[assignment]  # as the import system documents it
+    sys.meta_path.insert(0, finder)
     torch.distributed.is_available = lambda: False
     try:
-        yield
+        with _scipy_left_out():
+            yield
     finally:
         torch.distributed.is_available = is_distributed_available
-        del sys.modules[_NOT_USED]
-        if unused is not None:
-            sys.modules[_NOT_USED] = unused
+        sys.meta_path.remove(finder)
         placeholder.restore()
 
 
-class _Compiler(ModuleType):
-    """Replaces the compiler while its decorators are applied; other attributes are the real ones.
+@contextmanager
+def _scipy_left_out() -> Iterator[None]:
+    """Let transformers see no scipy, which is optional for it. Other packages can import it."""
+    from transformers import utils
 
-    Its submodules can be imported: they do not need the package.
+    is_scipy_available = utils.is_scipy_available
+    utils.is_scipy_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_scipy_available = is_scipy_available
+
+
+class _Compiler(ModuleType):
+    """Replaces the compiler while its decorators are applied.
+
+    Other attributes are those of the real compiler, and so are its submodules: torchvision imports
+    one, and transformers imports torchvision if it is installed.
     """
 
     def __init__(self) -> None:
@@ -72,6 +87,41 @@ class _Compiler(ModuleType):
         """Restore the real module, which is imported on the next use. Idempotent."""
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
+
+
+class _CompilerFinder(MetaPathFinder):
+    """Imports the real compiler before a submodule that needs it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec of the imported submodule while the placeholder is there, or None."""
+        placeholder = sys.modules.get(_COMPILER)
+        is_submodule = name.startswith(f"{_COMPILER}.") and name not in _INDEPENDENT
+        if not is_submodule or not isinstance(placeholder, _Compiler):
+            return None
+        placeholder.restore()
+        importlib.import_module(_COMPILER)
+        module = importlib.import_module(name)
+        assert module.__spec__ is not None
+        return ModuleSpec(name, _Imported(module, module.__spec__))
+
+
+class _Imported(Loader):
+    """Hands a module that is imported already to the import that waits for it."""
+
+    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
+        self._module = module
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module. ``spec`` is the finder's."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing, and give the module its own spec back."""
+        module.__spec__ = self._spec
+        module.__loader__ = self._spec.loader
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor", "sympy")
 
 
@@ -67,3 +69,37 @@ with without_compiler():
 print(torch._dynamo.__file__.endswith("__init__.py"))
 """
     assert run(code) == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    "statement", ["from torch._dynamo.utils import counters", "import torch._dynamo.config"]
+)
+def test_a_package_that_imports_a_part_of_the_compiler_gets_the_real_one(statement: str) -> None:
+    """As torchvision does, which transformers imports where it is installed."""
+    code = f"""
+import sys
+from corun.gpu.without_compiler import without_compiler
+with without_compiler():
+    from transformers import PreTrainedModel
+    {statement}
+    import torch._dynamo.utils as within
+import torch._dynamo.utils
+print(torch._dynamo.utils is within, within is sys.modules["torch._dynamo.utils"])
+print(torch._dynamo.__file__.endswith("__init__.py"), within.__spec__.origin == within.__file__)
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.tensor(1)).item())
+print(not any("corun" in type(finder).__module__ for finder in sys.meta_path))
+"""
+    assert run(code) == ["True", "True", "True", "True", "2", "True"]
+
+
+def test_a_package_that_imports_scipy_can_be_imported() -> None:
+    """As scikit-learn does, which some versions of transformers import where it is installed."""
+    code = """
+from corun.gpu.without_compiler import without_compiler
+with without_compiler():
+    from transformers import LlamaForCausalLM
+    from scipy.optimize import linear_sum_assignment
+from transformers.utils import is_scipy_available
+print(linear_sum_assignment([[0.0]])[0].tolist()[0], is_scipy_available())
+"""
+    assert run(code) == ["0", "True"]
