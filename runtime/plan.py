@@ -152,7 +152,7 @@ class RetryCause(StrEnum):
 
     DELTAS = "deltas"  # the row's own: what brings its deltas has failed, or is not on its way
     FORWARD = "forward"  # its forward pass has failed, and it may be the reason
-    COMPANY = "company"  # another row of the sub-batch is to blame
+    OTHER_ROW = "other_row"  # another row of the sub-batch is the cause
 
 
 @dataclass(frozen=True, slots=True)

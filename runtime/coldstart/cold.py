@@ -32,11 +32,11 @@ class ColdPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class CoScheduledRows:
     """What a chunk shares its step with."""
 
     warm: RowCosts = NO_ROWS  # rows in the same forward
-    apart_s: float = 0.0  # rows that decode in a forward of their own, before
+    separate_decode_s: float = 0.0  # rows that decode in a forward of their own, before
     cold: tuple[ColdPart, ...] = ()
 
     @property
@@ -45,12 +45,12 @@ class Company:
         num_warm_tokens = self.warm.num_prefill_tokens + self.warm.num_decodes
         return num_warm_tokens + sum(part.num_tokens for part in self.cold)
 
-    def joined_by(self, part: ColdPart) -> "Company":
+    def with_row(self, part: ColdPart) -> "CoScheduledRows":
         """With one more cold row."""
         return replace(self, cold=(*self.cold, part))
 
 
-NOBODY = Company()
+EMPTY = CoScheduledRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class ColdRequest:
     max_assisted_tokens: int = 0  # that the workers hold of one step; 0 = there are none
     num_workers: int = 0  # alive
     num_running: int = 0  # other requests, which wait while it holds a step
-    company: Company = NOBODY  # of its first step
-    later_company: Company = NOBODY  # of the steps after that
+    co_scheduled: CoScheduledRows = EMPTY  # of its first step
+    later_co_scheduled: CoScheduledRows = EMPTY  # of the steps after that
     # By layer, if its files are being read: when it will be on the host; 0 = it is.
     read_s: tuple[float, ...] | None = None
 
@@ -86,18 +86,19 @@ class ColdRequest:
 
 
 def layer_times(
-    model: MachineModel, request: ColdRequest, num_tokens: int, company: Company
+    model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows
 ) -> LayerTimes:
     """How long each layer of a step with one chunk takes with either way of computing its deltas.
 
-    ``request.ready_s`` counts from the step's start, the times from the end of ``apart_s``.
+    ``request.ready_s`` counts from the start of the step, the times from the end of its separate
+    decode pass.
     Without workers the assisted times are infinite.
     """
-    all_tokens = num_tokens + company.num_forward_tokens
+    all_tokens = num_tokens + co_scheduled.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
     own_on_device, own_assisted = _costs(model, own), _costs(model, own, is_assisted=True)
     # Layers take as long as the one before, except at a split or where targets differ.
-    splits = {part.split_layer for part in company.cold}
+    splits = {part.split_layer for part in co_scheduled.cold}
     rank_sums: tuple[int, ...] | None = None
     assisted_s = device_s = 0.0
     assisted, device = [], []
@@ -105,39 +106,42 @@ def layer_times(
         if layer in splits or layer_sums != rank_sums:
             rank_sums = layer_sums
             with_workers = [
-                index for index, part in enumerate(company.cold) if part.split_layer > layer
+                index for index, part in enumerate(co_scheduled.cold) if part.split_layer > layer
             ]
             others = [
                 _costs(model, part, is_assisted=index in with_workers)
-                for index, part in enumerate(company.cold)
+                for index, part in enumerate(co_scheduled.cold)
             ]
             helped = [
-                (company.cold[index].num_tokens, company.cold[index].adapter.rank_sums[layer])
+                (
+                    co_scheduled.cold[index].num_tokens,
+                    co_scheduled.cold[index].adapter.rank_sums[layer],
+                )
                 for index in with_workers
             ]
             own_helped = (num_tokens, layer_sums)
-            assisted_s = _layer_s(model, company.warm.plus(*others, own_assisted))
+            assisted_s = _layer_s(model, co_scheduled.warm.plus(*others, own_assisted))
             assisted_s += _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers)
-            device_s = _layer_s(model, company.warm.plus(*others, own_on_device))
+            device_s = _layer_s(model, co_scheduled.warm.plus(*others, own_on_device))
             device_s += _exposed_s(model, helped, all_tokens, request.num_workers)
         assisted.append(assisted_s)
         device.append(device_s)
     held_s = [0.0] * model.num_layers
-    for part in company.cold:
+    for part in co_scheduled.cold:
         ready_s = part.ready_s[part.split_layer :]
         held_s[part.split_layer :] = map(max, held_s[part.split_layer :], ready_s)
     return LayerTimes(
         tuple(assisted),
         tuple(device),
-        _from(company.apart_s, request.ready_s),
-        _from(company.apart_s, held_s),
+        _from(co_scheduled.separate_decode_s, request.ready_s),
+        _from(co_scheduled.separate_decode_s, held_s),
     )
 
 
-def warm_step_s(model: MachineModel, company: Company) -> float:
-    """A step of ``company`` alone, with all adapters on the device."""
-    rows = company.warm.plus(*[_costs(model, part) for part in company.cold])
-    return model.host_step_s + company.apart_s + pass_s(model, rows)
+def warm_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
+    """A step of ``co_scheduled`` alone, with all adapters on the device."""
+    rows = co_scheduled.warm.plus(*[_costs(model, part) for part in co_scheduled.cold])
+    return model.host_step_s + co_scheduled.separate_decode_s + pass_s(model, rows)
 
 
 def _layer_s(model: MachineModel, rows: RowCosts) -> float:

@@ -15,8 +15,8 @@ from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
-from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
-from .company import company_of_decodes, company_of_step
+from .co_scheduled import co_scheduled_decodes, co_scheduled_rows
+from .cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows, warm_step_s
 from .files import FileForecast, ready_s
 from .first_tokens import FirstTokens
 from .link import LinkForecast, by_layer
@@ -109,15 +109,15 @@ class PlannedColdStarts:
         if chunk is None:
             self._first_tokens.declined(request.request_id)
             return None
-        company = cold.company
+        co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
-            company = cold.later_company  # that was reckoned with
+            co_scheduled = cold.later_co_scheduled  # that was reckoned with
         part = ColdPart(
             chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position
         )
         self._first_tokens.planned(
             request.request_id,
-            warm_step_s(self._planner.model, company.joined_by(part)),
+            warm_step_s(self._planner.model, co_scheduled.with_row(part)),
             is_last=chunk.num_tokens == request.num_pending_tokens,
         )
         return chunk
@@ -129,7 +129,7 @@ class PlannedColdStarts:
         """
         step_s = 0.0
         if rows.chunks or rows.cold_chunks:
-            step_s = warm_step_s(self._planner.model, self._company(rows, None))
+            step_s = warm_step_s(self._planner.model, self._co_scheduled(rows, None))
         cold = [request.request_id for request, _ in rows.cold_chunks]
         has_others = bool(rows.decodes or rows.chunks)
         begins_s = self._planner.model.load_s * self.transfers.num_loads_to_begin
@@ -200,9 +200,11 @@ class PlannedColdStarts:
             else:
                 strategy = LoadStrategy.PIPELINED
         while True:
-            step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
+            step = plan_step(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy)
             if not cold.num_running or self._planner.is_bearable(step, strategy):
-                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.company, strategy):
+                if gains_by_waiting(
+                    self._planner.model, cold, num_tokens, cold.co_scheduled, strategy
+                ):
                     return None
                 self._stalls.planned(request.request_id, strategy, step.wait_s)
                 return ColdChunk(num_tokens, step.split_layer)
@@ -218,9 +220,9 @@ class PlannedColdStarts:
     def _cold_request(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> ColdRequest:
-        company = self._company(rows, now_s)
+        co_scheduled = self._co_scheduled(rows, now_s)
         num_workers = self._num_workers
-        num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
+        num_assisted_tokens = sum(part.num_tokens for part in co_scheduled.cold if part.split_layer)
         max_assisted_tokens = self._worker_tokens[num_workers]
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
@@ -232,11 +234,11 @@ class PlannedColdStarts:
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
             num_workers=num_workers,
             num_running=num_others,
-            company=company,
-            later_company=company_of_decodes(self._planner.model, rows),
+            co_scheduled=co_scheduled,
+            later_co_scheduled=co_scheduled_decodes(self._planner.model, rows),
         )
 
-    def _company(self, rows: StepRows, now_s: float | None) -> Company:
+    def _co_scheduled(self, rows: StepRows, now_s: float | None) -> CoScheduledRows:
         """All rows so far; ``now_s`` None = when layers are there does not matter."""
         parts = []
         for request, chunk in rows.cold_chunks:
@@ -249,7 +251,7 @@ class PlannedColdStarts:
                     request.num_computed_tokens,
                 )
             )  # fmt: skip
-        return company_of_step(self._planner.model, rows, parts)
+        return co_scheduled_rows(self._planner.model, rows, parts)
 
     def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
         """By layer: when it is on the device."""

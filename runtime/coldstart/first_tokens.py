@@ -27,7 +27,7 @@ class _Expected:
     load_id: TransferId
     decided_at_s: float
     has_chunks_to_come: bool  # that are computed while its adapter is loading
-    joined_s: float = 0.0  # by which unforeseen company has made its steps longer
+    joined_s: float = 0.0  # by which rows that joined later have made its steps longer
     foreseen_s: float | None = None  # of the step that is put together; None = has no row in it
     has_declined: bool = False  # it has none because it would only have waited
     has_begun: bool = False

@@ -30,7 +30,7 @@ class StepRows:
     """The rows of a step, as far as it is put together. Changed by its draft alone."""
 
     max_cold_tokens: int  # that a step may have of all its cold requests
-    is_decode_apart: bool  # rows that decode have a forward of their own, before the others
+    is_decode_separate: bool  # rows that decode have a forward of their own, before the others
     decodes: list[Request] = field(default_factory=list)  # warm, with one token to compute
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # warm; and how many tokens
     cold_chunks: list[tuple[Request, ColdChunk]] = field(default_factory=list)

@@ -45,21 +45,21 @@ class DecodeGap:
         model = self._model
         if model is None or num_tokens <= 1 or not _is_awaited(rows):
             return num_tokens
-        company = _Company(model, rows)
-        num_others = company.num_prefill_tokens
+        step = _StepCosts(model, rows)
+        num_others = step.num_prefill_tokens
         if self._max_gap_s is None:
             least_tokens = self._least_tokens(model, request.adapter_bytes)
-            aim_s = _DEFAULT_DECODE_STEPS * company.decode_s()
-            aim_s = max(aim_s, company.step_s(request, least_tokens))
+            aim_s = _DEFAULT_DECODE_STEPS * step.decode_s()
+            aim_s = max(aim_s, step.step_s(request, least_tokens))
             self.bound_s = self._slowness * aim_s / _AIM
         else:
             least_tokens = self._block_size
             self.bound_s = self._max_gap_s
             aim_s = _AIM * self._max_gap_s / self._slowness
         fewest = max(0, least_tokens - num_others)
-        if fewest >= num_tokens or company.step_s(request, num_tokens) <= aim_s:
+        if fewest >= num_tokens or step.step_s(request, num_tokens) <= aim_s:
             return num_tokens
-        return self._most_tokens(company, request, range(fewest, num_tokens), aim_s)
+        return self._most_tokens(step, request, range(fewest, num_tokens), aim_s)
 
     @property
     def _model(self) -> MachineModel | None:
@@ -73,14 +73,14 @@ class DecodeGap:
         return 1.0 if self._pace is None else self._pace.measured_over_predicted
 
     def _most_tokens(
-        self, company: "_Company", request: Request, tokens: range, aim_s: float
+        self, step: "_StepCosts", request: Request, tokens: range, aim_s: float
     ) -> int:
         """The most of ``tokens`` in time, in whole blocks beyond the first; else the first."""
         low, high = 0, (len(tokens) - 1) // self._block_size
         while low < high:
             middle = (low + high + 1) // 2
             num_tokens = tokens.start + middle * self._block_size
-            if company.step_s(request, num_tokens) <= aim_s:
+            if step.step_s(request, num_tokens) <= aim_s:
                 low = middle
             else:
                 high = middle - 1
@@ -108,12 +108,12 @@ class DecodeGap:
         return min(low * size, whole)
 
 
-class _Company:
+class _StepCosts:
     """The rows that a step has so far, as costs."""
 
     def __init__(self, model: MachineModel, rows: StepRows) -> None:
         self._model = model
-        self._is_decode_apart = rows.is_decode_apart
+        self._is_decode_separate = rows.is_decode_separate
         self._num_rows = len(rows.decodes) + len(rows.chunks) + len(rows.cold_chunks)
         self._decodes = _costs(model, [(request, 1) for request in rows.decodes])
         chunks = rows.chunks + [(request, cold.num_tokens) for request, cold in rows.cold_chunks]
@@ -129,7 +129,7 @@ class _Company:
         """With so many tokens of ``request`` beside all."""
         model, num_rows = self._model, self._num_rows + 1
         chunks = self._chunks.plus(_costs(model, [(request, num_tokens)]))
-        if self._is_decode_apart and self._num_decodes:
+        if self._is_decode_separate and self._num_decodes:
             return _step_s(model, num_rows, chunks, self._decodes)
         return _step_s(model, num_rows, chunks.plus(self._decodes))
 

@@ -22,21 +22,21 @@ from ..request import Request
 MAX_RETRIES = 2
 
 
-class _Company(enum.Enum):
-    """Who may share the next sub-batch of a row that came to nothing."""
+class _Separation(enum.Enum):
+    """Which rows the next sub-batch of a row without a result excludes."""
 
-    WARM = enum.auto()  # rows whose adapters are on the device
-    NONE = enum.auto()
+    FROM_COLD = enum.auto()  # only rows whose adapters are on the device may share it
+    FROM_ALL = enum.auto()  # it has no other rows
 
 
 class Recovery:
     """Remembers which rows go apart from others, until they have been computed."""
 
     def __init__(self) -> None:
-        self._company: dict[RequestId, _Company] = {}
+        self._separated: dict[RequestId, _Separation] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._company)
+        return bool(self._separated)
 
     def may_retry(
         self, request: Request, start: int, cause: RetryCause | None, *, was_alone: bool
@@ -51,24 +51,26 @@ class Recovery:
             return False
         if is_own or cause is RetryCause.FORWARD:
             request.retried_positions[start] = num_retries + 1
-        if cause is RetryCause.COMPANY and request.request_id not in self._company:
-            self._company[request.request_id] = _Company.WARM
+        if cause is RetryCause.OTHER_ROW and request.request_id not in self._separated:
+            self._separated[request.request_id] = _Separation.FROM_COLD
         elif cause is not RetryCause.DELTAS:
-            self._company[request.request_id] = _Company.NONE
+            self._separated[request.request_id] = _Separation.FROM_ALL
         return True
 
     def forget(self, request_id: RequestId) -> None:
         """A row of the request has been computed, or the request has ended."""
-        self._company.pop(request_id, None)
+        self._separated.pop(request_id, None)
 
     def goes_alone(self, request: Request, *, is_cold: bool) -> bool:
         """Whether the request's next row has a sub-batch of its own."""
-        company = self._company.get(request.request_id)
-        return company is _Company.NONE or (is_cold and company is _Company.WARM)
+        separation = self._separated.get(request.request_id)
+        return separation is _Separation.FROM_ALL or (
+            is_cold and separation is _Separation.FROM_COLD
+        )
 
     def avoids_cold_rows(self, request: Request) -> bool:
         """Whether no cold row may be in the sub-batch of the request's next row."""
-        return request.request_id in self._company
+        return request.request_id in self._separated
 
 
 def may_use_workers(request: Request) -> bool:

@@ -63,7 +63,7 @@ class StepDraft:
         self._num_free_cold_rows = config.max_assisted_rows_per_step
         self.rows = StepRows(
             config.max_assisted_tokens_per_step,
-            is_decode_apart=not config.mix_decode_with_prefill,
+            is_decode_separate=not config.mix_decode_with_prefill,
         )
         self._new_requests: list[NewRequest] = []
         self._block_updates: dict[RequestId, BlockUpdate] = {}
@@ -194,7 +194,7 @@ class StepDraft:
         apart: list[_Pass] = []
         if self._recovery:
             decodes, warm, cold, apart = self._set_apart(decodes, warm, cold)
-        if (warm or cold) and not self.rows.is_decode_apart:
+        if (warm or cold) and not self.rows.is_decode_separate:
             warm = [(request, 1, 0) for request in decodes] + warm
             decodes = []
         passes = []

@@ -353,7 +353,7 @@ class FakeExecutor:
         return [
             RowResult(
                 row.request_id, Outcome.RETRY, error="the pass failed",
-                cause=RetryCause.COMPANY if has_cold and not row.is_cold else RetryCause.FORWARD,
+                cause=RetryCause.OTHER_ROW if has_cold and not row.is_cold else RetryCause.FORWARD,
             )
             for row in rows
         ]  # fmt: skip

@@ -235,7 +235,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     (result,) = device.run(rows((1, 2, 1, True), (2, 2, 1, True)))
     outcomes = [(row.outcome, row.cause) for row in result.rows]
     assert outcomes == [
-        (Outcome.RETRY, RetryCause.COMPANY),
+        (Outcome.RETRY, RetryCause.OTHER_ROW),
         (Outcome.RETRY, RetryCause.FORWARD),
     ]
 

@@ -93,10 +93,10 @@ def _predicted_s(cold_starts: PlannedColdStarts, loads: Loads) -> float:
     return decision.predictions[0].first_token_s
 
 
-def _rows(num_decodes: int = 0, *, is_decode_apart: bool = False) -> StepRows:
+def _rows(num_decodes: int = 0, *, is_decode_separate: bool = False) -> StepRows:
     """A step in which so many requests decode so far."""
     decodes = [make_request(100 + number) for number in range(num_decodes)]
-    return StepRows(64, is_decode_apart, decodes)
+    return StepRows(64, is_decode_separate, decodes)
 
 
 def test_workers_start_what_the_link_would_hold_up(loads: Loads) -> None:
@@ -182,11 +182,11 @@ def test_a_step_bears_the_waits_of_all_its_rows_together(loads: Loads) -> None:
 
 
 def test_rows_that_decode_make_a_chunk_bearable_wherever_they_are_computed() -> None:
-    for is_decode_apart in (False, True):
+    for is_decode_separate in (False, True):
         loads = Loads()
         cold_starts = _cold_starts(loads, invocation_s=0.0022, forced=LoadStrategy.ASSISTED)
         (request,) = _arrive(cold_starts, loads, 1)
-        few, many = (_rows(n, is_decode_apart=is_decode_apart) for n in (1, 16))
+        few, many = (_rows(n, is_decode_separate=is_decode_separate) for n in (1, 16))
         assert cold_starts.next_chunk(request, 32, 1, few, 0.0) is None
         assert cold_starts.next_chunk(request, 32, 16, many, 0.0) is not None
 
@@ -221,7 +221,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
         max_worker_tokens=max_worker_tokens,
         forced=forced,
     )
-    rows = _rows(draw(st.integers(0, 8)), is_decode_apart=draw(st.booleans()))
+    rows = _rows(draw(st.integers(0, 8)), is_decode_separate=draw(st.booleans()))
     link = LinkForecast(model.link, loads.table)
     requests = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
@@ -261,10 +261,10 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
         by_layer((0, 0, 1, 1), crowd.link.ready_s(crowd.loads[request.adapter_id], crowd.now_s))
         for request, _ in rows.cold_chunks
     ]
-    apart_s = 0.004 * len(rows.decodes) if rows.is_decode_apart else 0.0
+    separate_decode_s = 0.004 * len(rows.decodes) if rows.is_decode_separate else 0.0
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    num_tokens += 0 if rows.is_decode_apart else len(rows.decodes)
-    end_s = apart_s
+    num_tokens += 0 if rows.is_decode_separate else len(rows.decodes)
+    end_s = separate_decode_s
     for layer in range(_LAYERS):
         end_s = max(
             [end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)]
@@ -274,7 +274,7 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
         # A fifth of the base products' time: never longer than these on one worker.
         end_s += len(helped) * crowd.model.invocation_s
         assert sum(helped) <= crowd.max_worker_tokens
-    warm_s = apart_s + num_tokens * 0.004
+    warm_s = separate_decode_s + num_tokens * 0.004
     return end_s - warm_s, warm_s
 
 

@@ -148,7 +148,7 @@ def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
     assert (decode.kind, decode.request_ids) == (SubBatchKind.DECODE, (1,))
     assert (assisted.kind, assisted.request_ids) == (SubBatchKind.ASSISTED, (3, 2))
     assert assisted.split_layers == (0, 2)
-    assert rows.is_decode_apart
+    assert rows.is_decode_separate
 
 
 def test_others_go_on_while_a_cold_request_skips_steps() -> None:

@@ -211,7 +211,7 @@ class TestColdRows:
         finish(scheduler, executor)
         plan = submit(scheduler, executor)
         assert batches_of(plan) == [("assisted", (1, 2, 3, 4), (0, 0, 0, 4))]
-        outcomes = {n: RetryCause.COMPANY for n in (1, 2, 3)} | {4: RetryCause.DELTAS}
+        outcomes = {n: RetryCause.OTHER_ROW for n in (1, 2, 3)} | {4: RetryCause.DELTAS}
         finish(scheduler, executor)
         plan = submit(scheduler, executor)
         assert batches_of(plan) == [
@@ -235,7 +235,7 @@ def test_fault_of_its_company_never_counts_but_is_not_believed_for_ever() -> Non
         plan = scheduler.schedule(0.0)
         assert plan is not None
         rows = [
-            RowResult(request_id, Outcome.RETRY, error="the others", cause=RetryCause.COMPANY)
+            RowResult(request_id, Outcome.RETRY, error="the others", cause=RetryCause.OTHER_ROW)
             for batch in plan.sub_batches
             for request_id in batch.request_ids
         ]

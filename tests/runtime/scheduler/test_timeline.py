@@ -20,7 +20,7 @@ from support.scheduling import (
 
 
 def rows(*, chunks: list[tuple[Request, int]] | None = None) -> StepRows:
-    return StepRows(64, is_decode_apart=False, chunks=chunks or [])
+    return StepRows(64, is_decode_separate=False, chunks=chunks or [])
 
 
 def running(timelines: Timelines, number: int, num_tokens: int = 8) -> Request:

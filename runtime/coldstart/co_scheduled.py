@@ -6,29 +6,35 @@ from dataclasses import replace
 from ...profiles.models import MachineModel
 from ...profiles.step_time import pass_s, row_costs
 from ..scheduler.cold import StepRows
-from .cold import NOBODY, ColdPart, Company
+from .cold import EMPTY, ColdPart, CoScheduledRows
 
 
-def company_of_step(model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]) -> Company:
+def co_scheduled_rows(
+    model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]
+) -> CoScheduledRows:
     """All rows that ``rows`` has so far; ``cold``: those of its cold chunks."""
-    company = company_of_decodes(model, rows)
+    co_scheduled = co_scheduled_decodes(model, rows)
     chunks = row_costs(
         model,
         [number for _, number in rows.chunks],
         [request.num_computed_tokens for request, _ in rows.chunks],
         [request.adapter_bytes for request, _ in rows.chunks],
     )
-    return replace(company, warm=company.warm.plus(chunks), cold=tuple(cold))
+    return replace(co_scheduled, warm=co_scheduled.warm.plus(chunks), cold=tuple(cold))
 
 
-def company_of_decodes(model: MachineModel, rows: StepRows) -> Company:
+def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows:
     """Only the rows that decode: these will be in later steps, too."""
     if not rows.decodes:
-        return NOBODY
+        return EMPTY
     costs = row_costs(
         model,
         [1] * len(rows.decodes),
         [request.num_computed_tokens for request in rows.decodes],
         [request.adapter_bytes for request in rows.decodes],
     )
-    return Company(apart_s=pass_s(model, costs)) if rows.is_decode_apart else Company(costs)
+    return (
+        CoScheduledRows(separate_decode_s=pass_s(model, costs))
+        if rows.is_decode_separate
+        else CoScheduledRows(costs)
+    )
