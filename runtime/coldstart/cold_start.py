@@ -17,12 +17,12 @@ from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .co_scheduled import co_scheduled_decodes, co_scheduled_rows
 from .cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows, warm_step_s
+from .delay_tracker import DelayTracker
 from .files import FileForecast, ready_s
 from .first_tokens import FirstTokens
 from .link import LinkForecast, by_layer
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
-from .stalls import Stalls
 from .strategy import AT_ONCE, Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
@@ -52,7 +52,7 @@ class PlannedColdStarts:
         self._link = LinkForecast(planner.model.link, transfers)
         self._files = FileForecast(transfers)
         self._first_tokens = FirstTokens(transfers)
-        self._stalls = Stalls()
+        self._delays = DelayTracker()
         self._decisions: dict[RequestId, Decision] = {}
         self._blocking: set[TransferId] = set()
         self._counts: Counter[str] = Counter()
@@ -107,7 +107,7 @@ class PlannedColdStarts:
         cold = self._cold_request(request, load, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
-            self._first_tokens.declined(request.request_id)
+            self._first_tokens.skipped(request.request_id)
             return None
         co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
@@ -133,7 +133,7 @@ class PlannedColdStarts:
         cold = [request.request_id for request, _ in rows.cold_chunks]
         has_others = bool(rows.decodes or rows.chunks)
         begins_s = self._planner.model.load_s * self.transfers.num_loads_to_begin
-        self._stalls.closed(
+        self._delays.closed(
             step_id, cold, step_s, now_s, has_others=has_others, begins_s=begins_s,
             is_loading=self.transfers.num_loads > 0,
         )  # fmt: skip
@@ -141,10 +141,10 @@ class PlannedColdStarts:
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
         """Compare with what was predicted."""
-        lesson = self._stalls.ended(step_id, now_s)
-        if lesson is not None:
+        observation = self._delays.ended(step_id, now_s)
+        if observation is not None:
             self._planner.observe_stall(
-                lesson.strategy, lesson.predicted_share, lesson.measured_share
+                observation.strategy, observation.predicted_share, observation.measured_share
             )
 
     def stops_everybody(self) -> bool:
@@ -161,9 +161,11 @@ class PlannedColdStarts:
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
-        lesson = self._first_tokens.came(request_id, now_s)
-        if lesson is not None:
-            self._planner.observe(lesson.strategy, lesson.predicted_s, lesson.measured_s)
+        observation = self._first_tokens.on_first_token(request_id, now_s)
+        if observation is not None:
+            self._planner.observe(
+                observation.strategy, observation.predicted_s, observation.measured_s
+            )
         return ColdStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
@@ -206,7 +208,7 @@ class PlannedColdStarts:
                     self._planner.model, cold, num_tokens, cold.co_scheduled, strategy
                 ):
                     return None
-                self._stalls.planned(request.request_id, strategy, step.wait_s)
+                self._delays.planned(request.request_id, strategy, step.wait_s)
                 return ColdChunk(num_tokens, step.split_layer)
             if num_tokens <= _MIN_CHUNK_TOKENS:
                 return None

@@ -13,7 +13,7 @@ from .strategy import LoadStrategy, Prediction
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class FirstTokenObservation:
     """A first token has come."""
 
     strategy: LoadStrategy
@@ -29,7 +29,7 @@ class _Expected:
     has_chunks_to_come: bool  # that are computed while its adapter is loading
     joined_s: float = 0.0  # by which rows that joined later have made its steps longer
     foreseen_s: float | None = None  # of the step that is put together; None = has no row in it
-    has_declined: bool = False  # it has none because it would only have waited
+    has_skipped: bool = False  # it has none because it would only have waited
     has_begun: bool = False
     is_last_planned: bool = False  # the chunk that brings the first token has been planned
     is_comparable: bool = True
@@ -63,11 +63,11 @@ class FirstTokens:
             expected.has_begun = True
             expected.is_last_planned = is_last
 
-    def declined(self, request_id: RequestId) -> None:
+    def skipped(self, request_id: RequestId) -> None:
         """Its strategy lets the request skip the step."""
         expected = self._expected.get(request_id)
         if expected is not None:
-            expected.has_declined = True
+            expected.has_skipped = True
 
     def step_closed(self, step_s: float) -> None:
         """No other row joins the step, which would take ``step_s`` with all adapters cached."""
@@ -75,18 +75,18 @@ class FirstTokens:
             if expected.foreseen_s is not None:
                 expected.joined_s += step_s - expected.foreseen_s
                 expected.has_chunks_to_come = not expected.is_last_planned
-            elif self._is_followed(expected) and not expected.has_declined:
+            elif self._is_followed(expected) and not expected.has_skipped:
                 expected.is_comparable = False
             expected.foreseen_s = None
-            expected.has_declined = False
+            expected.has_skipped = False
 
-    def came(self, request_id: RequestId, now_s: float) -> Lesson | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> FirstTokenObservation | None:
         """The first token is there; None where nothing is to be learned of it."""
         expected = self._expected.pop(request_id, None)
         if expected is None or not expected.is_comparable:
             return None
         prediction = expected.prediction
-        return Lesson(
+        return FirstTokenObservation(
             prediction.strategy,
             prediction.first_token_s + expected.joined_s,
             now_s - expected.decided_at_s,

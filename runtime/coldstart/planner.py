@@ -16,7 +16,7 @@ from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
 _MAX_EXCESS = 5.0  # times the bearable share, of one step's wait beyond its prediction
 _FADING = 0.95  # per decision for another way, or for one that is held back
-_MAX_RATIO = 2.5  # that one first token counts as: what else held it up is no lesson
+_MAX_RATIO = 2.5  # that one first token counts as: longer delays have other causes
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 

@@ -278,7 +278,7 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
     return end_s - warm_s, warm_s
 
 
-def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy(loads: Loads) -> None:
+def test_rows_that_join_later_are_no_fault_of_the_strategy(loads: Loads) -> None:
     """Another cold and a warm prompt join the step; the first token is as late as they make it."""
     cold_starts = _cold_starts(loads, forced=LoadStrategy.ASSISTED)
     request, other = _arrive(cold_starts, loads, 2)

@@ -16,7 +16,7 @@ _SMOOTHING = 0.2  # weight of the newest step in the running ratio
 
 
 @dataclass(frozen=True, slots=True)
-class StallLesson:
+class StallObservation:
     """A step with cold rows beside others has ended. Shares are of its time without waits."""
 
     strategy: LoadStrategy
@@ -37,7 +37,7 @@ class _Step:
     is_loading: bool
 
 
-class Stalls:
+class DelayTracker:
     """Steps that have been closed and not ended, and what similar steps took."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Stalls:
             is_loading=is_loading,
         )
 
-    def ended(self, step_id: StepId, now_s: float) -> StallLesson | None:
+    def ended(self, step_id: StepId, now_s: float) -> StallObservation | None:
         """The step's result is there; None where nothing is to be learned of it."""
         began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the later waits
         step = self._steps.pop(step_id, None)
@@ -93,4 +93,4 @@ class Stalls:
         warm_ratio = ratios.get(True, ratios.get(False, 0.0))
         if not warm_ratio or step.strategy is None or not step.has_others:
             return None
-        return StallLesson(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
+        return StallObservation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
