@@ -47,7 +47,7 @@ class Admission:
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
-        """Admit until no seat is left or the policy stops, into ``draft`` while it has room.
+        """Admit until no slot is left or the policy stops, into ``draft`` while it has room.
 
         Before that load what is pinned, or others would have all room that comes free for as long
         as some wait. After it load ahead, if there was room for all.
@@ -281,7 +281,7 @@ class Admission:
                 return
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a seat, and who is expected."""
+        """Load adapters of requests that wait for a slot, and of requests that are expected."""
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if not self._load_ahead(request.adapter_id, request.adapter, now_s):
                 return

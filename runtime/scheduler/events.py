@@ -29,7 +29,7 @@ class ColdStart(NamedTuple):
 class TimePart(enum.StrEnum):
     """What a request waits for until its first token."""
 
-    ORDER = "order"  # others go first, or have all seats
+    ORDER = "order"  # other requests go first, or have all slots
     QUEUE_QUOTA = "queue_quota"  # its queue has lent or spent its tokens
     KV_MEMORY = "kv_memory"  # room for its KV
     ADAPTER_MEMORY = "adapter_memory"  # room for its adapter

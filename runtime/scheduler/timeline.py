@@ -29,7 +29,7 @@ _WORDS = {
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
 _NUM_TOLD = 2
-# Of what requests wait for to be admitted: what memory and seats would not end.
+# Reasons for waiting that more memory and more slots would not change.
 _DEFERRED = (
     TimePart.QUEUE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
 )  # fmt: skip
