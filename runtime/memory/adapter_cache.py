@@ -78,7 +78,7 @@ class AdapterCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of device copies in any state."""
-        return self._budget.reserved_bytes(ADAPTER_OWNER)
+        return self._budget.allocated_bytes(ADAPTER_OWNER)
 
     def state(self, adapter_id: AdapterId) -> AdapterState:
         """Where the device copy of ``adapter_id`` stands."""
@@ -205,7 +205,7 @@ class AdapterCache:
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
         if self.slab is not None and not self.slab.fits(num_bytes):
             return False
-        if not self._budget.reserve(ADAPTER_OWNER, num_bytes):
+        if not self._budget.allocate(ADAPTER_OWNER, num_bytes):
             return False
         if self.slab is not None:
             self.slab.take(adapter_id, num_bytes)

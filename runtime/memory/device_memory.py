@@ -120,7 +120,7 @@ class DeviceMemory:
             return False
         if self.cache.slab is not None:
             return True
-        most_bytes = self.budget.backed_bytes - self.cache.idle_bytes(adapter_id)
+        most_bytes = self.budget.reservable_bytes - self.cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
 
     def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
@@ -149,7 +149,7 @@ class DeviceMemory:
     ) -> bool:
         """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
 
-        The blocks may be promised ones, the bytes may not. Evicts prefixes that no request uses and
+        The blocks may be reserved ones, the bytes may not. Evicts prefixes that no request uses and
         idle adapters (all but ``keep``) where what is free, or about to be, is too little. Where
         adapters have a slab the bytes are a range of that, and no adapter goes for blocks. Returns
         whether the room is there or will come by itself, with what drains or, where nothing else
@@ -168,8 +168,8 @@ class DeviceMemory:
     ) -> bool:  # fmt: skip
         """See to it where so many blocks come by themselves."""
         pool = self.pool
-        num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
-        if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
+        num_new_blocks = max(0, num_blocks - pool.num_reserved_blocks)
+        if num_new_blocks > pool.num_unused_blocks - pool.num_reserved_blocks + num_draining:
             return False
         short_blocks = num_blocks - pool.num_free_ids - num_draining
         if self.cache.slab is not None:
@@ -179,7 +179,7 @@ class DeviceMemory:
             )
         block_bytes = pool.block_bytes
         draining_bytes = num_draining * block_bytes
-        if num_new_blocks * block_bytes + num_bytes > self.budget.unpromised_bytes + draining_bytes:
+        if num_new_blocks * block_bytes + num_bytes > self.budget.unreserved_bytes + draining_bytes:
             return False
         needed_bytes = num_blocks * block_bytes + num_bytes
         short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes

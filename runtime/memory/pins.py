@@ -14,7 +14,7 @@ class Pins:
     """Pinned versions and what they take, those that have not been on the device yet among them."""
 
     def __init__(self, cache: AdapterCache, pool: BlockPool) -> None:
-        """``cache``: makes no victim of what is pinned; ``pool``: has promised what could go."""
+        """``cache``: makes no victim of what is pinned; ``pool``: has reserved what could go."""
         self._cache = cache
         self._pool = pool
         self._adapters: dict[AdapterId, AdapterFacts] = {}
@@ -37,7 +37,7 @@ class Pins:
             return
         self._adapters[adapter_id] = adapter
         self._cache.pin(adapter_id)
-        self._pool.promise(self._pool.num_promised_blocks)  # it no longer backs any
+        self._pool.reserve_growth(self._pool.num_reserved_blocks)  # it no longer backs any
         if self._cache.state(adapter_id) is AdapterState.ABSENT:
             self._to_load[adapter_id] = adapter
 

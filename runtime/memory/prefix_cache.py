@@ -97,9 +97,9 @@ class PrefixCache:
         self._policy.visit(node, now_s)
         self._reuse.note(num_computed=1)
         if self.num_evictable_blocks != self._pool.num_cached_blocks:
-            # The same was there and not held: it no longer backs a promise.
+            # The same was there and not held: it no longer backs a reservation.
             self._mark_cached()
-            self._pool.promise(self._pool.num_promised_blocks)
+            self._pool.reserve_growth(self._pool.num_reserved_blocks)
         return node
 
     def let_go(self, path: Sequence[KvNode]) -> None:

@@ -22,7 +22,7 @@ from .transfers import OpenCopy, TransferTable
 # Of the pool's blocks: those that are to be free, or copied and unused, before others are needed. A
 # prompt that is admitted takes many at once, and where the beginning of a prefix is dropped, what
 # has been copied of its end goes with it: conversations waited 12 to 15 % longer with 5 %.
-_RESERVE_SHARE = 0.2
+_READY_SHARE = 0.2
 # What one plan copies. Not less while requests wait for what comes in: that is the other way.
 _PLAN_SHARE = 0.03
 # So many blocks have to be used or to go before the order is looked at again.
@@ -58,7 +58,7 @@ class KvSwapper:
         self.num_pinned_blocks = 0  # that can be evicted, or again, when copies have ended
         self._num_leaving = 0  # blocks of copies to the host
         # When the order was last looked at: copied blocks at its beginning, and what there was.
-        self._num_reserved = 0
+        self._num_copied_ahead = 0
         self._num_claims, self._num_unreferenced = 0, 0
         self._has_more = True  # could have been copied
 
@@ -108,14 +108,14 @@ class KvSwapper:
         num_free = self._pool.num_available_blocks
         if max_history_blocks is not None:
             num_free = min(num_free, max_history_blocks - self._tree.num_unreferenced_blocks)
-        num_wanted = max(1, round(_RESERVE_SHARE * num_blocks)) - num_free
+        num_wanted = max(1, round(_READY_SHARE * num_blocks)) - num_free
         if not self._is_short(num_wanted):
             return
         nodes, walked = self._next_to_copy(
             num_wanted + max(1, round(_CHANGE_SHARE * num_blocks)) - self._num_leaving,
             max(1, round(_PLAN_SHARE * num_blocks)),
         )
-        self._num_reserved = len(walked) - len(nodes)
+        self._num_copied_ahead = len(walked) - len(nodes)
         slots = self._take_slots(len(nodes), walked)
         self._has_more = len(slots) == len(nodes) > 0
         if slots:
@@ -139,7 +139,7 @@ class KvSwapper:
             else:
                 self._tree.set_host_slot(node, slot)
                 self._slots.fill(slot, node)
-                self._num_reserved += 1
+                self._num_copied_ahead += 1
         self._slots.use(_with_ancestors(copy.nodes))
         for node in copy.nodes:
             self._prefixes.let_go((node,))
@@ -169,7 +169,7 @@ class KvSwapper:
     def _is_short(self, num_wanted: int) -> bool:
         """Whether so many copied blocks may be missing, and something can be done about it."""
         num_claimed = self._tree.num_claims - self._num_claims
-        num_left = max(0, self._num_reserved - num_claimed)
+        num_left = max(0, self._num_copied_ahead - num_claimed)
         if num_left + self._num_leaving >= num_wanted:
             return False
         num_changed = num_claimed + abs(self._tree.num_unreferenced_blocks - self._num_unreferenced)
@@ -231,8 +231,8 @@ class KvSwapper:
         num_unreferenced = self._tree.num_unreferenced_blocks
         for node in nodes:
             self._prefixes.hold((node,))
-        # What is held backs no promise.
-        self._pool.promise(self._pool.num_promised_blocks)
+        # What is held backs no reservation.
+        self._pool.reserve_growth(self._pool.num_reserved_blocks)
         command = KvTransfer(
             self._transfers.new_id(), Direction.TO_HOST, tuple(map(_block_id, nodes)),
             tuple(slots), is_demand=False,

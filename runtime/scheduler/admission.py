@@ -113,7 +113,7 @@ class Admission:
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
         """Admit ``request`` if its adapter is there and what all come to, it among them, fits.
 
-        What they have not yet is promised.
+        What they have not yet is reserved.
         Only the first candidate may displace adapters that other waiting requests name:
         otherwise two requests could displace each other's adapter for ever.
         """
@@ -132,20 +132,20 @@ class Admission:
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size) - len(path)
-        num_to_come = self._running.num_blocks_to_come(request, len(path))
+        num_to_come = self._running.num_growth_blocks(request, len(path))
         if not self._has_room(request, path, num_blocks, num_to_come):
             return Verdict.NO_KV
         memory = self._memory
         memory.prefixes.hold(path)
-        # Anew: what was promised to who has ended since may be what the newcomer holds now.
-        memory.pool.promise(max(0, num_to_come - num_blocks))
+        # Anew: what was reserved to who has ended since may be what the newcomer holds now.
+        memory.pool.reserve_growth(max(0, num_to_come - num_blocks))
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
             if memory.pool.num_available_blocks < num_blocks:  # what drains is not there yet
                 memory.prefixes.let_go(path)
                 return Verdict.NO_KV
         self._start(request, path, num_blocks, draft, now_s)
-        memory.pool.promise(max(0, num_to_come - num_blocks))
+        memory.pool.reserve_growth(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
 
     def _swap_in(
@@ -166,11 +166,11 @@ class Admission:
         if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_worth_bringing(nodes):
             return None
         num_blocks = blocks_for(request.num_known_tokens, size) - num_found
-        num_to_come = self._running.num_blocks_to_come(request, num_found)
+        num_to_come = self._running.num_growth_blocks(request, num_found)
         if not self._has_room(request, path[:num_found], num_blocks, num_to_come):
             return Verdict.NO_KV
         memory.prefixes.hold(path)
-        self._running.promise_growth()
+        self._running.reserve_growth()
         if memory.pool.num_available_blocks < len(nodes):
             memory.reclaim(len(nodes), 0, include_waiting=include_waiting, keep=request.adapter_id)
         block_ids = memory.pool.allocate(len(nodes))
@@ -178,7 +178,7 @@ class Admission:
             memory.prefixes.let_go(path)
             return Verdict.NO_KV
         swapper.bring(nodes, block_ids, now_s)
-        self._running.promise_growth()
+        self._running.reserve_growth()
         request.num_swap_ins += 1
         request.coming_tokens = range(num_found * size, len(path) * size)
         return Verdict.LOADING
@@ -241,7 +241,7 @@ class Admission:
     def _load(self, request: Request, now_s: float) -> bool:
         """Command the load of a request's adapter if it fits now; say whether it did."""
         assert request.adapter is not None, request.request_id
-        self._running.promise_growth()  # which the load must leave alone
+        self._running.reserve_growth()  # which the load must leave alone
         return self._memory.load(request.adapter_id, request.adapter, now_s) is not None
 
     def _start(
@@ -308,7 +308,7 @@ class Admission:
         if memory.cache.slab is not None:
             reserve_bytes = 0  # blocks are not where adapters go
         needed_bytes = adapter.num_bytes + reserve_bytes
-        self._running.promise_growth()
+        self._running.reserve_growth()
         if not memory.has_adapter_room(needed_bytes):
             memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
             if not memory.has_adapter_room(needed_bytes):

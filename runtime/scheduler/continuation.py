@@ -81,7 +81,7 @@ class Continuation:
     def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
         """Grow one request, preempting as many as it takes; False if memory was short.
 
-        It is not short where what was promised still drains: nobody else can have that.
+        It is not short where what was reserved still drains: nobody else can have that.
         """
         is_coming = has_preempted = False
         while request.status is RequestStatus.RUNNING:
@@ -90,7 +90,7 @@ class Continuation:
                 draft.append_blocks(request, first_index)
                 return not has_preempted
             if is_coming:
-                return self._running.is_growth_promised(request)
+                return self._running.is_growth_reserved(request)
             is_coming = self._running.reclaim_for((request,))
             if not is_coming:
                 victim = self._policy.victim(self._running.requests)

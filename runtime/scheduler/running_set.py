@@ -82,7 +82,7 @@ class RunningSet:
         self._holders[request.request_id] = _Holder(request, list(path))
         self.timelines.starts(request)
 
-    def num_blocks_to_come(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
+    def num_growth_blocks(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
         """Blocks that all need at once, at most, beyond those that they have.
 
         The newcomer is about to have ``num_found_blocks``.
@@ -107,9 +107,9 @@ class RunningSet:
         num_held_blocks = sum(len(request.block_ids) for request in requests) + num_found_blocks
         return max(0, max(needs) - num_held_blocks)
 
-    def promise_growth(self) -> None:
+    def reserve_growth(self) -> None:
         """Keep for running requests what they are predicted to need."""
-        self._memory.pool.promise(self.num_blocks_to_come())
+        self._memory.pool.reserve_growth(self.num_growth_blocks())
 
     def grow(self, request: Request) -> bool:
         """Allocate what the known tokens lack if it is free; say whether it was."""
@@ -125,15 +125,15 @@ class RunningSet:
         num_blocks = sum(map(self._num_missing_blocks, requests))
         return self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
-    def is_growth_promised(self, request: Request) -> bool:
-        """Whether the blocks that the known tokens lack were promised."""
-        return self._num_missing_blocks(request) <= self._memory.pool.num_promised_blocks
+    def is_growth_reserved(self, request: Request) -> bool:
+        """Whether the blocks that the known tokens lack were reserved."""
+        return self._num_missing_blocks(request) <= self._memory.pool.num_reserved_blocks
 
     def stop(self, request: Request, status: RequestStatus) -> None:
         """Let ``request`` no longer run; its memory is freed once no step refers to it."""
         del self._requests[request.request_id]
         if not self._requests:  # nobody may ask before the next one begins
-            self._memory.pool.promise(0)
+            self._memory.pool.reserve_growth(0)
         request.status = status
         request.num_computed_tokens = 0
         request.num_allocated_tokens = 0

@@ -188,7 +188,7 @@ def test_what_is_pinned_has_the_first_room_however_many_wait() -> None:
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
-def test_loading_ahead_leaves_running_requests_what_is_promised(num_spare_bytes: int) -> None:
+def test_loading_ahead_takes_no_reserved_memory(num_spare_bytes: int) -> None:
     capacity_bytes = (
         4 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
     )  # 5 + 9 tokens, the last without KV

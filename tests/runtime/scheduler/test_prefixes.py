@@ -56,8 +56,8 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     assert scheduler.memory.pool.num_used_blocks == 0
 
 
-def test_what_was_promised_to_who_has_ended_does_not_keep_others_from_what_they_found() -> None:
-    """Nor when its own blocks still drain; history backs the promise, and is held now."""
+def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_prefix() -> None:
+    """Nor when its own blocks still drain; history backs the reservation, and is held now."""
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=64, keeps_prefixes=True),
         max_model_len=256, max_num_batched_tokens=256,
@@ -73,7 +73,7 @@ def test_what_was_promised_to_who_has_ended_does_not_keep_others_from_what_they_
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)
-    assert scheduler.memory.pool.num_promised_blocks > 40
+    assert scheduler.memory.pool.num_reserved_blocks > 40
     scheduler.abort(grows.request_id, 0.0)
     turn = make_request(4, prompt=(*history, 1), max_tokens=2)
     scheduler.add_request(turn, 0.0)

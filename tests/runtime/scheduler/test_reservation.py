@@ -100,7 +100,7 @@ class TestPrediction:
             assert block_ids is not None
             running.start(request, (), block_ids, 0.0)
             num_held += len(block_ids)
-        assert running.num_blocks_to_come(requests[0]) == most_blocks - num_held
+        assert running.num_growth_blocks(requests[0]) == most_blocks - num_held
 
 
 class TestAdmission:
@@ -189,7 +189,7 @@ class TestHeadroom:
 class TestAdapters:
     @pytest.mark.parametrize("max_num_seqs", [1, 8])  # its adapter is prefetched, or demanded
     @pytest.mark.parametrize(("num_bytes", "is_loaded"), [(600, True), (700, False)])
-    def test_loads_take_nothing_that_was_promised(
+    def test_loads_take_no_reserved_memory(
         self, max_num_seqs: int, num_bytes: int, is_loaded: bool
     ) -> None:
         """Of sixteen blocks of 100 bytes ten are the first one's to come."""
@@ -233,7 +233,7 @@ class TestAdapters:
         assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
         assert (request.num_preemptions, request.num_output_tokens) == (0, LONG)
 
-    def test_adapters_with_a_slab_and_promises_are_apart(self) -> None:
+    def test_adapters_with_a_slab_and_reservations_are_apart(self) -> None:
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=16, slab_bytes=1024),
             growth_headroom=0.0,
@@ -249,7 +249,7 @@ class TestAdapters:
         for _ in range(3):
             turn(scheduler, executor)
         assert scheduler.memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
-        assert not is_running(second), "its blocks are promised"
+        assert not is_running(second), "its blocks are reserved"
         assert len(outputs_of(run_to_end(scheduler, executor))) == 2
         assert scheduler.counters.num_preemptions == 0
 
@@ -265,10 +265,10 @@ class TestEnd:
         scheduler.add_request(request, 0.0)
         turn(scheduler, executor)
         budget = scheduler.memory.budget
-        assert budget.available_bytes == 0, "all is taken or promised"
+        assert budget.available_bytes == 0, "all is taken or reserved"
         scheduler.abort(request.request_id, 0.0)
         assert budget.available_bytes == budget.capacity_bytes
-        assert not scheduler.memory.pool.num_promised_blocks
+        assert not scheduler.memory.pool.num_reserved_blocks
 
 
 class TestPreemption:
@@ -305,7 +305,7 @@ _REQUEST = st.tuples(
 def test_whatever_is_predicted_all_get_their_tokens(
     sizes: list[tuple[int, int, int, int]], depth: int, has_slab: bool
 ) -> None:
-    """After every turn the account adds up, and no more is promised than can be had."""
+    """After every turn the account adds up, and no more is reserved than can be had."""
     memory = make_memory(num_blocks=16, slab_bytes=BLOCK_BYTES * 8 if has_slab else None)
     scheduler = make_scheduler(memory=memory, predictor=Guess(6), growth_headroom=0.1)
     requests = []
