@@ -25,12 +25,12 @@ def test_a_refused_reservation_takes_nothing() -> None:
     assert budget.allocated_bytes("kv") == 0
 
 
-def test_nobody_returns_more_than_it_holds() -> None:
+def test_no_owner_releases_more_than_it_has() -> None:
     budget = MemoryBudget(10)
     budget.allocate("kv", 4)
-    with pytest.raises(AssertionError, match="kv returns 5 of 4"):
+    with pytest.raises(AssertionError, match="kv releases 5 of 4"):
         budget.release("kv", 5)
-    with pytest.raises(AssertionError, match="adapters returns 1 of 0"):
+    with pytest.raises(AssertionError, match="adapters releases 1 of 0"):
         budget.release("adapters", 1)
 
 
