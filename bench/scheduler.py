@@ -165,9 +165,9 @@ class _Load:
             for block_id in block_ids:
                 parent = path[-1] if path else None
                 path.append(
-                    memory.prefixes.keep(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
+                    memory.prefixes.store(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
                 )
-            memory.prefixes.let_go(path)
+            memory.prefixes.release(path)
 
     def add_waiting(self, number: int) -> None:
         """Let ``number`` others arrive, all before the next refresh."""

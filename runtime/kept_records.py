@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
 
-def read_kept(path: Path, kind: type[Record]) -> Record | None:
+def read_record(path: Path, kind: type[Record]) -> Record | None:
     """Return what ``path`` holds, and mark it as used; None if it holds no such record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=kind)
@@ -34,7 +34,7 @@ def mark_as_used(path: Path) -> None:
         os.utime(path)
 
 
-def keep(path: Path, record: object, consequence: str) -> None:
+def write_record(path: Path, record: object, consequence: str) -> None:
     """Write ``record``; a failure is a warning, which ends with its ``consequence``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

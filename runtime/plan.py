@@ -112,7 +112,7 @@ class StepPlan:
     sub_batches: tuple[SubBatch, ...]
     new_requests: tuple[NewRequest, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
-    forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
+    ended_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
     # Leave the device before anything else happens; no step in flight refers to them. Unknown ones
     # are no error. One may be loaded again by the same plan.
     evict_adapters: tuple[AdapterId, ...] = ()

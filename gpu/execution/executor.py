@@ -100,7 +100,7 @@ class DeviceExecutor:
         """
         for adapter_id in plan.evict_adapters:
             self._adapters.evict(adapter_id)
-        self._requests.remove(plan.forget_requests)
+        self._requests.remove(plan.ended_requests)
         self._requests.add(plan.new_requests)
         self._requests.update_blocks(plan.block_updates)
         if plan.host_evictions:

@@ -62,7 +62,7 @@ class PlannedColdStarts:
         """At which adapters are read from files, as far as it is known."""
         return self._files.bytes_per_s
 
-    def use(self, planner: Planner) -> None:
+    def set_planner(self, planner: Planner) -> None:
         """Use another planner from now on."""
         self._planner = planner
         self._link = LinkForecast(planner.model.link, self.transfers)
@@ -73,7 +73,7 @@ class PlannedColdStarts:
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
         """Learn how fast files are read."""
-        self._files.learn(num_bytes, duration_s)
+        self._files.record(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Decide once for a request with an adapter that is loading; then keep to it."""
@@ -147,7 +147,7 @@ class PlannedColdStarts:
                 observation.strategy, observation.predicted_share, observation.measured_share
             )
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         """Whether a blocking load is under way."""
         self._blocking = {one for one in self._blocking if one in self.transfers}
         return bool(self._blocking)
@@ -156,7 +156,7 @@ class PlannedColdStarts:
         """What was decided for a request that has not ended, if it came cold."""
         return self._decisions.get(request_id)
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """Compare with what was predicted."""
         decision = self._decisions.get(request_id)
         if decision is None:
@@ -172,10 +172,10 @@ class PlannedColdStarts:
         """Requests that came cold, by strategy."""
         return self._counts
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._decisions.pop(request_id, None)
-        self._first_tokens.forget(request_id)
+        self._first_tokens.discard(request_id)
 
     def _decide(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float

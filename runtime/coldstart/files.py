@@ -18,7 +18,7 @@ class FileForecast:
         self._transfers = transfers
         self.bytes_per_s = FIRST_FILE_BYTES_PER_S
 
-    def learn(self, num_bytes: int, duration_s: float) -> None:
+    def record(self, num_bytes: int, duration_s: float) -> None:
         """So many bytes have been read, which took so long."""
         if num_bytes and duration_s > 0.0:
             self.bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self.bytes_per_s)

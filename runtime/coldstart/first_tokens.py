@@ -92,7 +92,7 @@ class FirstTokens:
             now_s - expected.decided_at_s,
         )
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._expected.pop(request_id, None)
 

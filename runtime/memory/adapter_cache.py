@@ -111,7 +111,7 @@ class AdapterCache:
             return ()
         return tuple(self._ranked(include_waiting=False))
 
-    def may_go(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
+    def is_evictable(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Whether an idle adapter may make room for others."""
         assert isinstance(item, DeviceCopy)
         is_wanted = item.adapter_id in self._num_waiting and not include_waiting
@@ -272,11 +272,11 @@ class AdapterCache:
         self.log.evicted(adapter_id, reason)
         self._drop(adapter_id, entry)
 
-    def forget(self, adapter_id: AdapterId) -> None:
+    def discard(self, adapter_id: AdapterId) -> None:
         """A version that is not on the device, nor pinned, will not come again."""
         assert adapter_id not in self._entries, adapter_id
         self._copies.pop(adapter_id, None)
-        self.log.forget(adapter_id)
+        self.log.discard(adapter_id)
 
     def check_invariants(self) -> None:
         """Assert that states, reference counts and bytes agree."""
@@ -335,7 +335,7 @@ class AdapterCache:
 
     def _drop(self, adapter_id: AdapterId, entry: DeviceCopy) -> None:
         """It leaves the device, and its bytes are free."""
-        self.policy.forget(entry)
+        self.policy.remove(entry)
         entry.state, entry.has_failed = AdapterState.ABSENT, False
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)

@@ -88,7 +88,7 @@ class AdapterLog:
         self.evictions[reason] += 1
         self.changed.add(adapter_id)
 
-    def forget(self, adapter_id: AdapterId) -> None:
+    def discard(self, adapter_id: AdapterId) -> None:
         """The version has gone for good."""
         self._records.pop(adapter_id, None)
         self.changed.add(adapter_id)

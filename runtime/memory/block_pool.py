@@ -13,8 +13,8 @@ class BlockPool:
     """Allocates block ids, limited by their number and by the bytes of the budget.
 
     On machines that commit memory on first write, a freed block keeps its memory until
-    ``give_back``. Such warm blocks are allocated first, then the lowest ids, which keeps the upper
-    end of the pool untouched. O(log n) per block.
+    ``take_warm_blocks``. Such warm blocks are allocated first, then the lowest ids, which keeps
+    the upper end of the pool untouched. O(log n) per block.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
@@ -79,7 +79,7 @@ class BlockPool:
         """Memory that blocks may occupy on machines that commit memory on first write."""
         return (len(self._allocated) + len(self._warm)) * self.block_bytes
 
-    def give_back(self) -> tuple[BlockId, ...]:
+    def take_warm_blocks(self) -> tuple[BlockId, ...]:
         """Return the warm blocks, whose memory the caller returns to the machine."""
         blocks, self._warm = self._warm, []
         for block_id in blocks:

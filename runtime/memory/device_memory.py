@@ -80,7 +80,7 @@ class DeviceMemory:
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
         self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
-        self._gone: list[AdapterId] = []
+        self._removed: list[AdapterId] = []
 
     @property
     def has_evictions(self) -> bool:
@@ -124,9 +124,9 @@ class DeviceMemory:
         return num_blocks * pool.block_bytes <= most_bytes
 
     def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
-        """Announce what will be let go when the steps in flight have ended; see ``let_go``.
+        """Announce what will be let go when the steps in flight have ended; see ``release``.
 
-        Returns how many blocks will be free or evictable then; ``let_go`` takes this number.
+        Returns how many blocks will be free or evictable then; ``release`` takes this number.
         """
         num_blocks = len(block_ids)
         for node in reversed(path):
@@ -136,13 +136,13 @@ class DeviceMemory:
         self._num_draining_blocks += num_blocks
         return num_blocks
 
-    def let_go(
+    def release(
         self, path: Sequence[KvNode], block_ids: Sequence[BlockId], *, num_retired_blocks: int = 0
     ) -> None:
         """A request no longer holds ``path``, and ``block_ids``, which are its own, are free."""
         self._num_draining_blocks -= num_retired_blocks
         self.pool.free(block_ids)
-        self.prefixes.let_go(path)
+        self.prefixes.release(path)
 
     def reclaim(
         self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
@@ -198,7 +198,7 @@ class DeviceMemory:
             return False
         if num_bytes + self.pins.num_loaded_bytes() > slab.capacity_bytes:
             return False
-        with self.pins.lifted():
+        with self.pins.suspended():
             return self._room.free_range(num_bytes, include_waiting=True, keep=keep)
 
     def load(
@@ -217,7 +217,7 @@ class DeviceMemory:
                 return None
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
         assert has_begun, (adapter_id, num_bytes)
-        self.pins.load_begins(adapter_id)
+        self.pins.mark_loading(adapter_id)
         slab = self.cache.slab
         command = AdapterTransfer(
             self.transfers.new_id(), adapter_id, num_bytes, is_demand,
@@ -242,10 +242,10 @@ class DeviceMemory:
             self._evict(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)
 
-    def forget_content(self, digest: str) -> None:
+    def drop_content(self, digest: str) -> None:
         """No adapter version has this content any more."""
         if self.host is not None:
-            self.host.forget(digest)
+            self.host.drop(digest)
 
     def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
         """Return the host's evictions for the next plan, when its loads and blocks are known."""
@@ -275,9 +275,9 @@ class DeviceMemory:
             self._asked_evictions.append(adapter_id)
         return is_idle
 
-    def take_gone(self) -> list[AdapterId]:
+    def take_removed(self) -> list[AdapterId]:
         """Return the dropped adapters that have left the device since the last call."""
-        gone, self._gone = self._gone, []
+        gone, self._removed = self._removed, []
         return gone
 
     def begin_plan(self, num_running: int, now_s: float) -> None:
@@ -286,7 +286,7 @@ class DeviceMemory:
         What history holds too much of goes first, so that no newcomer finds it.
         """
         if self._inputs is not None:
-            self._inputs.batch_size.note(num_running, now_s)
+            self._inputs.batch_size.record(num_running, now_s)
         self.tied_kv.count(now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*self._dropped, *asked):
@@ -297,8 +297,8 @@ class DeviceMemory:
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
-        self.relief.give_way(now_s)
-        self._collect_gone()
+        self.relief.apply_limit(now_s)
+        self._collect_removed()
 
     def copy_ahead(self, now_s: float) -> None:
         """Copy KV to the host that is likely to go soon, with the next plan."""
@@ -307,7 +307,7 @@ class DeviceMemory:
 
     def take_evictions(self) -> tuple[AdapterId, ...]:
         """Return the adapters that leave the device with the next plan."""
-        self.tied_kv.follow()
+        self.tied_kv.evict_pending()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []
@@ -322,7 +322,7 @@ class DeviceMemory:
         if self.host is not None:
             self.host.evict_again(place_ids)
 
-    def settle(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
+    def end_transfer(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Note the end of a transfer and return it; None if it is not known (any more)."""
         has_failed = result.error is not None
         transfer = self.transfers.end(result.transfer_id, now_s, has_failed=has_failed)
@@ -385,12 +385,12 @@ class DeviceMemory:
         if self.host is not None and self.host.is_device_memory:
             self.host.end_use(self._read_in_place.pop(adapter_id))
 
-    def _collect_gone(self) -> None:
-        """Move dropped adapters that have left the device to ``_gone``."""
+    def _collect_removed(self) -> None:
+        """Move dropped adapters that have left the device to ``_removed``."""
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
-                self.tied_kv.forget(adapter_id)
+                self.tied_kv.discard(adapter_id)
                 self.prefixes.drop_version(adapter_id)
-                self.cache.forget(adapter_id)
-                self._gone.append(adapter_id)
+                self.cache.discard(adapter_id)
+                self._removed.append(adapter_id)

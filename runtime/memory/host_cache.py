@@ -157,7 +157,7 @@ class HostCache:
         else:
             self._evict(kept)
 
-    def forget(self, digest: str) -> None:
+    def drop(self, digest: str) -> None:
         """This content is not needed any more: it is evicted now, or with its last use."""
         self._evictions_of.pop(digest, None)
         kept = self._by_digest.pop(digest, None)

@@ -39,7 +39,7 @@ class HostSlots:
         self._num_moving -= 1
         self._nodes[slot] = node
 
-    def put_back(self, slots: Iterable[HostSlot]) -> None:
+    def return_unused(self, slots: Iterable[HostSlot]) -> None:
         """Nothing was copied to slots that were handed out."""
         for slot in slots:
             self._num_moving -= 1

@@ -142,7 +142,7 @@ class KvTree:
             released = released.parent
         return freed
 
-    def enter(
+    def insert(
         self, namespace: bytes, parent: KvNode | None, token_ids: Sequence[int], block_id: BlockId
     ) -> KvNode:
         """Keep a request's full block behind ``parent``, which it holds; None: the first block.
@@ -172,10 +172,10 @@ class KvTree:
         if parent is not None:
             parent.num_references -= 1  # the node refers to it
         if node.block_id is None:
-            self.give_block(node, block_id)
+            self.assign_block(node, block_id)
         return node
 
-    def give_block(self, node: KvNode, block_id: BlockId) -> None:
+    def assign_block(self, node: KvNode, block_id: BlockId) -> None:
         """A node that is only on the host, and held, gets a block; so must its parent have.
 
         It must not be read until the copy to it has ended, which the caller keeps account of.
@@ -210,7 +210,7 @@ class KvTree:
             assert not node.num_references, node
             return self._cut(node)
         freed = FreedKv([], [])
-        self._lose_slot(node, freed)
+        self._free_slot(node, freed)
         return freed
 
     def evict(self, node: KvNode) -> FreedKv:
@@ -218,8 +218,8 @@ class KvTree:
         assert node.is_free_leaf, node
         freed = FreedKv([], [])
         if node.host_slot is not None:
-            self._lose_block(node, freed)
-            self._policy.forget(node)
+            self._free_block(node, freed)
+            self._policy.remove(node)
         else:
             self._unlink(node)
             if node.children:
@@ -228,7 +228,7 @@ class KvTree:
         self._offer_if_free(node.parent)
         return freed
 
-    def forget_content(self, node: KvNode) -> FreedKv:
+    def drop_content(self, node: KvNode) -> FreedKv:
         """A copy to its block has failed: no match finds it any more, nor what is behind it.
 
         No error if that is so already.
@@ -311,15 +311,15 @@ class KvTree:
 
     def _free(self, node: KvNode, freed: FreedKv) -> None:
         if node.block_id is not None:
-            self._lose_block(node, freed)
+            self._free_block(node, freed)
         if node.host_slot is not None:
-            self._lose_slot(node, freed)
-        self._policy.forget(node)
+            self._free_slot(node, freed)
+        self._policy.remove(node)
         node.root = None
         node.children.clear()  # leave no reference cycle: the garbage collector may be off
         self.num_nodes -= 1
 
-    def _lose_slot(self, node: KvNode, freed: FreedKv) -> None:
+    def _free_slot(self, node: KvNode, freed: FreedKv) -> None:
         assert node.host_slot is not None, node
         freed.host_slots.append(node.host_slot)
         node.host_slot = None
@@ -328,7 +328,7 @@ class KvTree:
             node.root.num_host_blocks -= 1
             self.changed.add(node.root.namespace)
 
-    def _lose_block(self, node: KvNode, freed: FreedKv) -> None:
+    def _free_block(self, node: KvNode, freed: FreedKv) -> None:
         assert node.block_id is not None, node
         freed.block_ids.append(node.block_id)
         node.block_id = None

@@ -47,7 +47,7 @@ class Pins:
         self._to_load.pop(adapter_id, None)
         self._cache.unpin(adapter_id)
 
-    def load_begins(self, adapter_id: AdapterId) -> None:
+    def mark_loading(self, adapter_id: AdapterId) -> None:
         """If it fails, it is loaded again when it is asked for."""
         self._to_load.pop(adapter_id, None)
 
@@ -56,7 +56,7 @@ class Pins:
         return tuple(self._to_load.items())
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Inside, pinned adapters may be evicted; those that are will be loaded again."""
         resident = [one for one in self._adapters if one not in self._to_load]
         for adapter_id in resident:

@@ -21,7 +21,7 @@ class RecentMean:
         """As of the newest value."""
         return self._mean
 
-    def note(self, value: float, now_s: float) -> None:
+    def record(self, value: float, now_s: float) -> None:
         """It is this from now on."""
         share = math.exp(-max(0.0, now_s - self._since_s) / self._window_s)
         self._mean = share * self._mean + (1.0 - share) * self._newest
@@ -39,7 +39,7 @@ class ReuseShare:
     def __call__(self) -> float:
         return min(1.0, self._num_found / self._num_computed)
 
-    def note(self, *, num_found: int = 0, num_computed: int = 0) -> None:
+    def record(self, *, num_found: int = 0, num_computed: int = 0) -> None:
         """So many more were found in the KV of others, or computed."""
         self._num_found += num_found
         self._num_computed += num_computed

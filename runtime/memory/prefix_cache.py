@@ -76,13 +76,13 @@ class PrefixCache:
     ) -> None:
         """A request begins behind these blocks: they are its version's, too, from now on."""
         if path and adapter_id != BASE_ADAPTER:
-            self._note_namespace(namespace, adapter_id)
-        self._reuse.note(num_found=len(path))
+            self._record_namespace(namespace, adapter_id)
+        self._reuse.record(num_found=len(path))
         for node in path:
             self._policy.visit(node, now_s)
         self._slots.use(path)
 
-    def keep(
+    def store(
         self, adapter_id: AdapterId, namespace: bytes, parent: KvNode | None,
         token_ids: tuple[int, ...], block_id: BlockId, now_s: float,
     ) -> KvNode:  # fmt: skip
@@ -92,17 +92,17 @@ class PrefixCache:
         """
         assert self._tree is not None, "nothing is kept"
         if parent is None and adapter_id != BASE_ADAPTER:
-            self._note_namespace(namespace, adapter_id)
-        node = self._tree.enter(namespace, parent, token_ids, block_id)
+            self._record_namespace(namespace, adapter_id)
+        node = self._tree.insert(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
-        self._reuse.note(num_computed=1)
+        self._reuse.record(num_computed=1)
         if self.num_evictable_blocks != self._pool.num_cached_blocks:
             # The same was there and not held: it no longer backs a reservation.
             self._mark_cached()
             self._pool.reserve_growth(self._pool.num_reserved_blocks)
         return node
 
-    def let_go(self, path: Sequence[KvNode]) -> None:
+    def release(self, path: Sequence[KvNode]) -> None:
         """A request no longer holds these blocks."""
         if self._tree is not None and path:
             self.free(self._tree.release(path[-1]))
@@ -185,7 +185,7 @@ class PrefixCache:
         if self._tree is not None:
             self._tree.check_invariants()
 
-    def _note_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
+    def _record_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
         assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
         self._namespaces.setdefault(adapter_id, {})[namespace] = None

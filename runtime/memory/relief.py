@@ -66,7 +66,7 @@ class MemoryRelief:
         """Whether there is a limit."""
         return self._limit_bytes is not None
 
-    def follow(self, look: Callable[[], MemoryRoom | None], on_end: Callable[[], None]) -> None:
+    def watch(self, look: Callable[[], MemoryRoom | None], on_end: Callable[[], None]) -> None:
         """Ask ``look`` before each step: what was seen of memory since, if it matters.
 
         ``on_end``: called when idle items may take memory again.
@@ -74,7 +74,7 @@ class MemoryRelief:
         self._look = look
         self._on_end = on_end
 
-    def give_way(self, now_s: float) -> None:
+    def apply_limit(self, now_s: float) -> None:
         """Evict what is over the limit, with the next plan. Little more than a call, without."""
         room = self._look()
         if room is not None:
@@ -95,7 +95,7 @@ class MemoryRelief:
     def take_freed_blocks(self, *, is_needed: bool) -> tuple[BlockId, ...]:
         """Blocks that give memory back with the next plan; ``is_needed``: it is needed now."""
         if is_needed or self._limit_bytes is not None:
-            return self._pool.give_back()
+            return self._pool.take_warm_blocks()
         return ()
 
     def host_limit_bytes(self, num_bytes: int) -> int:

@@ -64,9 +64,9 @@ class RoomMaker:
         for item in self._cache.policy.victims(is_adapter=False if is_block else None):
             if not item.is_adapter:
                 return item
-            if not self._cache.may_go(item, include_waiting=True, keep=keep):
+            if not self._cache.is_evictable(item, include_waiting=True, keep=keep):
                 continue
-            if self._cache.may_go(item, include_waiting=False, keep=keep):
+            if self._cache.is_evictable(item, include_waiting=False, keep=keep):
                 return item
             wanted = wanted or item
         assert wanted is not None and include_waiting, "nothing is left of what was counted"

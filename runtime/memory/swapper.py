@@ -73,7 +73,7 @@ class KvSwapper:
         """Whether a copy to its block is under way."""
         return node in self._coming
 
-    def is_worth_bringing(self, nodes: Sequence[KvNode]) -> bool:
+    def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
         """Whether copying them to the device is faster than computing them there again."""
         num_bytes = len(nodes) * self._tree.block_bytes
         ahead_bytes = sum(
@@ -85,13 +85,13 @@ class KvSwapper:
         compute_s = self._costs.compute_s(nodes[0].depth * size, len(nodes) * size)
         return self._costs.copy_s(num_bytes + ahead_bytes) < compute_s
 
-    def bring(self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float) -> None:
+    def copy_in(self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float) -> None:
         """Copy neighbours that only the host has, and that are held, to these blocks."""
         slots: list[HostSlot] = []
         for node, block_id in zip(nodes, block_ids, strict=True):
             assert node.host_slot is not None, node
             slots.append(node.host_slot)
-            self._tree.give_block(node, block_id)
+            self._tree.assign_block(node, block_id)
         self._coming.update(nodes)
         self._slots.use(nodes)
         command = KvTransfer(
@@ -129,20 +129,20 @@ class KvSwapper:
         if copy.direction is Direction.TO_DEVICE:
             self._coming.difference_update(copy.nodes)
             if has_failed:  # with all behind it
-                self._prefixes.free(self._tree.forget_content(copy.nodes[0]))
-            self._prefixes.let_go(copy.nodes)
+                self._prefixes.free(self._tree.drop_content(copy.nodes[0]))
+            self._prefixes.release(copy.nodes)
             return
         self._num_leaving -= len(copy.nodes)
         for node, slot in zip(copy.nodes, copy.command.host_slots, strict=True):
             if has_failed:
-                self._slots.put_back((slot,))
+                self._slots.return_unused((slot,))
             else:
                 self._tree.set_host_slot(node, slot)
                 self._slots.fill(slot, node)
                 self._num_copied_ahead += 1
         self._slots.use(_with_ancestors(copy.nodes))
         for node in copy.nodes:
-            self._prefixes.let_go((node,))
+            self._prefixes.release((node,))
         self._has_more = True
 
     def held_blocks(self) -> set[BlockId]:

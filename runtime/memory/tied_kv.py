@@ -40,11 +40,11 @@ class TiedKv:
         """KV may have been computed while the adapter came, which it then did not."""
         self._left[adapter_id] = None
 
-    def forget(self, adapter_id: AdapterId) -> None:
+    def discard(self, adapter_id: AdapterId) -> None:
         """The version is dropped, and its KV with it."""
         self._left.pop(adapter_id, None)
 
-    def follow(self) -> None:
+    def evict_pending(self) -> None:
         """Evict what was held when its adapter left, or did not come."""
         for adapter_id in tuple(self._left):
             if not self._cache.has_failed(adapter_id):  # else a request has not let go of it

@@ -182,7 +182,7 @@ class TransferTable:
             assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
             self._loads[adapter_id] = transfer
             if transfer.is_from_files:
-                self._take_turn(now_s)
+                self._start_next_read(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
         """A request waits for an adapter; of interest if its load is under way as a prefetch."""
@@ -193,7 +193,7 @@ class TransferTable:
         self._promoted.append(load.transfer_id)
         self._changed(load, now_s)
         if load.is_from_files:
-            self._take_turn(now_s)
+            self._start_next_read(now_s)
 
     def arrived(self, progress: TransferProgress, now_s: float) -> None:
         """Take in what has arrived; old news, or of what has ended, change nothing."""
@@ -205,7 +205,7 @@ class TransferTable:
         transfer.num_arrived = progress.num_groups
         self._changed(transfer, now_s, new_bytes)
         if isinstance(transfer, OpenLoad) and transfer.num_on_host > num_before:
-            self._heard_of(transfer, now_s)
+            self._record_progress(transfer, now_s)
 
     def read(self, progress: TransferRead, now_s: float) -> tuple[int, float]:
         """Take in what has been read from files.
@@ -225,7 +225,7 @@ class TransferTable:
         load.num_read, load.read_s = progress.num_groups, progress.duration_s
         if load.num_on_host > num_before:
             self._use_link(load, now_s)
-            self._heard_of(load, now_s)
+            self._record_progress(load, now_s)
         return new_bytes, new_s
 
     def end(
@@ -242,7 +242,7 @@ class TransferTable:
             if transfer.is_from_files:
                 if self.reading is not None and self.reading.load is transfer:
                     self.reading = None
-                self._take_turn(now_s)
+                self._start_next_read(now_s)
         return transfer
 
     def take_commands(self) -> tuple[Transfer, ...]:
@@ -279,14 +279,14 @@ class TransferTable:
             transfer.link_key, transfer.transfer_id, now_s, is_busy=is_busy, new_bytes=new_bytes
         )
 
-    def _heard_of(self, load: OpenLoad, now_s: float) -> None:
+    def _record_progress(self, load: OpenLoad, now_s: float) -> None:
         """More of a load is on the host, so this is the one being read, in the order or not."""
         self.reading = ReadingTurn(load, now_s)
         if load.is_on_host:
             self.reading = None
-            self._take_turn(now_s)
+            self._start_next_read(now_s)
 
-    def _take_turn(self, now_s: float) -> None:
+    def _start_next_read(self, now_s: float) -> None:
         """Begin with the next one if nothing is being read, or a prefetch that gives way."""
         unread = self.files_in_turn()
         if not unread:

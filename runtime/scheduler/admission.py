@@ -64,24 +64,24 @@ class Admission:
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
-        while request is not None and self._has_seat():
+        while request is not None and self._has_slot():
             verdict = self._try(request, draft, now_s, is_first=is_first)
             is_first = False
             if verdict is not Verdict.ADMITTED:
-                self._waits(request, self._what_for(request, verdict), now_s)
+                self._record_wait(request, self._wait_reason(request, verdict), now_s)
             try:
                 request = candidates.send(verdict)
             except StopIteration:
                 request = None
         candidates.close()
         for request in () if self._queues is None else self._queues.lacking_quota():
-            self._waits(request, TimePart.QUEUE_QUOTA, now_s)
+            self._record_wait(request, TimePart.QUEUE_QUOTA, now_s)
         return verdict
 
-    def _waits(self, request: Request, part: TimePart, now_s: float) -> None:
+    def _record_wait(self, request: Request, part: TimePart, now_s: float) -> None:
         self._running.timelines.waits(request, part, len(self._running), now_s)
 
-    def _what_for(self, request: Request, verdict: Verdict) -> TimePart:
+    def _wait_reason(self, request: Request, verdict: Verdict) -> TimePart:
         """What a request waits for that was not admitted."""
         if verdict is Verdict.NO_KV:
             return TimePart.KV_MEMORY
@@ -102,7 +102,7 @@ class Admission:
                 request, now_s, is_on_device=state is not AdapterState.ABSENT
             )  # fmt: skip
 
-    def _has_seat(self) -> bool:
+    def _has_slot(self) -> bool:
         """Whether one more request may run.
 
         The step may be full: who runs is in the order in which prompts are computed, where a short
@@ -142,7 +142,7 @@ class Admission:
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
             if memory.pool.num_available_blocks < num_blocks:  # what drains is not there yet
-                memory.prefixes.let_go(path)
+                memory.prefixes.release(path)
                 return Verdict.NO_KV
         self._start(request, path, num_blocks, draft, now_s)
         memory.pool.reserve_growth(max(0, num_to_come - num_blocks))
@@ -163,7 +163,7 @@ class Admission:
             request.coming_tokens = range(num_found * size, len(path) * size)
             return Verdict.LOADING
         nodes = path[num_found:]
-        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_worth_bringing(nodes):
+        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_copy_faster(nodes):
             return None
         num_blocks = blocks_for(request.num_known_tokens, size) - num_found
         num_to_come = self._running.num_growth_blocks(request, num_found)
@@ -175,9 +175,9 @@ class Admission:
             memory.reclaim(len(nodes), 0, include_waiting=include_waiting, keep=request.adapter_id)
         block_ids = memory.pool.allocate(len(nodes))
         if block_ids is None:
-            memory.prefixes.let_go(path)
+            memory.prefixes.release(path)
             return Verdict.NO_KV
-        swapper.bring(nodes, block_ids, now_s)
+        swapper.copy_in(nodes, block_ids, now_s)
         self._running.reserve_growth()
         request.num_swap_ins += 1
         request.coming_tokens = range(num_found * size, len(path) * size)

@@ -107,7 +107,7 @@ class Bypass:
         """A request no longer runs."""
         self._passings.pop(request_id, None)
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """A request has ended."""
         self._squashed.discard(request_id)
 

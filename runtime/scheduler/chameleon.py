@@ -122,9 +122,9 @@ class ChameleonPolicy:
         if request in self._holdings:
             duration_s = now_s - self._stop(request)
         self._recent.ended(request.request_id, duration_s)
-        self._overtaking.forget(request.request_id)
-        self._bypass.forget(request.request_id)
-        self._prefill_order.forget(request.request_id)
+        self._overtaking.discard(request.request_id)
+        self._bypass.discard(request.request_id)
+        self._prefill_order.discard(request.request_id)
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         """Walk the queues twice, those of short requests first: with their quotas, with loans."""

@@ -70,11 +70,11 @@ class ColdStarts(Protocol):
         """Its result is there."""
         ...
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         """Whether nothing may be computed before a load has ended (the blocking baseline)."""
         ...
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """The first token of a request has come back; how it was started if it came cold."""
         ...
 
@@ -82,7 +82,7 @@ class ColdStarts(Protocol):
         """Requests that came cold, by strategy."""
         ...
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """The request has ended."""
         ...
 
@@ -114,11 +114,11 @@ class WarmStarts:
     def step_ended(self, step_id: StepId, now_s: float) -> None:
         """Nothing is kept."""
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         """Loads disturb nobody."""
         return False
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """No request is cold."""
         return None
 
@@ -126,5 +126,5 @@ class WarmStarts:
         """No request is cold."""
         return {}
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """Nothing is kept."""

@@ -21,15 +21,15 @@ class Continuation:
         running: RunningSet,
         cold_starts: ColdStarts,
         counters: SchedulerCounters,
-        let_wait: Callable[[Request, float], None],
+        enqueue: Callable[[Request, float], None],
     ) -> None:
-        """All are the scheduler's own; ``let_wait`` puts a request into the policy's queue."""
+        """All are the scheduler's own; ``enqueue`` puts a request into the policy's queue."""
         self._config = config
         self._policy = policy
         self._running = running
         self._cold_starts = cold_starts
         self._counters = counters
-        self._let_wait = let_wait
+        self._enqueue = enqueue
 
     def reset_outgrown(self, draft: StepDraft, now_s: float) -> None:
         """Recompute requests that have reached the length from which their KV is of no use.
@@ -50,7 +50,7 @@ class Continuation:
                     request.num_lost_tokens = request.num_computed_tokens
                     request.num_computed_tokens = 0
 
-    def go_on(self, draft: StepDraft, now_s: float) -> bool:
+    def continue_requests(self, draft: StepDraft, now_s: float) -> bool:
         """Put decode rows, then prefill chunks of running requests into the step.
 
         Returns False if somebody has to wait for memory or was preempted: then nobody new is
@@ -102,14 +102,14 @@ class Continuation:
         self, request: Request, cause: PreemptionCause, draft: StepDraft, now_s: float
     ) -> None:
         """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
-        draft.forget_blocks(request)
+        draft.drop_blocks(request)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         self._running.stop(request, RequestStatus.WAITING)
         self._running.timelines.preempted(request, cause, len(self._running), now_s)
         request.num_preemptions += 1
         request.num_squashes += cause is PreemptionCause.SQUASH
         self._counters.preemptions[cause] += 1
-        self._let_wait(request, now_s)
+        self._enqueue(request, now_s)
 
     def _continue_running(self, draft: StepDraft, now_s: float) -> None:
         """Put their rows into the step, those that decode first."""

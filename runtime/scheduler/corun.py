@@ -32,7 +32,7 @@ class CorunPolicy(KeyedPolicy):
 
     def ended(self, request: Request, now_s: float) -> None:
         super().ended(request, now_s)
-        self._prefill_order.forget(request.request_id)
+        self._prefill_order.discard(request.request_id)
 
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
         return self._prefill_order.sorted(requests)

@@ -116,7 +116,7 @@ class ArrivalForecast:
         del self._expected[adapter_id]
         self._loaded[adapter_id] = num_bytes
 
-    def forget(self, adapter_id: AdapterId) -> None:
+    def discard(self, adapter_id: AdapterId) -> None:
         """No request names it any more."""
         self._histories.pop(adapter_id, None)
         self._expected.pop(adapter_id, None)

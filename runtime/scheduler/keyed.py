@@ -52,7 +52,7 @@ class KeyedPolicy(ABC):
 
     def ended(self, request: Request, now_s: float) -> None:
         del self._keys[request.request_id]
-        self._overtaking.forget(request.request_id)
+        self._overtaking.discard(request.request_id)
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         """Offer requests by key; one without memory blocks those behind."""

@@ -32,6 +32,6 @@ class Overtaking:
         """Whether nobody may pass ``request`` any more."""
         return self._num_tokens.get(request.request_id, 0) >= self._max_tokens
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._num_tokens.pop(request_id, None)

@@ -42,7 +42,7 @@ class ShortPrefillFirst:
             return requests
         return sorted(requests, key=self._key)
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """The request has ended."""
         self._keys.pop(request_id, None)
 

@@ -57,7 +57,7 @@ class Recovery:
             self._separated[request.request_id] = _Separation.FROM_ALL
         return True
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         """A row of the request has been computed, or the request has ended."""
         self._separated.pop(request_id, None)
 

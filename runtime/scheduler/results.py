@@ -30,7 +30,7 @@ class ResultReader:
         self._recovery = recovery
         self._counters = counters
 
-    def read(
+    def apply(
         self,
         step: InFlightStep,
         results: Iterable[RowResult],
@@ -48,7 +48,7 @@ class ResultReader:
             result = result_of.get(request_id)
             if result is None or result.outcome is Outcome.TOKENS:
                 if self._recovery:
-                    self._recovery.forget(request_id)
+                    self._recovery.discard(request_id)
                 self._count_prompt(request, start + num_tokens)
                 self._running.computed(request, start + num_tokens, now_s)
                 if has_sample:

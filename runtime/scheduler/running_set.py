@@ -142,7 +142,7 @@ class RunningSet:
             holder.num_retired_blocks = self._memory.retire(holder.path, holder.own_block_ids())
             self._draining.add(request.request_id)
         else:
-            self._let_go(holder)
+            self._release(holder)
 
     def computed(self, request: Request, num_tokens: int, now_s: float) -> None:
         """So many of the first tokens have been computed well: keep the whole blocks of them."""
@@ -154,7 +154,7 @@ class RunningSet:
         path = self._holders[request.request_id].path
         while request.num_kept_tokens + size <= num_tokens:
             start = request.num_kept_tokens
-            node = self._memory.prefixes.keep(
+            node = self._memory.prefixes.store(
                 request.adapter_id,
                 request.kv_namespace,
                 path[-1] if path else None,
@@ -172,7 +172,7 @@ class RunningSet:
             request.is_held = False
             if request.request_id in self._draining:
                 self._draining.remove(request.request_id)
-                self._let_go(self._holders[request.request_id])
+                self._release(self._holders[request.request_id])
 
     def check_invariants(self) -> None:
         """Assert that blocks, tokens and states of all requests agree."""
@@ -198,11 +198,11 @@ class RunningSet:
         """Blocks between what is allocated and what the known tokens need."""
         return blocks_for(request.num_known_tokens, self._block_size) - len(request.block_ids)
 
-    def _let_go(self, holder: _Holder) -> None:
+    def _release(self, holder: _Holder) -> None:
         """Give the blocks back and end the hold on the adapter."""
         request = holder.request
         del self._holders[request.request_id]
-        self._memory.let_go(
+        self._memory.release(
             holder.path, holder.own_block_ids(), num_retired_blocks=holder.num_retired_blocks
         )
         request.block_ids.clear()

@@ -85,7 +85,7 @@ class Scheduler:
         self.running = self._running.requests  # as they are at any time
         self.cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
-            config, policy, self._running, self.cold_starts, self.counters, self._wait
+            config, policy, self._running, self.cold_starts, self.counters, self._enqueue
         )
         self.forecast = ArrivalForecast() if config.prefetch_expected else None
         self._admission = Admission(
@@ -99,7 +99,7 @@ class Scheduler:
         )
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
-        self._forget: list[RequestId] = []  # ended, and the executor does not know yet
+        self._ended_requests: list[RequestId] = []  # ended, and the executor does not know yet
         self._next_step_id = 1
 
     @property
@@ -159,7 +159,7 @@ class Scheduler:
         self._admission.arrived(request, now_s)
         self._requests[request_id] = request
         self._queue_time.arrived(request)
-        self._wait(request, now_s)
+        self._enqueue(request, now_s)
 
     def abort(self, request_id: RequestId, now_s: float) -> RequestEvent | None:
         """End a request; None if it is not known (any more)."""
@@ -167,7 +167,7 @@ class Scheduler:
         if request is None:
             return None
         event = RequestEvent(request_id, finish_reason=FinishReason.ABORT)
-        return self._settle([event], now_s)[0]
+        return self._finish_events([event], now_s)[0]
 
     def end_overdue(self, now_s: float) -> list[RequestEvent]:
         """End the requests that have waited too long for their first turn."""
@@ -176,7 +176,7 @@ class Scheduler:
             return []
         assert self.config.max_queue_s is not None
         error = overdue_error(self.config.max_queue_s)
-        return self._settle(
+        return self._finish_events(
             [_error_event(request.request_id, error.kind, str(error)) for request in overdue], now_s
         )
 
@@ -184,7 +184,7 @@ class Scheduler:
         """Evict an adapter version that no request will name any more."""
         self.memory.drop(adapter_id)
         if self.forecast is not None:
-            self.forecast.forget(adapter_id)
+            self.forecast.discard(adapter_id)
 
     def check_pin(
         self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None
@@ -207,9 +207,9 @@ class Scheduler:
         draft = StepDraft(self.config, self._recovery, self.decode_gap)
         self.memory.begin_plan(self.num_running, now_s)
         self._continuation.reset_outgrown(draft, now_s)
-        if not self.cold_starts.stops_everybody():
+        if not self.cold_starts.blocks_all_requests():
             self._continuation.squash(draft, now_s)
-            may_admit = self._continuation.go_on(draft, now_s)
+            may_admit = self._continuation.continue_requests(draft, now_s)
             # Who ran alone and had to give way may begin again: no step would ever wake it.
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
@@ -226,13 +226,13 @@ class Scheduler:
             transfers=transfers,
             host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.transfers.take_promoted(),
-            forget_requests=tuple(self._forget),
+            ended_requests=tuple(self._ended_requests),
         )
         self.timelines.planned(draft.rows, now_s)
         if step is None:
             return None
         self._next_step_id += 1
-        self._forget.clear()
+        self._ended_requests.clear()
         self._in_flight[step.plan.step_id] = step
         return step.plan
 
@@ -254,11 +254,11 @@ class Scheduler:
             return []  # it was given up
         self.cold_starts.step_ended(result.step_id, now_s)
         if step.plan.sub_batches:
-            self._timed(step, now_s)
+            self._record_duration(step, now_s)
         self._last_end_s = now_s
         self.timelines.computed(result.cpu_wait_s)
-        events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
-        return self._settle(events, now_s)
+        events = self._results.apply(step, result.rows, self._in_flight.values(), now_s)
+        return self._finish_events(events, now_s)
 
     def fail_step(self, step_id: StepId, error: str, now_s: float) -> list[RequestEvent]:
         """Give up a step that will not return: its requests end with ``error``."""
@@ -272,8 +272,8 @@ class Scheduler:
             request = self._requests.get(update.request_id)
             if request is not None and request.request_id not in failed:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
-        events = self._settle(events, now_s)
-        self._forget.extend(step.plan.forget_requests)
+        events = self._finish_events(events, now_s)
+        self._ended_requests.extend(step.plan.ended_requests)
         self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
@@ -302,7 +302,7 @@ class Scheduler:
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
 
-    def _timed(self, step: InFlightStep, now_s: float) -> None:
+    def _record_duration(self, step: InFlightStep, now_s: float) -> None:
         """Tell how long a step took: of two in flight one waits first."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
         if self.times is not None:
@@ -319,15 +319,15 @@ class Scheduler:
             max(1, request.num_predicted_output_tokens), most_tokens
         )
 
-    def _wait(self, request: Request, now_s: float) -> None:
+    def _enqueue(self, request: Request, now_s: float) -> None:
         """Put a request into the policy's queue."""
         self.memory.cache.add_waiting(request.adapter_id)
         self.waiting.add(request)
         self._policy.add(request, now_s)
 
-    def _settle(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
+    def _finish_events(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
         """Return events with all that is to be told, and end the requests whose last they are."""
-        events = [self._completed(event, now_s) for event in events]
+        events = [self._complete(event, now_s) for event in events]
         for event in events:
             if event.finish_reason is not None:
                 request = self._requests[event.request_id]
@@ -347,12 +347,12 @@ class Scheduler:
         else:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
-        self.cold_starts.forget(request.request_id)
-        self._recovery.forget(request.request_id)
+        self.cold_starts.discard(request.request_id)
+        self._recovery.discard(request.request_id)
         if request.is_announced:
-            self._forget.append(request.request_id)
+            self._ended_requests.append(request.request_id)
 
-    def _completed(self, event: RequestEvent, now_s: float) -> RequestEvent:
+    def _complete(self, event: RequestEvent, now_s: float) -> RequestEvent:
         """Add to a first token how its request was started, to the last how it has fared."""
         request = self._requests[event.request_id]
         is_first = bool(event.token_ids) and request.num_output_tokens == 1
@@ -368,12 +368,12 @@ class Scheduler:
         return event._replace(
             num_cached_tokens=request.num_cached_tokens or 0,
             num_host_cached_tokens=request.num_host_cached_tokens,
-            cold_start=self.cold_starts.first_token(event.request_id, now_s),
+            cold_start=self.cold_starts.on_first_token(event.request_id, now_s),
         )
 
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
         """Note a transfer's end; a failed load fails the requests that wait for it."""
-        transfer = self.memory.settle(result, now_s)
+        transfer = self.memory.end_transfer(result, now_s)
         if not isinstance(transfer, OpenLoad):
             return []
         adapter_id = transfer.command.adapter_id
@@ -389,7 +389,7 @@ class Scheduler:
             for request in self._requests.values()
             if request.adapter_id == adapter_id
         ]
-        return self._settle(events, now_s)
+        return self._finish_events(events, now_s)
 
 
 def _error_event(request_id: RequestId, kind: str, error: str) -> RequestEvent:

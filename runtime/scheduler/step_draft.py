@@ -132,7 +132,7 @@ class StepDraft:
             request.request_id, first_index, tuple(request.block_ids[first_index:])
         )
 
-    def forget_blocks(self, request: Request) -> None:
+    def drop_blocks(self, request: Request) -> None:
         """``request`` was preempted: its blocks belong to others now."""
         self._block_updates.pop(request.request_id, None)
 
@@ -145,7 +145,7 @@ class StepDraft:
         freed_blocks: tuple[BlockId, ...],
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
-        forget_requests: tuple[RequestId, ...],
+        ended_requests: tuple[RequestId, ...],
         host_evictions: tuple[HostPlaceId, ...],
     ) -> InFlightStep | None:
         """Close the draft and note in the requests what the step computes; None if it is idle."""
@@ -168,7 +168,7 @@ class StepDraft:
             tuple(sub_batches),
             tuple(self._new_requests),
             tuple(self._block_updates.values()),
-            forget_requests,
+            ended_requests,
             evict_adapters,
             freed_blocks,
             transfers,

@@ -28,7 +28,7 @@ _WORDS = {
     TimePart.CPU_WAIT: "CPU cores that other processes used",
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
-_NUM_TOLD = 2
+_NUM_SHOWN = 2
 # Reasons for waiting that more memory and more slots would not change.
 _DEFERRED = (
     TimePart.QUEUE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
@@ -37,7 +37,7 @@ _DEFERRED = (
 
 def describe(timing: TimeParts) -> str:
     """Say in words what took the most."""
-    largest = sorted(timing.parts.items(), key=lambda item: -item[1])[:_NUM_TOLD]
+    largest = sorted(timing.parts.items(), key=lambda item: -item[1])[:_NUM_SHOWN]
     told = []
     for part, seconds in largest:
         text = f"{seconds:.3g} s for {_WORDS[part]}"

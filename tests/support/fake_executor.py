@@ -145,7 +145,7 @@ class FakeExecutor:
         self.plans.append(plan)
         for adapter_id in plan.evict_adapters:
             self._evict(adapter_id)
-        for request_id in plan.forget_requests:
+        for request_id in plan.ended_requests:
             self._known.pop(request_id, None)
             self.kv.forget(request_id)
         for new in plan.new_requests:

@@ -63,9 +63,9 @@ class ChameleonMemoryPolicy:
         assert row is not None, item
         self._adapters.withdraw(row)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         if not item.is_adapter:
-            self._blocks.forget(item)
+            self._blocks.remove(item)
             return
         if self._adapters.is_offered(item):
             self.withdraw(item)

@@ -65,7 +65,7 @@ class CorunMemoryPolicy:
     def withdraw(self, item: MemoryItem) -> None:
         self._offered.remove(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         uses = self._uses.pop(item, None)
         if uses is None:
             return

@@ -82,7 +82,7 @@ class LibraPolicy:
         row = self._table.row(item)
         if row is None:
             row = self._use(item)
-        self._settle(item, row)
+        self._mark_resident(item, row)
         cost_s = self._facts.reload_cost_s(item)
         assert cost_s > 0, (item, cost_s)
         self._table.columns["log_cost"][row] = math.log(cost_s)
@@ -93,7 +93,7 @@ class LibraPolicy:
         assert row is not None, item
         self._table.withdraw(row)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         row = self._table.row(item)
         if row is None:
             return
@@ -146,13 +146,13 @@ class LibraPolicy:
             columns["is_adapter"][row] = item.is_adapter
         columns["log_uses"][row] = np.logaddexp(columns["log_uses"][row], self._decay)
         columns["last_use_s"][row] = self._now_s
-        self._settle(item, row)
+        self._mark_resident(item, row)
         if item.is_adapter:
             self._num_queries += 1
             self._log_queries = float(np.logaddexp(self._log_queries, self._decay))
         return row
 
-    def _settle(self, item: MemoryItem, row: int) -> None:
+    def _mark_resident(self, item: MemoryItem, row: int) -> None:
         """It is on the device, or on its way there."""
         self._table.columns["is_resident"][row] = 1.0
         self._away.pop(item, None)

@@ -32,7 +32,7 @@ class LruPolicy:
     def withdraw(self, item: MemoryItem) -> None:
         self._offered.remove(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         self._last_use.pop(item, None)
         if item in self._offered:
             self._offered.remove(item)

@@ -29,7 +29,7 @@ class MemoryPolicy(Protocol):
         """It may not go any more; it was offered."""
         ...
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         """It has left the device, or has gone for good; it is not offered (any more)."""
         ...
 

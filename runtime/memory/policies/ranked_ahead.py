@@ -41,7 +41,7 @@ class RankedAhead:
         self._touch(item)
         self._policy.withdraw(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         for ahead, seen in zip(self._ahead.values(), self._seen.values(), strict=True):
             if item in seen:
                 if len(ahead) >= _MOST_ROUNDS * self._num_items:
@@ -49,7 +49,7 @@ class RankedAhead:
                 ahead.update(seen)
                 seen.clear()
         self._touch(item)
-        self._policy.forget(item)
+        self._policy.remove(item)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         ahead = self._ahead[is_adapter]

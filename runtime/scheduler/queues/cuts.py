@@ -97,7 +97,7 @@ class QueueCutter:
         weights = self._weights
         wrs = weights.prompt * prompts + weights.output * outputs + weights.adapter * adapters
         candidates = clusterings(wrs, MAX_QUEUES)
-        self._settle_number(elbow(candidates))
+        self._update_number(elbow(candidates))
         for clustering in reversed(candidates[: self._num_queues]):
             cutoffs = clustering.cutoffs
             queues = np.searchsorted(cutoffs, wrs, side="right")
@@ -110,7 +110,7 @@ class QueueCutter:
         prompt, output, adapter = map(float, factors)
         return QueueLayout((prompt, output, adapter), weights, cutoffs, quotas)
 
-    def _settle_number(self, best: int) -> None:
+    def _update_number(self, best: int) -> None:
         """Note which number of queues is best now, and take it if it was so before."""
         if not self._is_fixed and self._last_elbow in (None, best):
             self._num_queues = best

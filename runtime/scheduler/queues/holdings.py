@@ -75,9 +75,9 @@ class Holdings:
         self, request: Request, queue: int, lenders: Sequence[int], now_s: float, *,
         is_all_lent: bool = False,
     ) -> None:  # fmt: skip
-        """Charge a request that was admitted; see ``QuotaLedger.take``."""
+        """Charge a request that was admitted; see ``QuotaLedger.charge``."""
         num_tokens = self.need_tokens(request)
-        self.ledger.take(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
+        self.ledger.charge(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
         self._users.setdefault(request.adapter_id, {})[request.request_id] = None
         self._holdings[request.request_id] = Holding(
             request, queue, self._kv_tokens(request), now_s
@@ -86,7 +86,7 @@ class Holdings:
     def stop(self, request: Request) -> Holding:
         """A request no longer runs; its adapter is charged to the next one who runs with it."""
         holding = self._holdings.pop(request.request_id)
-        self.ledger.give_back(request.request_id)
+        self.ledger.refund(request.request_id)
         users = self._users[request.adapter_id]
         was_charged = next(iter(users)) == request.request_id
         del users[request.request_id]
@@ -125,7 +125,7 @@ class Holdings:
 
     def _charge(self, holding: Holding, num_tokens: int) -> None:
         """Charge more to a request's own queue."""
-        self.ledger.take(holding.request.request_id, holding.queue, num_tokens)
+        self.ledger.charge(holding.request.request_id, holding.queue, num_tokens)
 
     def _kv_tokens(self, request: Request) -> int:
         """Tokens of a request without its adapter."""

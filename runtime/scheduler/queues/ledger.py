@@ -33,7 +33,7 @@ class QuotaLedger:
         """What these queues could lend."""
         return sum(max(0, self.available[queue]) for queue in lenders)
 
-    def take(
+    def charge(
         self,
         request_id: RequestId,
         queue: int,
@@ -58,7 +58,7 @@ class QuotaLedger:
                 lent -= share
                 spare -= available
 
-    def give_back(self, request_id: RequestId) -> None:
+    def refund(self, request_id: RequestId) -> None:
         """Return everything to the queues that it came from."""
         for queue, num_tokens in self._held.pop(request_id).items():
             self.available[queue] += num_tokens

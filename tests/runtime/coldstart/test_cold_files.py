@@ -138,7 +138,7 @@ def test_how_fast_files_are_read_teaches_nothing_of_strategies() -> None:
     start = Start()
     cold = ColdRequest(32, SHAPE, (0.1,) * LAYERS, 512)
     before = start.planner.predict(cold, LoadStrategy.PIPELINED)
-    told = start.cold_starts.first_token(RequestId(1), 9.0)
+    told = start.cold_starts.on_first_token(RequestId(1), 9.0)
     assert told is not None
     assert told.strategy == "pipelined"
     assert start.planner.predict(cold, LoadStrategy.PIPELINED) == before

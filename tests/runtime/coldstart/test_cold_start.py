@@ -291,7 +291,7 @@ def test_rows_that_join_later_are_no_fault_of_the_strategy(loads: Loads) -> None
     rows.cold_chunks += [(request, chunk), (other, ColdChunk(32, _LAYERS))]
     rows.chunks.append((make_request(9, prompt=100), 100))
     cold_starts.step_closed(StepId(1), rows, 0.0)
-    cold_starts.first_token(request.request_id, alone_s + 132 * 0.004)
+    cold_starts.on_first_token(request.request_id, alone_s + 132 * 0.004)
     assert _predicted_s(cold_starts, loads) == pytest.approx(alone_s)
 
 
@@ -327,7 +327,7 @@ def test_a_request_that_had_no_room_teaches_nothing(loads: Loads) -> None:
     decision = cold_starts.decision(request.request_id)
     assert decision is not None
     alone_s = decision.predictions[0].first_token_s
-    assert cold_starts.first_token(request.request_id, 5.1) is not None
+    assert cold_starts.on_first_token(request.request_id, 5.1) is not None
     assert _predicted_s(cold_starts, loads) == alone_s
 
 
@@ -341,7 +341,7 @@ def test_a_request_that_skips_steps_for_its_load_teaches_that(loads: Loads) -> N
     decision = cold_starts.decision(request.request_id)
     assert decision is not None
     alone_s = decision.predictions[0].first_token_s
-    cold_starts.first_token(request.request_id, 2.0)
+    cold_starts.on_first_token(request.request_id, 2.0)
     assert _predicted_s(cold_starts, loads) > 1.5 * alone_s
 
 
@@ -350,9 +350,9 @@ def test_blocking_stops_everybody_until_the_load_ends(loads: Loads) -> None:
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     _load(loads)
     assert not cold_starts.may_start(request, 3, _rows(3), 0.0)
-    assert cold_starts.stops_everybody()
+    assert cold_starts.blocks_all_requests()
     loads.end(ADAPTER, 0.4)
-    assert not cold_starts.stops_everybody()
+    assert not cold_starts.blocks_all_requests()
 
 
 def test_what_is_unknown_waits(loads: Loads) -> None:
@@ -372,11 +372,11 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten(loads: Loads) -> 
     cold_starts.may_start(request, 0, _rows(), 0.0)
     before = cold_starts.decision(RequestId(1))
     assert before is not None
-    told = cold_starts.first_token(RequestId(1), 1.0)  # far later than predicted
+    told = cold_starts.on_first_token(RequestId(1), 1.0)  # far later than predicted
     assert told is not None
     assert (told.strategy, told.reason) == ("assisted", before.reason)
     assert cold_starts.counts() == {"assisted": 1}
-    cold_starts.forget(RequestId(1))
+    cold_starts.discard(RequestId(1))
     assert cold_starts.decision(RequestId(1)) is None
     loads.end(ADAPTER, 1.0)
     _load(loads, 2.0)
@@ -393,7 +393,7 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten(loads: Loads) -> 
 def test_another_planner_brings_its_own_link(loads: Loads) -> None:
     cold_starts = _cold_starts(loads)
     faster = Planner(_model(100_000.0), PlannerConfig(forced=LoadStrategy.PIPELINED))
-    cold_starts.use(faster)
+    cold_starts.set_planner(faster)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     _load(loads)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
@@ -402,7 +402,7 @@ def test_another_planner_brings_its_own_link(loads: Loads) -> None:
     assert decision.strategy is LoadStrategy.PIPELINED
     (prediction,) = decision.predictions
     assert prediction.first_token_s == pytest.approx(200 / 100_000.0 + 32 * 0.004)
-    cold_starts.use(Planner(_model(1000.0), faster.config))
+    cold_starts.set_planner(Planner(_model(1000.0), faster.config))
     again = make_request(2, prompt=32, adapter_id=ADAPTER)
     assert cold_starts.may_start(again, 0, _rows(), 0.0)
     decision = cold_starts.decision(RequestId(2))

@@ -26,7 +26,7 @@ def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
     pool = make_pool()
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.free((BlockId(0), BlockId(1)))
-    assert pool.give_back() == (0, 1) and pool.give_back() == ()
+    assert pool.take_warm_blocks() == (0, 1) and pool.take_warm_blocks() == ()
     assert pool.written_bytes == 2 * pool.block_bytes
     pool.free((BlockId(3),))
     assert pool.written_bytes == 2 * pool.block_bytes

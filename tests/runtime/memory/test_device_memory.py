@@ -21,7 +21,7 @@ from support.scheduling import BLOCK_BYTES, facts, make_memory
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
     assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
     for transfer in memory.transfers.take_commands():
-        memory.settle(TransferResult(transfer.transfer_id), 0.0)
+        memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
 
 
 def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
@@ -35,9 +35,9 @@ def test_a_load_is_one_command_and_ends_once() -> None:
     assert memory.transfers.take_commands() == (command,)
     assert memory.transfers.take_commands() == ()
     (load,) = memory.transfers
-    assert memory.settle(TransferResult(command.transfer_id), 1.0) is load
-    assert memory.settle(TransferResult(command.transfer_id), 1.0) is None
-    assert memory.settle(TransferResult(TransferId(99)), 1.0) is None
+    assert memory.end_transfer(TransferResult(command.transfer_id), 1.0) is load
+    assert memory.end_transfer(TransferResult(command.transfer_id), 1.0) is None
+    assert memory.end_transfer(TransferResult(TransferId(99)), 1.0) is None
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
     num_retired = memory.retire((), held)
     assert reclaim(memory, 3), "with what drains it is enough"
     assert memory.take_evictions() == ()
-    memory.let_go((), held, num_retired_blocks=num_retired)
+    memory.release((), held, num_retired_blocks=num_retired)
     assert memory.pool.num_available_blocks == 3
 
 
@@ -74,12 +74,12 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
-    assert memory.has_evictions and memory.take_gone() == []
+    assert memory.has_evictions and memory.take_removed() == []
     memory.cache.release(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
-    assert memory.take_gone() == [1]
-    assert memory.take_gone() == []
+    assert memory.take_removed() == [1]
+    assert memory.take_removed() == []
     assert not memory.has_evictions
 
 
@@ -88,16 +88,16 @@ def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory.drop(AdapterId(7))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
-    assert memory.take_gone() == [7]
+    assert memory.take_removed() == [7]
     assert memory.load(AdapterId(1), facts(100), 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
-    assert memory.take_gone() == []
-    memory.settle(TransferResult(transfer.transfer_id), 0.0)
+    assert memory.take_removed() == []
+    memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
-    assert memory.take_gone() == [1]
+    assert memory.take_removed() == [1]
     assert memory.budget.free_bytes == 4 * BLOCK_BYTES
 
 
@@ -135,7 +135,7 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.take_evictions() == (1,)
     assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
-    assert memory.take_gone() == [], "nobody dropped it"
+    assert memory.take_removed() == [], "nobody dropped it"
     load(memory, 1, 150)
     memory.check_invariants()
 
@@ -206,7 +206,7 @@ class InPlace:
         loads = [one for one in transfers if isinstance(one, AdapterTransfer)]
         assert len(loads) == len(transfers), "nothing else is planned"
         if transfers:
-            self.memory.pool.give_back()
+            self.memory.pool.take_warm_blocks()
         self.fake.submit(
             StepPlan(
                 StepId(1), (), evict_adapters=evictions, transfers=transfers,
@@ -218,7 +218,7 @@ class InPlace:
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
         for transfer in loads:
             self.fake.finish(transfer, None)
-            self.memory.settle(TransferResult(transfer.transfer_id), 0.0)
+            self.memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
         self.memory.check_invariants()
 
     def kept(self) -> list[int]:
@@ -278,12 +278,12 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     first = begin(1)
     assert first is not None and begin(2) is None
     memory.transfers.take_commands()
-    memory.settle(TransferResult(first.transfer_id, "its files have changed"), 0.0)
+    memory.end_transfer(TransferResult(first.transfer_id, "its files have changed"), 0.0)
     second = begin(2)
     assert second is not None and second.host is not None and first.host is not None
     assert memory.take_host_evictions() == (first.host.place_id,)
-    memory.settle(TransferResult(second.transfer_id), 0.0)
+    memory.end_transfer(TransferResult(second.transfer_id), 0.0)
     assert host.contains("content 2") and not host.contains("content 1")
-    memory.forget_content("content 2")
+    memory.drop_content("content 2")
     assert memory.has_evictions
     memory.check_invariants()

@@ -115,15 +115,15 @@ def test_a_layer_larger_than_any_hole_does_not_fit_and_evicts_nobody(cache: Host
 def test_forgotten_content_goes_with_its_last_use(cache: HostCache) -> None:
     add(cache, "a", 2)
     first, second = held(cache, "a"), held(cache, "a")
-    cache.forget("a")
+    cache.drop("a")
     assert not cache.contains("a")
     cache.end_use(first.place_id)
     assert cache.taken_bytes == 2 * PAGE_BYTES and not cache.has_evictions
     add(cache, "a", 3)
     cache.end_use(second.place_id)
     assert cache.taken_bytes == 3 * PAGE_BYTES
-    cache.forget("a")
-    cache.forget("a")
+    cache.drop("a")
+    cache.drop("a")
     assert cache.taken_bytes == 0
     assert cache.evictions == {EvictionReason.DROPPED: 2}
 
@@ -164,9 +164,9 @@ def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(
 ) -> None:
     add(cache, "a", 2)
     add(cache, "b", 2)
-    cache.forget("a")
+    cache.drop("a")
     lost = cache.take_evictions()
-    cache.forget("b")
+    cache.drop("b")
     cache.evict_again(lost)
     assert cache.take_evictions() == (*lost, 2)
 
@@ -218,8 +218,8 @@ class CacheAndArena(RuleBasedStateMachine):
         self.cache.end_use(place.place_id)
 
     @rule(digest=st.sampled_from("abcd"))
-    def forget(self, digest: str) -> None:
-        self.cache.forget(digest)
+    def drop(self, digest: str) -> None:
+        self.cache.drop(digest)
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def keep_within(self, num_pages: int) -> None:

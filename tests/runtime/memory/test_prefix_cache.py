@@ -15,7 +15,7 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
     assert memory.has_room_for(BASE_ADAPTER, 6) and not memory.has_room_for(BASE_ADAPTER, 7)
     assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), "whose block it would hold, too"
-    memory.let_go(path[:2], ())
+    memory.release(path[:2], ())
     assert memory.has_room_for(BASE_ADAPTER, 8)
 
 
@@ -27,7 +27,7 @@ def test_a_block_that_is_computed_again_and_held_is_not_reservable() -> None:
     assert own is not None
     pool.reserve_growth(3)
     assert pool.num_reserved_blocks == 3, "one is free, two would make way"
-    node = memory.prefixes.keep(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
+    node = memory.prefixes.store(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
     assert node.block_id != own[0], "it is the one that was there"
     assert pool.num_reserved_blocks == 2
     memory.check_invariants()

@@ -22,7 +22,7 @@ class Machine:
         self.room: MemoryRoom | None = None
         self.num_ends = 0
         self._memory = memory
-        memory.relief.follow(self._look, self._end)
+        memory.relief.watch(self._look, self._end)
 
     def says(self, available_bytes: int, now_s: float = 0.0, *, total_bytes: int = TOTAL) -> None:
         """With the next plan."""
@@ -104,7 +104,7 @@ def test_what_running_requests_hold_counts_and_stays() -> None:
     memory.begin_plan(1, 1.0)
     assert memory.prefixes.num_evictable_blocks == 50
     assert memory.pool.num_used_blocks == 20
-    memory.let_go((), blocks)
+    memory.release((), blocks)
     memory.relief.take_freed_blocks(is_needed=False)
     keep(memory, 300, 20)
     memory.begin_plan(0, 2.0)
@@ -123,7 +123,7 @@ def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it
     memory = make_memory(num_blocks=10)
     blocks = memory.pool.allocate(4)
     assert blocks is not None
-    memory.let_go((), blocks)
+    memory.release((), blocks)
     assert memory.relief.take_freed_blocks(is_needed=False) == ()
     assert len(memory.relief.take_freed_blocks(is_needed=True)) == 4
 
@@ -137,7 +137,7 @@ class TestAdapters:
             adapter = AdapterFacts(f"content {index}", 8, PAGESIZE, host_bytes=(PAGESIZE,))
             memory.load(AdapterId(index), adapter, 0.0)
             for transfer in memory.transfers.take_commands():
-                memory.settle(TransferResult(transfer.transfer_id), 0.0)
+                memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
         return memory, host
 
     def test_idle_ones_leave_the_device_and_the_host(self) -> None:
@@ -188,7 +188,7 @@ def test_requests_that_run_are_answered_while_memory_stays_short(depth: int) -> 
     memory = make_memory(num_blocks=64, keeps_prefixes=True)
     scheduler = make_scheduler(memory=memory)
     executor = make_executor(scheduler)
-    memory.relief.follow(lambda: MemoryRoom(0, TOTAL), lambda: None)
+    memory.relief.watch(lambda: MemoryRoom(0, TOTAL), lambda: None)
     for number in range(1, 12):
         scheduler.add_request(make_request(number, prompt=9, max_tokens=6), 0.0)
     finished = []

@@ -71,7 +71,7 @@ def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go()
     assert transfer is not None
     memory.cache.acquire(A)
     keep(memory, 10, 2, adapter_id=A, namespace=b"a")
-    memory.settle(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
+    memory.end_transfer(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
     memory.take_evictions()
     assert num_found(memory, 10, b"a") == 2, "the request may be running still"
     memory.cache.release(A)

@@ -54,7 +54,7 @@ def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
 
 
 def end(memory: DeviceMemory, copy: KvTransfer, error: str | None = None) -> None:
-    memory.settle(TransferResult(copy.transfer_id, error), 0.0)
+    memory.end_transfer(TransferResult(copy.transfer_id, error), 0.0)
     memory.check_invariants()
 
 
@@ -79,7 +79,7 @@ def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer
     memory.prefixes.hold(path)
     block_ids = memory.pool.allocate(len(nodes))
     assert block_ids is not None
-    swapper_of(memory).bring(nodes, block_ids, 0.0)
+    swapper_of(memory).copy_in(nodes, block_ids, 0.0)
     memory.check_invariants()
     (copy,) = memory.transfers.take_commands()
     assert isinstance(copy, KvTransfer) and copy.direction is Direction.TO_DEVICE
@@ -206,7 +206,7 @@ def test_slots_that_are_read_are_nobody_elses() -> None:
     end(memory, copy)
     memory.prefixes.hold(path)
     assert not copies_of(memory), "a request may have others to come to"
-    memory.prefixes.let_go(path)
+    memory.prefixes.release(path)
     (copy,) = copies_of(memory)
     assert set(copy.block_ids).isdisjoint(node.block_id for node in path)
     assert not any(node.host_slot is not None for node in path)
@@ -276,13 +276,13 @@ def test_copying_is_compared_with_computing() -> None:
     for token_s, is_worth in ((1.0, True), (1e-9, False), (0.0, False)):
         memory = make(token_s=token_s)
         path = send_away(memory, 1, 2)
-        assert swapper_of(memory).is_worth_bringing(path) is is_worth
+        assert swapper_of(memory).is_copy_faster(path) is is_worth
     # 200 bytes at 1 GB/s beside as much of a load, and 8 tokens.
     memory = make(token_s=1.5 * 2e-7 / 8, capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 5000)
     path = send_away(memory, 1, 2)
-    assert swapper_of(memory).is_worth_bringing(path)
+    assert swapper_of(memory).is_copy_faster(path)
     assert memory.load(AdapterId(1), facts(5000), 0.0)
-    assert not swapper_of(memory).is_worth_bringing(path)
+    assert not swapper_of(memory).is_copy_faster(path)
 
 
 _Content = tuple[bytes, tuple[int, ...]]  # namespace, and all tokens up to the block's end
@@ -344,7 +344,7 @@ class SwapMachine(RuleBasedStateMachine):
             if found is None:
                 return
             self.blocks[found[0]] = (namespace, tuple(symbols[: number + 1]))
-            node = self.memory.prefixes.keep(
+            node = self.memory.prefixes.store(
                 adapter_id, namespace,
                 running.path[-1] if running.path else None,
                 (symbols[number],) * BLOCK_SIZE, found[0], self.now_s,
@@ -357,7 +357,7 @@ class SwapMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def end_request(self, number: int) -> None:
         request = self.requests.pop(number % len(self.requests))
-        self.memory.let_go(request.path, request.own)
+        self.memory.release(request.path, request.own)
 
     @rule(num_blocks=st.integers(1, 12))
     def make_room(self, num_blocks: int) -> None:
@@ -381,7 +381,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(number=st.integers(0, 99))
-    def bring(self, number: int) -> None:
+    def copy_in(self, number: int) -> None:
         namespace, symbols = sorted(self.known)[number % len(self.known)]
         path = self.match(namespace, symbols)
         num_found = self.swapper.num_readable(path)
@@ -392,9 +392,9 @@ class SwapMachine(RuleBasedStateMachine):
         self.memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
         block_ids = self.memory.pool.allocate(num_blocks)
         if block_ids is None:
-            self.memory.prefixes.let_go(path)
+            self.memory.prefixes.release(path)
             return
-        self.swapper.bring(path[num_found:], block_ids, self.now_s)
+        self.swapper.copy_in(path[num_found:], block_ids, self.now_s)
         self.take_commands()
 
     @precondition(lambda self: self.copies)
@@ -409,7 +409,7 @@ class SwapMachine(RuleBasedStateMachine):
                 else:
                     self.blocks[block_id] = self.slots[slot]
         error = "bad luck" if has_failed else None
-        self.memory.settle(TransferResult(copy.transfer_id, error), self.now_s)
+        self.memory.end_transfer(TransferResult(copy.transfer_id, error), self.now_s)
 
     @rule()
     def drop_version(self) -> None:

@@ -296,7 +296,7 @@ def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:
     scheduler.drop_adapter(AdapterId(1))
     assert scheduler.has_work()
     run_to_end(scheduler, executor)
-    assert scheduler.memory.take_gone() == [1]
+    assert scheduler.memory.take_removed() == [1]
     assert executor.resident_adapters == set()
     assert scheduler.memory.cache.used_bytes == 0
 
@@ -375,7 +375,7 @@ def test_what_leaves_the_host_goes_in_a_plan_of_its_own_if_need_be() -> None:
     assert room.place is not None
     memory.registrations.end(room.place.place_id, "content")
     assert scheduler.schedule(0.0) is None and not scheduler.has_work()
-    memory.forget_content("content")
+    memory.drop_content("content")
     assert scheduler.has_work()
     plan = schedule(scheduler)
     assert plan.host_evictions == (room.place.place_id,) and not plan.sub_batches

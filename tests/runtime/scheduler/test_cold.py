@@ -56,17 +56,17 @@ class FixedColdStarts:
     def step_ended(self, step_id: StepId, now_s: float) -> None:
         self.num_ended_steps += 1
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         return self.is_blocking
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
         self.log.append(f"first token of {request_id}")
         return ColdStart("assisted", "told to")
 
     def counts(self) -> dict[str, int]:
         return {"assisted": 1}
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         self.log.append(f"forgot {request_id}")
 
 

@@ -89,7 +89,7 @@ def test_and_those_that_were_not_are_misses() -> None:
     last_s = every(forecast, 60.0, B)
     assert expected(forecast, last_s + 60.0) == [B]
     forecast.loads(B, 50)
-    forecast.forget(B)
+    forecast.discard(B)
     assert expected(forecast, last_s + 60.0) == []
     assert (forecast.num_hits, forecast.num_misses, forecast.missed_bytes) == (0, 2, 150)
 

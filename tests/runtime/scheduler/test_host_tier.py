@@ -253,4 +253,4 @@ def test_a_version_is_dropped_while_its_kv_comes() -> None:
     engine.scheduler.drop_adapter(AdapterId(1))
     engine.finish()
     assert not engine.match()
-    assert engine.memory.take_gone() == [AdapterId(1)]
+    assert engine.memory.take_removed() == [AdapterId(1)]

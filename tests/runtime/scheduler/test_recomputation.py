@@ -145,12 +145,12 @@ class TestRetriesAndFailures:
         add_all(scheduler, [make_request(2)])
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        assert plan.forget_requests == (1,)
+        assert plan.ended_requests == (1,)
         scheduler.fail_step(plan.step_id, "lost", 0.0)
         add_all(scheduler, [make_request(3)])
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        assert set(plan.forget_requests) == {1, 2}
+        assert set(plan.ended_requests) == {1, 2}
 
 
 class TestRecomputation:

@@ -218,4 +218,4 @@ def test_the_executor_is_told_what_to_forget_with_the_next_step() -> None:
     assert scheduler.schedule(0.0) is None
     add_all(scheduler, [make_request(2)])
     turn(scheduler, executor)
-    assert executor.plans[-1].forget_requests == (1,)
+    assert executor.plans[-1].ended_requests == (1,)

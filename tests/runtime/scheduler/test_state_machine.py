@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=memory_policy,
         )
         self.rooms: list[MemoryRoom] = []
-        memory.relief.follow(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
+        memory.relief.watch(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
             blocking_share=0.1,
@@ -430,7 +430,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         dropped = set(memory.cache.resident_ids())
         for _ in self.turns_to_end():
             self.parts_agree()
-        assert set(memory.take_gone()) == dropped | self.dropped
+        assert set(memory.take_removed()) == dropped | self.dropped
         if memory.host is not None:
             assert memory.host.num_used == 0
             assert self.executor.host is not None

@@ -68,18 +68,18 @@ class History:
             policy.visit(item, self._now_s)
         elif item.name not in self.offered:
             if rng.random() < 0.2:
-                policy.forget(item)
+                policy.remove(item)
             else:
                 policy.offer(item)
                 self.offered.add(item.name)
         else:
             self.offered.remove(item.name)
             if rng.random() < 0.5:
-                policy.forget(item)
+                policy.remove(item)
             else:
                 policy.withdraw(item)
                 if rng.random() < 0.3:
-                    policy.forget(item)
+                    policy.remove(item)
 
 
 @every_policy
@@ -152,7 +152,7 @@ def test_who_has_left_may_come_back(name: str, is_adapter: bool) -> None:
     first, second = (Item(name, is_adapter=is_adapter) for name in ("first", "second"))
     policy.offer(first)
     policy.offer(second)
-    policy.forget(first)
+    policy.remove(first)
     assert names_of(policy) == ["second"]
     policy.visit(first, 2.0)
     policy.offer(first)
@@ -166,12 +166,12 @@ def test_a_block_that_was_forgotten_is_a_new_one_and_let_go(name: str) -> None:
     policy.offer(popular)
     for now_s in range(1, 5):
         use(policy, popular, float(now_s))
-    policy.forget(popular)
+    policy.remove(popular)
     policy.offer(popular)
     policy.offer(other)
     use(policy, other, 5.0)
     assert names_of(policy) == ["popular", "other"]
-    policy.forget(popular)
+    policy.remove(popular)
     reference = weakref.ref(popular)
     del popular
     gc.collect()
@@ -186,7 +186,7 @@ def test_sizes_of_nothing(name: str) -> None:
         policy.visit(item, 0.0)
         policy.offer(item)
     for item in items[:3]:
-        policy.forget(item)
+        policy.remove(item)
     assert sorted(names_of(policy)) == ["3", "4", "5"]
 
 

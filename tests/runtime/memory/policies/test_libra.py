@@ -74,7 +74,7 @@ def test_the_reward_is_for_adapters_alone(batch_size: float, first: str) -> None
     for index in range(9):
         away = Item(f"{index}", is_adapter=True)
         policy.visit(away, 0.0)
-        policy.forget(away)
+        policy.remove(away)
     policy.visit(adapter, 0.0)
     policy.visit(block, 0.0)
     policy.offer(block)
@@ -90,7 +90,7 @@ def test_the_reward_is_what_equation_3_expects_over_what_is_there() -> None:
     for item, number in ((there, 2), (away, 6)):
         for _ in range(number):
             policy.visit(item, 0.0)
-    policy.forget(away)
+    policy.remove(away)
     reward = 2.0 - 0.75**10 - 0.25**10
     policy.offer(there)
     for name, factor in (("lower", 0.999), ("higher", 1.001)):
@@ -103,7 +103,7 @@ def test_an_adapter_that_is_away_for_long_is_let_go() -> None:
     item, busy = Item("item", is_adapter=True), Item("busy", is_adapter=True)
     policy.visit(item, 0.0)
     policy.offer(item)
-    policy.forget(item)
+    policy.remove(item)
     reference = weakref.ref(item)
     del item
     for turn in range(2500):
