@@ -148,7 +148,7 @@ OUTPUT_PREDICTORS: Mapping[str, Callable[[], OutputPredictor]] = {
 
 
 def make_predictor(name: str) -> OutputPredictor:
-    """Return a new predictor. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new predictor. Raises ``ConfigError`` for an unknown name."""
     try:
         return OUTPUT_PREDICTORS[name]()
     except KeyError:
