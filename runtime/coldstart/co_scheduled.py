@@ -1,4 +1,4 @@
-"""What a chunk of a cold request shares its step with, as the planner sees it. Pure."""
+"""The rows that share a step with a chunk of a cold request, as the planner sees them. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from .cold import EMPTY, ColdPart, CoScheduledRows
 def co_scheduled_rows(
     model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]
 ) -> CoScheduledRows:
-    """All rows that ``rows`` has so far; ``cold``: those of its cold chunks."""
+    """Return all rows of ``rows``. ``cold``: its cold chunks."""
     co_scheduled = co_scheduled_decodes(model, rows)
     chunks = row_costs(
         model,
@@ -24,7 +24,7 @@ def co_scheduled_rows(
 
 
 def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows:
-    """Only the rows that decode: these will be in later steps, too."""
+    """Return only the decode rows, which later steps have, too."""
     if not rows.decodes:
         return EMPTY
     costs = row_costs(

@@ -1,7 +1,7 @@
-"""Cold starts as the scheduler asks for them: keeps decisions, plans chunk by chunk.
+"""Cold starts for the scheduler: records decisions and plans chunks.
 
-Joins the planner, which knows times, with the table of transfers, which knows what is under way.
-Pure: times come in as arguments.
+Connects the planner, which predicts times, with the table of open transfers. Pure: the current time
+is an argument.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _MIN_CHUNK_TOKENS = 16
 
 
 class PlannedColdStarts:
-    """See ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
+    """Implements ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class PlannedColdStarts:
         worker_tokens: Sequence[int],
         transfers: TransferTable,
     ) -> None:
-        """Nothing has been decided yet.
+        """Start without decisions.
 
         Args:
-            planner: Chooses strategies; its model is what chunks are predicted with.
-            worker_tokens: By the number of ready workers, from 0 on: tokens of one step that their
-                rings hold.
-            transfers: What is under way, as the memory keeps it.
+            planner: Chooses strategies. Its model also predicts chunks.
+            worker_tokens: By number of ready workers, from 0 on: tokens of one step that fit their
+                rings.
+            transfers: Open transfers of the memory.
         """
         self.transfers = transfers
         self._planner = planner
@@ -59,7 +59,7 @@ class PlannedColdStarts:
 
     @property
     def file_bytes_per_s(self) -> float:
-        """At which adapters are read from files, as far as it is known."""
+        """Estimated rate at which adapter files are read."""
         return self._files.bytes_per_s
 
     def set_planner(self, planner: Planner) -> None:
@@ -68,15 +68,15 @@ class PlannedColdStarts:
         self._link = LinkForecast(planner.model.link, self.transfers)
 
     def workers_changed(self, num_ready: int) -> None:
-        """So many take jobs from now on."""
+        """Set the number of workers that take jobs."""
         self._num_workers = num_ready
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """Learn how fast files are read."""
+        """Learn from ``num_bytes`` that were read from files."""
         self._files.record(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Decide once for a request with an adapter that is loading; then keep to it."""
+        """Whether a request with a loading adapter starts now. The first call decides."""
         load = self.transfers.load_of(request.adapter_id)
         if load is None or not may_use_workers(request):
             return False
@@ -92,18 +92,18 @@ class PlannedColdStarts:
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
-        """As many tokens as leave the step, with all that is in it, within the configured share.
+        """Return the largest chunk with which the step stays within the configured share of waits.
 
-        None while the request would only wait for its load: the next layer group, or the end of
-        the load, lets the scheduler ask again.
+        None while the request would only wait for its load. The scheduler calls again when a layer
+        group arrives or the load ends.
         """
         load = self.transfers.load_of(request.adapter_id)
         if load is None:
-            return None  # the load has failed, and the request is about to end
+            return None  # the load has failed, and the request ends soon
         if needs_whole_adapter(request):
             return None
         if load.num_on_host == 0:
-            return None  # it has no place on the device yet
+            return None  # without a read layer group it has no place on the device
         cold = self._cold_request(request, load, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
@@ -111,7 +111,7 @@ class PlannedColdStarts:
             return None
         co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
-            co_scheduled = cold.later_co_scheduled  # that was reckoned with
+            co_scheduled = cold.later_co_scheduled  # as predicted
         part = ColdPart(
             chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position
         )
@@ -123,9 +123,9 @@ class PlannedColdStarts:
         return chunk
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Note how long the step takes without waits, if that teaches anything.
+        """Record the predicted time of the step without waits.
 
-        It also says by how much other rows have made the steps of cold requests longer.
+        This also shows by how much rows that joined later prolong the steps of cold requests.
         """
         step_s = 0.0
         if rows.chunks or rows.cold_chunks:
@@ -140,7 +140,7 @@ class PlannedColdStarts:
         self._first_tokens.step_closed(step_s)
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Compare with what was predicted."""
+        """Compare the duration of the step with its prediction."""
         observation = self._delays.ended(step_id, now_s)
         if observation is not None:
             self._planner.observe_stall(
@@ -153,11 +153,11 @@ class PlannedColdStarts:
         return bool(self._blocking)
 
     def decision(self, request_id: RequestId) -> Decision | None:
-        """What was decided for a request that has not ended, if it came cold."""
+        """Return the decision for an open cold request, if any."""
         return self._decisions.get(request_id)
 
     def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """Compare with what was predicted."""
+        """Compare the time of the first token with its prediction. Return how it was started."""
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
@@ -169,18 +169,18 @@ class PlannedColdStarts:
         return ColdStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
-        """Requests that came cold, by strategy."""
+        """Return the number of cold requests by strategy."""
         return self._counts
 
     def discard(self, request_id: RequestId) -> None:
-        """The request has ended."""
+        """Drop the record of a request that has ended."""
         self._decisions.pop(request_id, None)
         self._first_tokens.discard(request_id)
 
     def _decide(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> Decision:
-        """Ask the planner. It does not learn from waits for files."""
+        """Let the planner decide. It does not learn from requests that wait for files."""
         cold = self._cold_request(request, load, num_others, rows, now_s)
         decision = self._planner.decide(cold)
         if load.is_from_files:
@@ -193,7 +193,7 @@ class PlannedColdStarts:
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
-        """The next chunk; None if any would hold up the step for too long."""
+        """Return the next chunk; None if each would delay the step for too long."""
         strategy = self._strategy_of(request)
         num_tokens = min(request.num_pending_tokens, max_tokens)
         if strategy is LoadStrategy.ASSISTED:
@@ -241,7 +241,7 @@ class PlannedColdStarts:
         )
 
     def _co_scheduled(self, rows: StepRows, now_s: float | None) -> CoScheduledRows:
-        """All rows so far; ``now_s`` None = when layers are there does not matter."""
+        """Return all rows so far. ``now_s``: None = without arrival times of layers."""
         parts = []
         for request, chunk in rows.cold_chunks:
             load = self.transfers.load_of(request.adapter_id)
@@ -256,7 +256,7 @@ class PlannedColdStarts:
         return co_scheduled_rows(self._planner.model, rows, parts)
 
     def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
-        """By layer: when it is on the device."""
+        """Return by layer the seconds until it is on the device."""
         by_group = self._link.ready_s(load, now_s)
         if load.is_from_files:
             link = self._planner.model.link
@@ -265,7 +265,7 @@ class PlannedColdStarts:
         return by_layer(_layers(load).group_of_layer, by_group)
 
     def _read_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...] | None:
-        """By layer: when it is on the host; None if its files need not be read."""
+        """Return by layer the seconds until it is on the host; None without files to read."""
         if not load.is_from_files:
             return None
         return by_layer(_layers(load).group_of_layer, self._files.read_s(load, now_s))

@@ -8,11 +8,11 @@ from .cold import ColdPart, ColdRequest, CoScheduledRows, layer_times, warm_step
 from .split import Split, choose_split, end_of
 from .strategy import LoadStrategy, Prediction
 
-_SAME_SHARE = 0.01  # two ends that differ by no more count as equal
+_SAME_SHARE = 0.01  # ends with a smaller difference count as equal
 
 
 def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
-    """First and second token of ``request`` under ``strategy``, and what it costs the others."""
+    """Predict first and second token of ``request`` under ``strategy``, and stalls of others."""
     loaded_s = max(request.ready_s, default=0.0)
     waits_first = strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}
     run = _Run(model, request, strategy, now_s=loaded_s if waits_first else 0.0)
@@ -42,7 +42,7 @@ class PlannedStep:
 
     @property
     def wait_s(self) -> float:
-        """By which all rows of the step are held up."""
+        """Delay of all rows of the step."""
         return self.end_s - self.warm_s
 
 
@@ -50,7 +50,7 @@ def plan_step(
     model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows,
     strategy: LoadStrategy,
 ) -> PlannedStep:  # fmt: skip
-    """The step that computes ``num_tokens`` of ``request`` next, beside ``co_scheduled``."""
+    """Predict a step with ``num_tokens`` tokens of ``request`` beside ``co_scheduled``."""
     times = layer_times(model, request, num_tokens, co_scheduled)
     if strategy is LoadStrategy.ASSISTED:
         split = choose_split(times, request.num_layers_on_host)
@@ -67,10 +67,10 @@ def gains_by_waiting(
     model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows,
     strategy: LoadStrategy,
 ) -> bool:  # fmt: skip
-    """Whether a step that waits for files ends as soon if it begins when the next layers come.
+    """Whether a step that waits for files ends as early if it begins when the next layers arrive.
 
-    A step that begins sooner only holds up requests that arrive meanwhile, and knows less of how
-    fast the files are read.
+    A step that begins sooner only delays requests that arrive meanwhile, and its predictions know
+    less about the rate of reading.
     """
     times_s = [time_s for time_s in (*request.ready_s, *(request.read_s or ())) if time_s > 0.0]
     if request.read_s is None or not times_s:
@@ -83,7 +83,7 @@ def gains_by_waiting(
 
 @dataclass(slots=True)
 class _Run:
-    """One request's chunks, one after the other, each in a step with the others' rows."""
+    """Simulates the chunks of one request, each in a step with other rows."""
 
     model: MachineModel
     request: ColdRequest
@@ -93,7 +93,7 @@ class _Run:
     first_split_layer: int | None = None
 
     def chunk(self, num_tokens: int, co_scheduled: CoScheduledRows) -> None:
-        """Compute one chunk."""
+        """Simulate a step with one chunk."""
         if self.request.read_s is not None:
             self.now_s += self._delay_s(num_tokens, co_scheduled)
         request = self.request.after(self.now_s)
@@ -106,10 +106,10 @@ class _Run:
         self.request = replace(self.request, start_position=start_position)
 
     def _delay_s(self, num_tokens: int, co_scheduled: CoScheduledRows) -> float:
-        """How much later a chunk begins that waits for files; see ``gains_by_waiting``.
+        """Return how much later a chunk begins that waits for files; see ``gains_by_waiting``.
 
-        With workers when they can have all layers, if that is best; without them so late that it
-        ends no later and holds up no request.
+        With workers it begins when all layers are on the host, if that is faster. Without workers
+        it begins so late that it ends at the same time and delays no request.
         """
         request = self.request.after(self.now_s)
         step = plan_step(self.model, request, num_tokens, co_scheduled, self.strategy)
