@@ -80,7 +80,7 @@ class BlockPool:
         return (len(self._allocated) + len(self._warm)) * self.block_bytes
 
     def take_warm_blocks(self) -> tuple[BlockId, ...]:
-        """Return the warm blocks, whose memory the caller returns to the machine."""
+        """Return the warm blocks. The caller returns their memory to the machine."""
         blocks, self._warm = self._warm, []
         for block_id in blocks:
             heapq.heappush(self._cold, block_id)

@@ -186,7 +186,7 @@ class Admission:
         """Return the blocks with KV of the request's known tokens.
 
         The last token is always computed, so no request writes to a block that others may read. A
-        request whose prompt is scored computes all of it.
+        request with a scored prompt computes all of it.
         """
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold

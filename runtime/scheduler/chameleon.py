@@ -155,7 +155,7 @@ class ChameleonPolicy:
                 return
 
     def lacking_quota(self) -> Sequence[Request]:
-        """Return the heads of queues whose quota, with loans, was too small."""
+        """Return the heads of queues with too little quota, loans included."""
         return self._lacking_quota
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:

@@ -52,7 +52,7 @@ class ColdStarts(Protocol):
         ...
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Whether ``request``, whose adapter is loading, starts now."""
+        """Whether ``request`` starts now, while its adapter is loading."""
         ...
 
     def next_chunk(

@@ -21,7 +21,7 @@ class SchedulerConfig:
     mix_decode_with_prefill: bool = True  # decode rows share the forward pass of prefill chunks
     recompute_at_tokens: int | None = None  # KV computed below this length is useless above
     prefetch_expected: bool = False  # load adapters of expected requests ahead
-    max_prefetch_requests: int = 16  # waiting requests whose adapters are loaded ahead
+    max_prefetch_requests: int = 16  # adapters of so many waiting requests are loaded ahead
     max_assisted_tokens_per_step: int = 512  # of cold requests
     max_assisted_rows_per_step: int = 4  # cold requests
     growth_headroom: float = 0.01  # share of blocks that admission leaves free

@@ -139,7 +139,7 @@ class Continuation:
                 draft.add_chunk(request)
 
     def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
-        """Put a chunk of a request whose adapter is still loading into the step."""
+        """Put a chunk of a request with a loading adapter into the step."""
         max_tokens = draft.cold_tokens_in_time(request)
         if not max_tokens:
             return

@@ -71,7 +71,7 @@ class ArrivalForecast:
         self._begins: list[tuple[float, AdapterId]] = []
         self._expected: dict[AdapterId, _History] = {}
         self._loaded: dict[AdapterId, int] = {}  # ahead, not requested yet; bytes
-        self.num_hits = 0  # loads ahead whose adapter was still there when it was requested
+        self.num_hits = 0  # loads ahead of adapters that were still there when requested
         self.num_misses = 0  # other loads ahead
         self.missed_bytes = 0
 
@@ -94,7 +94,7 @@ class ArrivalForecast:
             heapq.heappush(self._begins, (history.expected_s[0], adapter_id))
 
     def expected(self, now_s: float) -> Iterator[tuple[AdapterId, AdapterFacts]]:
-        """Yield adapters whose window is open, the earliest begin first."""
+        """Yield adapters with an open window, the earliest begin first."""
         while self._begins and self._begins[0][0] <= now_s:
             begin_s, adapter_id = heapq.heappop(self._begins)
             history = self._histories.get(adapter_id)

@@ -3,7 +3,7 @@
 How far a request can be overtaken, apart from the difference of keys:
 
 - No request with a larger key passes one that lacks memory.
-- A request whose adapter is being loaded is passed by requests that can run, at most 64 in a step.
+- A request that waits for its adapter's load is passed by requests that can run, at most 64 a step.
   This ends when ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
   before it, over all its loads. At most one request exceeds the bound.
 - A key is a time in seconds, not before the arrival. A request that arrives after another one's key

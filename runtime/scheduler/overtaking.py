@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ..plan import RequestId
 from ..request import Request
 
-# Requests that a step considers behind one whose adapter is being loaded. The cost of a step must
+# Requests that a step considers behind one that waits for a load. The cost of a step must
 # not depend on how many requests wait.
 MAX_PASSED_REQUESTS = 64
 

@@ -26,7 +26,7 @@ MAX_RETRIES = 2
 class _Separation(enum.Enum):
     """Which rows the next sub-batch of a row without a result excludes."""
 
-    FROM_COLD = enum.auto()  # only rows whose adapters are on the device may share it
+    FROM_COLD = enum.auto()  # only rows with adapters on the device may share it
     FROM_ALL = enum.auto()  # it has no other rows
 
 

@@ -123,7 +123,7 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
 
 
 def _failure(request: Request, error: str, kind: str | None = None) -> RequestEvent:
-    """Return the final event of a request whose row failed."""
+    """Return the final event of a request with a failed row."""
     return RequestEvent(
         request.request_id,
         finish_reason=FinishReason.ERROR,

@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def oldest_step_in_flight(self) -> StepId | None:
-        """The step whose result comes next."""
+        """The step with the next result."""
         return next(iter(self._in_flight), None)
 
     def cold_start_counts(self) -> Mapping[str, int]:

@@ -36,7 +36,7 @@ class InFlightStep:
     plan: StepPlan
     rows: list[list[Request]]  # parallel to the plan's sub-batches
     scheduled_at_s: float
-    voided: set[RequestId] = field(default_factory=set)  # rows whose result must not count
+    voided: set[RequestId] = field(default_factory=set)  # rows with void results
 
 
 # Of a chunk of a prompt that is scored: each token has logits over the whole vocabulary.
@@ -108,7 +108,7 @@ class StepDraft:
         return self._in_time(request, min(request.num_pending_tokens, self.max_cold_tokens))
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
-        """Add ``chunk`` of a request whose adapter is not wholly on the device."""
+        """Add ``chunk`` of a cold request."""
         assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.max_cold_tokens)
         self.num_free_tokens -= chunk.num_tokens
         self._num_free_cold_tokens -= chunk.num_tokens
