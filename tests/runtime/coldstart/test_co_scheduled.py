@@ -1,4 +1,4 @@
-"""What shares a step with a cold chunk costs the same as in a step of its own."""
+"""Rows that share a step with a cold chunk cost the same as in their own step."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_later_steps_have_those_that_decode(is_decode_separate: bool) -> None:
 
 @pytest.mark.parametrize("read_s", [0.0, 0.02, 0.05])
 def test_a_chunk_whose_adapter_is_there_takes_the_layers_of_a_warm_one(read_s: float) -> None:
-    """However much hides under reading the weights, and beside other cold rows."""
+    """Also if reading the weights hides costs, and beside other cold rows."""
     model = replace(_MODEL, read_s=read_s)
     other = ColdPart(16, _SHAPE, 0, (0.0, 0.0), 7)
     co_scheduled = co_scheduled_rows(model, _rows(is_decode_separate=False), [other])

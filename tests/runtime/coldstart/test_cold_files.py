@@ -103,7 +103,7 @@ def test_others_are_held_up_by_no_more_than_their_share() -> None:
 
 
 def test_workers_compute_only_what_is_on_the_host() -> None:
-    """The link is slow, so they are wanted; the step begins when they can have all of it."""
+    """The link is slow, so workers help. The step begins when all layers are on the host."""
     start = Start(link_bytes_per_s=1e7)
     assert start.strategy is LoadStrategy.ASSISTED
     start.read(3, 0.3)

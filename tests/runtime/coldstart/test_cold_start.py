@@ -68,7 +68,7 @@ def loads() -> Loads:
 
 
 def _load(loads: Loads, now_s: float = 0.0, adapter_id: AdapterId = ADAPTER) -> None:
-    """An adapter of the host's memory begins to load."""
+    """Begin to load an adapter from host memory."""
     loads.begin(adapter_id, (200, 200), now_s, adapter=_FACTS)
 
 
@@ -82,7 +82,7 @@ def _arrive(cold_starts: PlannedColdStarts, loads: Loads, number: int) -> list[R
 
 
 def _predicted_s(cold_starts: PlannedColdStarts, loads: Loads) -> float:
-    """When the first token is expected of another request like those that arrived."""
+    """Return the predicted first token of another such request."""
     if loads.table.load_of(ADAPTER) is not None:
         loads.end(ADAPTER)
     _load(loads)
@@ -94,7 +94,7 @@ def _predicted_s(cold_starts: PlannedColdStarts, loads: Loads) -> float:
 
 
 def _rows(num_decodes: int = 0, *, is_decode_separate: bool = False) -> StepRows:
-    """A step in which so many requests decode so far."""
+    """Return a step with this number of decode rows so far."""
     decodes = [make_request(100 + number) for number in range(num_decodes)]
     return StepRows(64, is_decode_separate, decodes)
 
@@ -169,7 +169,7 @@ def test_a_chunk_is_no_larger_than_the_rings_of_the_ready_workers(loads: Loads) 
 
 
 def test_a_step_bears_the_waits_of_all_its_rows_together(loads: Loads) -> None:
-    """What a row of the step may, may be too much beside it."""
+    """A chunk that one row may have may be too much beside that row."""
     cold_starts = _cold_starts(loads, invocation_s=0.0016, forced=LoadStrategy.ASSISTED)
     first, second = _arrive(cold_starts, loads, 2)
     rows = _rows(4)
@@ -193,7 +193,7 @@ def test_rows_that_decode_make_a_chunk_bearable_wherever_they_are_computed() -> 
 
 @dataclass(frozen=True)
 class _Crowd:
-    """Cold requests of several adapters, warm rows, and when what of the loads has arrived."""
+    """Cold requests of several adapters, warm rows, and arrivals of layer groups."""
 
     cold_starts: PlannedColdStarts
     rows: StepRows
@@ -240,7 +240,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(_crowds())
 def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
-    """With any rows: the step is simulated layer by layer, as a device would run it."""
+    """With any rows: compare with a simulation layer by layer, as on a device."""
     cold_starts, rows, now_s = crowd.cold_starts, crowd.rows, crowd.now_s
     for request in crowd.requests:
         if cold_starts.may_start(request, 5, rows, now_s):
@@ -254,7 +254,7 @@ def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
 
 
 def _run_step(crowd: _Crowd) -> tuple[float, float]:
-    """By how much the step waits, and how long it takes without waiting."""
+    """Return the wait of the step, and its time without waits."""
     rows = crowd.rows
     chunks = [chunk for _, chunk in rows.cold_chunks]
     ready_s = [
@@ -296,7 +296,7 @@ def test_rows_that_join_later_are_no_fault_of_the_strategy(loads: Loads) -> None
 
 
 def test_steps_that_wait_longer_than_predicted_make_cold_chunks_rarer(loads: Loads) -> None:
-    """Ten steps beside three that decode, each a fifth longer than it would be without waits."""
+    """Run ten steps beside three decode rows, each a fifth longer than without waits."""
     cold_starts = _cold_starts(loads, forced=LoadStrategy.ASSISTED)
     (request,) = _arrive(cold_starts, loads, 1)
     now_s = 0.0

@@ -1,4 +1,4 @@
-"""How long steps with cold rows held the others up, against what was predicted."""
+"""Measured and predicted delays of steps with cold rows."""
 
 import pytest
 from corun.runtime.coldstart.delay_tracker import DelayTracker, StallObservation
@@ -9,7 +9,7 @@ COLD = RequestId(1)
 
 
 class Steps:
-    """One step after the other on a clock of its own."""
+    """Runs consecutive steps on a fake clock."""
 
     def __init__(self) -> None:
         self.delays = DelayTracker()
@@ -20,7 +20,7 @@ class Steps:
         self, duration_s: float, *, cold: tuple[RequestId, ...] = (), has_others: bool = True,
         begins_s: float = 0.0, is_loading: bool = False,
     ) -> StallObservation | None:  # fmt: skip
-        """A step that was predicted to take 0.1 s without waits."""
+        """Run a step that is predicted to take 0.1 s without waits."""
         self._number += 1
         step_id = StepId(self._number)
         self.delays.closed(
@@ -43,7 +43,7 @@ def test_the_wait_is_what_a_step_takes_beyond_those_that_never_wait() -> None:
 
 
 def test_what_a_load_costs_is_no_wait_for_it() -> None:
-    """It would cost the others as much if the request had waited for its end."""
+    """It would delay other requests as much if the cold request had waited for its end."""
     steps = Steps()
     assert steps.run(0.1) is None
     assert steps.run(0.15, begins_s=0.05) is None
@@ -88,7 +88,7 @@ def test_a_step_begins_when_the_one_before_it_ends() -> None:
 
 
 def test_steps_that_were_given_up_are_forgotten() -> None:
-    """Or the result of one, if it came after all, would be compared with times long past."""
+    """Otherwise a late result would be compared with outdated times."""
     delays = DelayTracker()
     delays.closed(StepId(1), (), 0.1, 0.0, has_others=True)
     delays.ended(StepId(1), 0.1)

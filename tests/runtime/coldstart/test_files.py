@@ -1,4 +1,4 @@
-"""When adapters will have been read from files."""
+"""Predictions of reads from files."""
 
 import pytest
 from corun.runtime.coldstart.files import FileForecast, ready_s

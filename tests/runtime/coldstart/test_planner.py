@@ -1,4 +1,4 @@
-"""The planner: what it chooses on machines of different shape, and how it learns."""
+"""The planner: its choices on different machines, and its learning."""
 
 from dataclasses import replace
 

@@ -139,7 +139,7 @@ def test_a_failed_load_in_use_backs_nothing_until_it_is_let_go() -> None:
 
 
 def test_bytes_of_a_slab_are_not_reservable() -> None:
-    """KV blocks cannot have what lies in it."""
+    """KV blocks cannot use the memory of a slab."""
     budget = MemoryBudget(2048)
     cache = AdapterCache(budget, AdapterSlab(1024))
     assert cache.begin_load(AdapterId(1), 512)
@@ -155,7 +155,7 @@ _LIFE = st.tuples(
 
 
 class Lives:
-    """Four adapters of 20 to 80 bytes in 100, and what may happen to each."""
+    """Random calls for four adapters of 20 to 80 bytes in 100 bytes."""
 
     def __init__(self) -> None:
         self.budget = MemoryBudget(100)
@@ -163,7 +163,7 @@ class Lives:
         self.num_references = dict.fromkeys(map(AdapterId, range(1, 5)), 0)
 
     def happen(self, name: str, adapter_id: AdapterId) -> None:
-        """Let it happen if it can in the adapter's state."""
+        """Run an action if the adapter's state allows it."""
         cache, state = self.cache, self.cache.state(adapter_id)
         num_references = self.num_references[adapter_id]
         if name == "load" and state is AdapterState.ABSENT:
@@ -187,7 +187,7 @@ class Lives:
             self.num_references[adapter_id] -= 1
 
     def evictable_bytes(self) -> int:
-        """What lies there and will go if its place is needed."""
+        """Return the bytes of idle adapters."""
         return sum(
             20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id)
         )

@@ -22,7 +22,7 @@ def test_lowest_ids_are_handed_out_first() -> None:
 
 
 def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
-    """So that no more of the machine's is taken than is needed."""
+    """So that no more memory is committed than necessary."""
     pool = make_pool()
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.free((BlockId(0), BlockId(1)))
@@ -127,7 +127,7 @@ _OPERATION = st.tuples(
 
 @given(st.lists(_OPERATION, max_size=50))
 def test_any_sequence_keeps_reservations(operations: list[tuple[str, int]]) -> None:
-    """Free and taken are all; each reservation finds its blocks, and others do not."""
+    """All blocks are free or in use. Reserved blocks go to growth only."""
     budget = MemoryBudget(900)
     pool = BlockPool(12, 100, budget)
     held: list[BlockId] = []

@@ -101,7 +101,7 @@ _OPERATION = st.tuples(
 
 @given(st.lists(_OPERATION, max_size=60))
 def test_any_sequence_keeps_the_account(operations: list[tuple[str, int]]) -> None:
-    """Against four numbers: kv, adapters, those of them that are idle, and the reservation."""
+    """Compare with four numbers: KV, adapters, idle adapters, and the reservation."""
     budget = MemoryBudget(CAPACITY)
     kv = adapters = idle = reserved = 0
     for name, wanted in operations:
@@ -133,7 +133,7 @@ def test_any_sequence_keeps_the_account(operations: list[tuple[str, int]]) -> No
             if name == "evict":
                 budget.release("adapters", gone)
                 adapters -= gone
-            reserved = budget.reserve_growth(reserved)  # what an adapter in use backed is gone
+            reserved = budget.reserve_growth(reserved)  # the adapter is in use again
         budget.check_invariants()
         assert budget.free_bytes == CAPACITY - kv - adapters
         assert budget.unreserved_bytes == budget.free_bytes + idle - reserved >= 0

@@ -135,13 +135,13 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.take_evictions() == (1,)
     assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
-    assert memory.take_removed() == [], "nobody dropped it"
+    assert memory.take_removed() == [], "it was not dropped"
     load(memory, 1, 150)
     memory.check_invariants()
 
 
 def test_with_a_slab_each_keeps_to_its_own() -> None:
-    """Adapters do not take the blocks' bytes though they are free, nor blocks the adapters'."""
+    """Adapters do not use free bytes of blocks, nor blocks those of adapters."""
     memory = make_memory(num_blocks=8, block_bytes=64, slab_bytes=256)
     load(memory, 1, 128)
     load(memory, 2, 100)
@@ -176,7 +176,7 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
 
 
 class InPlace:
-    """Adapters of two pages that are read where they are kept, and KV blocks of a page."""
+    """Adapters of two pages that are read in place, and KV blocks of one page."""
 
     def __init__(self, num_pages: int) -> None:
         self.host = HostCache(
@@ -199,7 +199,7 @@ class InPlace:
         self.plan()
 
     def plan(self) -> None:
-        """What is commanded ends; the machine has no more than there is."""
+        """End all transfers of a plan. All memory together fits the machine."""
         self.memory.begin_plan(0, 0.0)
         evictions = self.memory.take_evictions()
         transfers = self.memory.transfers.take_commands()
@@ -226,7 +226,7 @@ class InPlace:
 
 
 def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
-    """What is in use is reserved; what nothing uses lies in what is not reserved."""
+    """Memory in use is allocated. Idle adapters occupy unallocated memory."""
     memory = InPlace(8)
     for adapter_id in (1, 2, 3):
         memory.load(adapter_id)
@@ -245,7 +245,7 @@ def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
     third = pool.allocate(3)
     assert first and second and third
     memory.plan()
-    assert memory.kept() == [3], "what is in use stays"
+    assert memory.kept() == [3], "an adapter in use stays"
     assert memory.host.evictions == {EvictionReason.KV: 2}
 
 

@@ -1,4 +1,4 @@
-"""The account of the host's memory: what is kept, what has to go, and where it lies."""
+"""Adapters in host memory: what is kept and evicted, and the places."""
 
 import pytest
 from corun.runtime.memory.adapter_log import EvictionReason
@@ -18,19 +18,19 @@ def cache() -> HostCache:
 
 
 def sizes(*num_pages: int) -> list[int]:
-    """Of layers, in bytes."""
+    """Return sizes of layers in bytes."""
     return [pages * PAGE_BYTES for pages in num_pages]
 
 
 def held(cache: HostCache, digest: str, *num_pages: int) -> HostPlace:
-    """A load under way."""
+    """Begin a load."""
     place = cache.begin_load(digest, sizes(*num_pages))
     assert place is not None, f"there is no room for {digest}"
     return place
 
 
 def add(cache: HostCache, digest: str, *num_pages: int) -> None:
-    """An adapter that nothing uses."""
+    """Add an idle adapter."""
     place = held(cache, digest, *num_pages)
     if not place.is_filled:
         cache.filled(place.place_id, digest)
@@ -56,7 +56,7 @@ def test_the_same_content_is_kept_once(cache: HostCache) -> None:
     cache.end_use(first.place_id)
     cache.end_use(third.place_id)
     assert cache.taken_bytes == 2 * PAGE_BYTES and cache.take_evictions() == ()
-    assert not cache.evictions, "nobody had to make room"
+    assert not cache.evictions, "nothing had to be evicted"
 
 
 def test_what_could_not_be_read_is_not_kept(cache: HostCache) -> None:
@@ -172,7 +172,7 @@ def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(
 
 
 class CacheAndArena(RuleBasedStateMachine):
-    """The account beside the real arena, which gets commands late and apart: they agree."""
+    """The account agrees with a real arena that gets commands late and separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +181,11 @@ class CacheAndArena(RuleBasedStateMachine):
         self.uses: list[tuple[HostPlace, str, ArenaEntry]] = []
 
     def carry_out(self) -> None:
-        """What a plan does first, and what a registration does to make room."""
+        """Carry out evictions, as a plan and a registration do first."""
         before = self.arena.place_ids
         evictions = self.cache.take_evictions()
         self.arena.evict(evictions)
-        assert self.arena.place_ids == before - set(evictions), "evicted what it was not told"
+        assert self.arena.place_ids == before - set(evictions), "an eviction without a command"
 
     def use(self, place: HostPlace | None, digest: str) -> None:
         if place is None:

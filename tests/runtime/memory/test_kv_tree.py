@@ -17,7 +17,7 @@ A, B = b"a" * 32, b"b" * 32
 
 
 class RecordingPolicy:
-    """In the order in which they were offered; all calls must make sense."""
+    """Ranks in order of offers, and checks that calls are valid."""
 
     def __init__(self) -> None:
         self.offered: dict[MemoryItem, None] = {}
@@ -62,7 +62,7 @@ def enter(
 def keep(
     tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A
 ) -> list[KvNode]:
-    """The same, and it is not held."""
+    """The same, without a hold."""
     path = enter(tree, token_ids, first_block, namespace)
     assert tree.release(path[-1]) == ([], [])
     tree.check_invariants()
@@ -70,7 +70,7 @@ def keep(
 
 
 def to_host(tree: KvTree, node: KvNode, slot: int) -> None:
-    """It is copied, and leaves the device."""
+    """Copy a node to the host, and evict it from the device."""
     tree.set_host_slot(node, HostSlot(slot))
     block_id = node.block_id
     assert tree.evict(node) == ([block_id], [])
@@ -334,7 +334,7 @@ def _num_alive() -> int:
 
 
 def test_nothing_that_has_gone_waits_for_the_garbage_collector() -> None:
-    """An engine runs without it."""
+    """An engine runs without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -379,7 +379,7 @@ _Content = tuple[bytes, tuple[int, ...]]  # namespace, and all tokens up to the 
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Requests, copies, evictions and drops, beside a flat list of what is kept."""
+    """Requests, copies, evictions and drops, compared with a flat list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class TreeMachine(RuleBasedStateMachine):
             del self.slots[slot]
 
     def lose(self, content: _Content) -> None:
-        """It and what is behind it are not to be found any more."""
+        """Remove a node and its descendants from the list."""
         namespace, tokens = content
         for other in list(self.kept):
             if other[0] == namespace and other[1][: len(tokens)] == tokens:
@@ -552,7 +552,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), num_copied=st.integers(0, 4))
     def swap_in(self, number: int, num_copied: int) -> None:
-        """Of what is held all or a part is copied now."""
+        """Copy all or a part of the held nodes."""
         left = [content for content, node in sorted(self.kept.items()) if node.block_id is None]
         if not left:
             return

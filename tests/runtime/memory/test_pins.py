@@ -1,4 +1,4 @@
-"""Adapters that stay on the device."""
+"""Pinned adapters."""
 
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
@@ -46,7 +46,7 @@ def test_in_a_slab_it_stays_where_it_is() -> None:
     assert memory.reclaim(0, 512, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.take_evictions() == (B,)
     assert memory.can_ever_hold(NUM_BLOCKS, 512) and not memory.can_ever_hold(1, 513)
-    assert memory.can_ever_hold(1, 1024, A), "whose own pin is no other's"
+    assert memory.can_ever_hold(1, 1024, A), "its own pin does not count twice"
 
 
 def test_requests_are_held_to_what_is_left() -> None:

@@ -1,4 +1,4 @@
-"""The means and shares that policies go by."""
+"""Means and shares that policies use."""
 
 import pytest
 from corun.runtime.memory.policies.facts import MemoryFacts, RankingPolicy

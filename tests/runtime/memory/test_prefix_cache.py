@@ -1,4 +1,4 @@
-"""Prefixes that are kept, the versions that they belong to, and how they are evicted."""
+"""Stored prefixes, their versions, and evictions."""
 
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
@@ -14,7 +14,9 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     memory.prefixes.hold(path[:2])
     assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
     assert memory.has_room_for(BASE_ADAPTER, 6) and not memory.has_room_for(BASE_ADAPTER, 7)
-    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), "whose block it would hold, too"
+    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), (
+        "it would also hold a block of the path"
+    )
     memory.release(path[:2], ())
     assert memory.has_room_for(BASE_ADAPTER, 8)
 

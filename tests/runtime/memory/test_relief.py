@@ -1,4 +1,4 @@
-"""Idle KV and adapters give way while the machine is short of memory; nothing that runs does."""
+"""Idle KV and adapters are evicted while the machine is short of memory."""
 
 from mmap import PAGESIZE
 
@@ -16,7 +16,7 @@ TOTAL = 100_000
 
 
 class Machine:
-    """What the machine says of its memory, and what is called at the end of a shortage."""
+    """Measurements of the machine's memory, and the call at the end of a shortage."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.room: MemoryRoom | None = None
@@ -25,7 +25,7 @@ class Machine:
         memory.relief.watch(self._look, self._end)
 
     def says(self, available_bytes: int, now_s: float = 0.0, *, total_bytes: int = TOTAL) -> None:
-        """With the next plan."""
+        """Run the next plan."""
         self.room = MemoryRoom(available_bytes, total_bytes)
         self._memory.begin_plan(0, now_s)
 
@@ -94,7 +94,7 @@ def test_calm_begins_anew_with_each_shortage() -> None:
 
 
 def test_what_running_requests_hold_counts_and_stays() -> None:
-    """A request takes 20 blocks of what is allowed; what it holds is idle again when it ends."""
+    """A request uses 20 blocks within the limit, which are idle again when it ends."""
     memory = history_of(100)
     machine = Machine(memory)
     machine.says(9_000, 0.0)
@@ -130,7 +130,7 @@ def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it
 
 class TestAdapters:
     def make(self, number: int) -> tuple[DeviceMemory, HostCache]:
-        """Adapters that are read in place; as many are on the device, and used by nothing."""
+        """Adapters that are read in place, and idle on the device."""
         host = HostCache(64 * PAGESIZE, is_device_memory=True)
         memory = make_memory(num_blocks=10, capacity_bytes=64 * PAGESIZE, host=host)
         for index in range(1, number + 1):

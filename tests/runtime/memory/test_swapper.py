@@ -1,4 +1,4 @@
-"""Copies of KV to the host and back: which, when, and what is left behind."""
+"""Copies of KV to the host and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def swapper_of(memory: DeviceMemory) -> KvSwapper:
 
 
 def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
-    """What the next plan copies."""
+    """Return the copies of the next plan."""
     memory.copy_ahead(0.0)
     memory.check_invariants()
     commands = memory.transfers.take_commands()
@@ -59,7 +59,7 @@ def end(memory: DeviceMemory, copy: KvTransfer, error: str | None = None) -> Non
 
 
 def copy_all(memory: DeviceMemory) -> int:
-    """Go on until nothing is left to be copied; how many blocks were."""
+    """Run until nothing is left to copy. Return the number of copied blocks."""
     num_copied = 0
     for _ in range(200):
         copies = copies_of(memory)
@@ -72,7 +72,7 @@ def copy_all(memory: DeviceMemory) -> int:
 
 
 def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer:
-    """Begin to bring a prefix back of which only the beginning is on the device."""
+    """Begin to copy a prefix in that is only partly on the device."""
     tokens = tokens_of(first_token, num_blocks)
     path = memory.prefixes.match(NAMESPACE, tokens, len(tokens))
     nodes = path[swapper_of(memory).num_readable(path) :]
@@ -89,7 +89,7 @@ def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer
 def send_away(
     memory: DeviceMemory, first_token: int, num_blocks: int, adapter_id: AdapterId = BASE_ADAPTER
 ) -> list[KvNode]:
-    """Keep a prefix that only the host has in the end; the device has nothing then."""
+    """Store a prefix, copy it to the host and evict it from the device."""
     path = keep(memory, first_token, num_blocks, adapter_id=adapter_id)
     fillers = iter(range(1_000, 1_000_000, 1_000))
     while path[0].block_id is not None:
@@ -247,7 +247,7 @@ def test_a_version_is_dropped_while_its_blocks_move(
 
 @pytest.mark.parametrize("direction", Direction)
 def test_an_adapter_leaves_while_its_blocks_move(direction: Direction) -> None:
-    """They follow it with the first plan after their copy."""
+    """They are evicted with the first plan after their copy."""
     memory = make(capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 100)
     load(memory, 1, 100)
     path = keep(memory, 1, 100, adapter_id=AdapterId(1))
@@ -295,7 +295,7 @@ class _Running:
 
 
 class SwapMachine(RuleBasedStateMachine):
-    """Requests, evictions, copies and drops, beside what blocks and slots truly hold."""
+    """Requests, evictions, copies and drops, compared with contents of blocks and slots."""
 
     @initialize(
         policy=st.sampled_from([name for name in MEMORY_POLICIES if name != "slora"]),
@@ -326,7 +326,7 @@ class SwapMachine(RuleBasedStateMachine):
         symbols=st.lists(st.integers(0, 1), min_size=1, max_size=12),
     )
     def begin(self, is_adapter: bool, symbols: list[int]) -> None:
-        """Find, hold and compute."""
+        """Find, hold and compute blocks."""
         self.now_s += 1.0
         namespace = b"adapter" if is_adapter else b"base"
         adapter_id = AdapterId(1) if is_adapter else BASE_ADAPTER
@@ -372,7 +372,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=2, max_size=12))
     def come_and_go(self, is_adapter: bool, symbols: list[int]) -> None:
-        """What mostly happens: history that no request holds."""
+        """The usual case: history that no request holds."""
         self.begin(is_adapter, symbols)
         self.end_request(len(self.requests) - 1)
         self.plan(2)
@@ -416,7 +416,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.memory.prefixes.drop_version(AdapterId(1))
 
     def take_commands(self) -> None:
-        """From now on there is garbage where they go to."""
+        """Overwrite the targets with garbage."""
         for copy in self.memory.transfers.take_commands():
             assert isinstance(copy, KvTransfer)
             self.copies[copy.transfer_id] = copy

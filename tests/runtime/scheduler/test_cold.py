@@ -107,7 +107,7 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
 
 
 def step_beside_a_cold_request(*, mix: bool, second_prompt: int) -> tuple[StepPlan, StepRows]:
-    """The step in which a cold request comes to one that decodes, and perhaps to a warm prompt."""
+    """The step in which a cold request joins a decoding one, and perhaps a warm prompt."""
     cold_starts = FixedColdStarts()
     scheduler = make_scheduler(cold_starts=cold_starts, mix_decode_with_prefill=mix)
     executor = make_executor(scheduler, is_automatic=False)

@@ -1,4 +1,4 @@
-"""What every memory policy keeps to: it ranks what is offered, each once, and the same again."""
+"""Rules for all memory policies: they rank each offered item once, deterministically."""
 
 import gc
 import itertools
@@ -35,14 +35,14 @@ def check_kinds(policy: RankingPolicy) -> None:
 
 
 def use(policy: RankingPolicy, item: MemoryItem, now_s: float) -> None:
-    """As when a request names what is on the device, and ends."""
+    """Use an item that is on the device, as a request does."""
     policy.withdraw(item)
     policy.visit(item, now_s)
     policy.offer(item)
 
 
 class History:
-    """Anything in any order, with a list of what is offered beside it."""
+    """Random calls, compared with a list of offers."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.policy = make(name)

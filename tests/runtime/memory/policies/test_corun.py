@@ -16,7 +16,7 @@ def names_of(policy: CorunMemoryPolicy) -> list[str]:
 
 
 def arrive(policy: CorunMemoryPolicy, number: int) -> None:
-    """Requests for an adapter that is in use all the time."""
+    """Visit an adapter that is always in use."""
     busy = Item("busy", is_adapter=True)
     for _ in range(number):
         policy.visit(busy, 0.0)

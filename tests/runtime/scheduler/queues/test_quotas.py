@@ -1,4 +1,4 @@
-"""Shares of the device's tokens, and the account of who holds and lends them."""
+"""Quotas of the device's tokens, and the ledger of charges and loans."""
 
 import hypothesis.strategies as st
 import pytest
