@@ -13,7 +13,7 @@ How far a request can be overtaken by requests that arrived later:
   No other request can take that quota, because only empty queues lend. A request that needs more
   than the whole quota is admitted when its queue is idle, and overdraws it.
 
-Neither bound holds for ``chameleon-paper``: see ``ChameleonPolicy``.
+The second bound does not hold for ``chameleon-paper``: see ``ChameleonPolicy``.
 
 Source: Chameleon, section 4.2 and algorithm 1.
 """
