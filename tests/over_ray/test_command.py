@@ -141,7 +141,7 @@ def test_engines_outlive_a_command_that_is_killed_and_the_next_one_finds_them(
     first.ready()
     engines = {one.engine_id: one.url for one in first.status().engines}
     other = Command(tmp_path / "other", ray.address)
-    assert "a cluster 'corun' is there already" in other.error()
+    assert "a cluster 'corun' runs already" in other.error()
     agents = sorted(one.pid for one in supervised_agents())
     first.process.kill()
     first.process.wait()

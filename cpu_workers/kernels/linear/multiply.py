@@ -227,14 +227,16 @@ def _choose_arithmetic(
     tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any, y: Any,
     y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
 ) -> Any:  # fmt: skip
-    def by_pairs(
+    multiply_unit = _multiply_unit_in_tiles if tag == types.int32 else _multiply_unit
+
+    def by_units(
         tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
         y: Any, y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
     ) -> Any:  # fmt: skip
         group_bytes = panel_bytes(tag, steps)
         for unit in range(num_units):
             group = unit * GROUPS_PER_LINEAR_UNIT
-            _multiply_unit(
+            multiply_unit(
                 weights + group * group_bytes, group_bytes, x, x_stride, steps,
                 bias + group * VECTOR_BYTES, y + group * COLUMNS_PER_GROUP * 2, y_stride,
                 num_tokens,
@@ -250,22 +252,7 @@ def _choose_arithmetic(
             zero_points,
         )  # fmt: skip
 
-    def by_tiles(
-        tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
-    ) -> Any:  # fmt: skip
-        own_panel_bytes = panel_bytes(tag, steps)
-        for unit in range(num_units):
-            panel = unit * GROUPS_PER_LINEAR_UNIT
-            _multiply_unit_in_tiles(
-                weights + panel * own_panel_bytes, own_panel_bytes, x, x_stride, steps,
-                bias + panel * VECTOR_BYTES, y + panel * COLUMNS_PER_GROUP * 2, y_stride,
-                num_tokens,
-            )  # fmt: skip
-
-    if tag == types.int32:
-        return by_tiles
-    return by_pairs if tag == types.int16 else by_panels
+    return by_units if tag in (types.int16, types.int32) else by_panels
 
 
 @part

@@ -132,7 +132,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "registry.sqlite")
     db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(ConfigError, match="is of version 7, and this corun reads version 2"):
+    with pytest.raises(ConfigError, match="is of version 7, but this corun reads version 2"):
         opened(tmp_path)
 
 

@@ -155,7 +155,8 @@ def test_an_engine_of_another_base_ends_the_start(tmp_path: Path) -> None:
     plan = simulated_plan(tmp_path / "state", num_engines=0, engines=cards)
 
     async def work(cluster: Supervised) -> None:
-        words = f"--engine {cards[1].url} cannot be .* base model another, and the others f$"
+        words = f"--engine {cards[1].url} cannot join the cluster: "
+        words += ".* base model another, and the others f$"
         with pytest.raises(ConfigError, match=words):
             await cluster.running
 

@@ -252,7 +252,7 @@ def test_agents_of_a_cluster_that_runs_are_left_alone(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         world.led_by = "http://another:1"
         machines.begin("0", ONE, world.settings(1).node)
-        with pytest.raises(ConfigError, match=r"a cluster 'c' is there already .* --cluster-name"):
+        with pytest.raises(ConfigError, match=r"a cluster 'c' runs already .* --cluster-name"):
             async with keeping(world, machines, world.settings(1)):
                 await asyncio.sleep(TIMEOUT_S)
         assert set(machines.actors) == {"0"} and not world.ended
@@ -263,7 +263,7 @@ def test_agents_of_a_cluster_that_runs_are_left_alone(tmp_path: Path) -> None:
 def test_an_agent_that_cannot_begin_ends_the_start_and_only_that(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         machines.failing = "no such model"
-        with pytest.raises(ConfigError, match="an agent cannot begin on 0: no such model"):
+        with pytest.raises(ConfigError, match="agent 0 cannot start: no such model"):
             async with keeping(world, machines, world.settings(1)):
                 await asyncio.sleep(TIMEOUT_S)
         machines.failing, world.orders = None, MachinesOrders(num_engines=1)

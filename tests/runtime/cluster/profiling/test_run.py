@@ -136,7 +136,7 @@ def test_each_part_is_kept_and_not_measured_again(tmp_path: Path) -> None:
     assert set(kept["times"]["prefill"]) == {"16", "256", "511"}
     whats: list[str] = []
     profile, _ = measure(tmp_path, said, on_report=lambda one: whats.append(one.what))
-    assert said[-2] == "of an earlier run there are: base model, prefill, base model, decode"
+    assert said[-2] == "using parts of an earlier run: base model, prefill, base model, decode"
     assert "base model, prefill" not in whats and "loads of adapters" in whats
     assert profile.model.step_s.y[0] == pytest.approx(kept["times"]["prefill"]["16"][0])
     assert not (tmp_path / "p.json.part").exists()
