@@ -17,6 +17,8 @@ from support.gateways import (
     refuse,
 )
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 def asked(cluster: GatewayCluster) -> list[tuple[str, str, int]]:
     """Return recorded loads: engine, adapter and revision."""

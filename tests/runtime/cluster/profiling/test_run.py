@@ -19,6 +19,8 @@ from support.agents import KEY, serving
 from support.profiles import any_fit
 from support.recorded_vllm import BLOCK_SIZE, NUM_BLOCKS, RecordedVllm, VllmOptions
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 BASE = BaseModel(
     fingerprint="f", dtype="bfloat16", num_layers=2, vocab_size=260, kv_bytes_per_token=512,
     targets=tuple(
