@@ -18,7 +18,7 @@ from .running_set import RunningSet
 from .step_draft import StepDraft
 from .waiting_work import WaitingWork
 
-_MAX_SWAP_INS = 2  # of a waiting request; after these it computes its KV
+_MAX_SWAP_INS = 2  # of a waiting request; then it computes missing KV
 
 
 class Admission:
@@ -82,7 +82,7 @@ class Admission:
         self._running.timelines.waits(request, part, len(self._running), now_s)
 
     def _wait_reason(self, request: Request, verdict: Verdict) -> TimePart:
-        """Return what a request waits for that was not admitted."""
+        """Return what a refused request waits for."""
         if verdict is Verdict.NO_KV:
             return TimePart.KV_MEMORY
         if verdict is Verdict.NO_ADAPTER:
@@ -105,8 +105,8 @@ class Admission:
     def _has_slot(self) -> bool:
         """Whether one more request may run.
 
-        The step may be full already. A running request takes part in the order of prefill, where a
-        short prompt need not wait for the rest of a long one.
+        A full step does not matter: a request that runs takes part in the order of prefill, where a
+        short prompt passes the rest of a long one.
         """
         return len(self._running) < self._config.max_num_seqs
 
@@ -151,10 +151,10 @@ class Admission:
         self, request: Request, path: Sequence[KvNode], num_found: int, now_s: float,
         *, include_waiting: bool,
     ) -> Verdict | None:  # fmt: skip
-        """Copy blocks of ``path`` in that only the host has; None = the request computes them.
+        """Copy to the device what only the host has of ``path``; None = the request computes it.
 
-        Copied blocks are not held for the request. Other requests may evict them before it runs. It
-        computes what is missing after the second time.
+        The request does not hold the copied blocks, so other requests may evict them before it
+        runs. After two copies it computes what is missing.
         """
         memory, swapper, size = self._memory, self._memory.swapper, self._config.block_size
         assert swapper is not None

@@ -1,4 +1,4 @@
-"""Which requests may pass one that lacks room for its adapter, and which overran. Pure.
+"""Decides which requests may pass one that has no room for its adapter. Pure.
 
 Source: Chameleon, section 4.2 (Bypassing Adapter Blocking). The paper does not define how long the
 blocked request waits. Here: until enough running requests are predicted to have ended.
@@ -16,7 +16,7 @@ from .step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class _Passing:
-    """A running request that was admitted before ``head``, for which there was no room."""
+    """A running request that passed ``head``, because ``head`` had no room."""
 
     request: Request
     head: Request
@@ -45,7 +45,7 @@ class Bypass:
     def end_s(self, request: Request, num_rows: int, now_s: float) -> float:
         """Predict the end of a request that runs from now on in steps of ``num_rows`` rows.
 
-        A request that has exceeded its predicted output is expected to exceed it as much again.
+        If a request has exceeded its predicted output by n tokens, n more are expected.
         """
         num_known_output = request.num_known_tokens - request.num_prompt_tokens
         num_left = max(1, abs(request.num_predicted_output_tokens - num_known_output))
@@ -79,7 +79,7 @@ class Bypass:
     def squash(
         self, holdings: Holdings, refused: Container[RequestId], now_s: float
     ) -> list[Request]:
-        """Choose requests that overran to wait again: the latest first, as few as needed.
+        """Choose which requests that overran their prediction to preempt: few, the latest first.
 
         ``refused``: requests that wait for memory.
         """
@@ -128,9 +128,10 @@ class Bypass:
 
 
 def _lacking_tokens(head: Request, holdings: Holdings, num_unseen: int) -> int:
-    """Tokens that ``head`` lacks to run; ``num_unseen`` if the ledger has room for it.
+    """Return the tokens that ``head`` lacks to run; ``num_unseen`` if the ledger lacks none.
 
-    Memory refused it in that case too: free memory is fragmented, or idle adapters occupy it.
+    Then the ledger does not see why memory refused ``head``: free memory is fragmented, or idle
+    adapters occupy it.
     """
     lacking = holdings.need_tokens(head) - holdings.ledger.free_tokens
     return lacking if lacking > 0 else num_unseen

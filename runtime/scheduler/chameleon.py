@@ -1,7 +1,7 @@
 """Queues by size with quotas of memory, so that short requests do not wait behind long ones.
 
 A request joins a queue by its weighted size. In phase 1 a queue admits by arrival while its quota
-lasts. In phase 2 it also uses what is left of its quota together with loans from empty queues.
+lasts. In phase 2 it combines the rest of its quota with loans from empty queues.
 Quotas are memory. ``ShortPrefillFirst`` divides the tokens of a step.
 
 How far a request can be overtaken by requests that arrived later:
@@ -60,12 +60,12 @@ class _Step:
 class ChameleonPolicy:
     """Divides queues by the requests of the last minutes; preempts the latest admitted request.
 
-    ``is_as_printed`` follows the paper where it does not contradict itself: the maximal number of
-    queues, quotas that may be smaller than a request, all of the predicted output charged, either
-    the rest of the own quota or loans but not both, and a squash of each request that overruns.
-    A request that is larger than both then waits while other queues are busy, in overload for ever.
-    Two things are not in the paper: such a request is admitted when no request is running, and
-    lenders are debited.
+    ``is_as_printed`` follows the paper where it does not contradict itself. The number of queues is
+    the maximum. A quota may be smaller than a request. All of the predicted output is charged. A
+    request uses the rest of its queue's quota or loans, but not both. Each request that overruns
+    its prediction is squashed. A request that is larger than the quota and than the loans waits
+    until no request is running: in overload for ever. This way out is not in the paper, and neither
+    is the debit of lenders.
     """
 
     def __init__(

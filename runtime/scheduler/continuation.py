@@ -34,7 +34,7 @@ class Continuation:
     def reset_outgrown(self, draft: StepDraft, now_s: float) -> None:
         """Recompute requests that have reached the length at which their KV becomes useless.
 
-        Other requests may read blocks in the tree: a request with such blocks is preempted. The
+        A request with blocks in the tree is preempted, because other requests may read them. The
         others are recomputed in place.
         """
         threshold_tokens = self._config.recompute_at_tokens

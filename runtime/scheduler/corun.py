@@ -2,10 +2,12 @@
 
 How far a request can be overtaken: see ``keyed``. Requests with shorter prompts pass it if they
 arrive within W min(1, prompt / mean prompt) seconds after it. W is 8 times the SLO of the first
-token. While its adapter is being loaded, ``max_overtaking_tokens`` and one request pass it, too.
+token. While its adapter is being loaded, other requests pass it, too: ``max_overtaking_tokens``
+tokens and one more request.
 
-Within a step (``prefill_order``) a chunk waits for those of requests with less left to compute, at
-most 15 times the prefill time of a mean prompt. Admission does not depend on this order.
+Within a step (``prefill_order``) chunks of requests with less left to compute come first. A chunk
+waits for them at most 15 times the prefill time of a mean prompt. Admission does not depend on this
+order.
 """
 
 from collections.abc import Sequence

@@ -18,11 +18,11 @@ class DecodeGap:
     """Limits the prompt tokens of steps that have decode rows.
 
     With ``--max-decode-gap-s`` a step gets as many prompt tokens as it is predicted to compute in
-    that time, at least one block. By default the time is that of five steps with only the decode
-    rows. A step may exceed it with as many tokens as efficient prefill needs: with a profile the
-    fewest that keep 97 % of the rate, else a quarter of ``max_num_batched_tokens``. Times come from
-    the profile, at the pace of the last steps. Without a profile they are learned from steps, and
-    there is no bound until one has been measured.
+    that time, at least one block. By default that time is five times a step with only the decode
+    rows. But each step may have as many prompt tokens as efficient prefill needs, even if it then
+    exceeds that time: with a profile the fewest that keep 97 % of the rate, else a quarter of
+    ``max_num_batched_tokens``. Times come from the profile, at the pace of the last steps. Without
+    a profile they are learned from steps, and there is no bound until one has been measured.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DecodeGap:
     def _most_tokens(
         self, step: "_StepCosts", request: Request, tokens: range, aim_s: float
     ) -> int:
-        """Return the most of ``tokens`` within ``aim_s``, in whole blocks beyond the first."""
+        """Return the largest of ``tokens`` within ``aim_s``, in blocks above the smallest."""
         low, high = 0, (len(tokens) - 1) // self._block_size
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
 """First come, first served, with prefetch of adapters: S-LoRA's order.
 
 How far a request can be overtaken: see ``keyed``. The key is the arrival, so other requests pass
-only while its adapter is being loaded: ``max_overtaking_tokens`` and one request.
+only while its adapter is being loaded: ``max_overtaking_tokens`` tokens and one more request.
 """
 
 from collections.abc import Collection

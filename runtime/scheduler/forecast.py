@@ -18,8 +18,8 @@ _FIRST_GAP_S, _RATIO, _NUM_BINS = 0.1, 1.25, 54  # up to 4 hours, as in the sour
 _HEAD, _TAIL = 0.05, 0.99  # percentiles
 _MARGIN = 0.1  # by which the window between them is widened
 _MIN_GAPS = 8  # for a forecast
-# Largest ratio of the window's ends for a forecast. The source uses the variation of the bins,
-# which is high for any few gaps in geometric bins.
+# Largest ratio of the window's ends for a forecast. The source uses the variation of the bins.
+# In geometric bins that is high whenever there are few gaps.
 _MAX_SPREAD = 8.0
 
 
@@ -38,7 +38,7 @@ class _History:
         self.num_gaps += 1
 
     def window_s(self) -> tuple[float, float] | None:
-        """Return when the next request is expected: from, until, after the last; None = unknown."""
+        """Return when the next request is expected, in seconds after the last; None = unknown."""
         if self.num_gaps < _MIN_GAPS:
             return None
         head, tail = self._percentile(_HEAD), self._percentile(_TAIL)
@@ -71,7 +71,7 @@ class ArrivalForecast:
         self._begins: list[tuple[float, AdapterId]] = []
         self._expected: dict[AdapterId, _History] = {}
         self._loaded: dict[AdapterId, int] = {}  # ahead, not requested yet; bytes
-        self.num_hits = 0  # loads ahead of adapters that were still there when requested
+        self.num_hits = 0  # loads ahead; the adapter was still on the device when requested
         self.num_misses = 0  # other loads ahead
         self.missed_bytes = 0
 

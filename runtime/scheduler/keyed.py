@@ -6,9 +6,9 @@ How far a request can be overtaken, apart from the difference of keys:
 - A request that waits for its adapter's load is passed by requests that can run, at most 64 a step.
   This ends when ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
   before it, over all its loads. At most one request exceeds the bound.
-- A key is a time in seconds, not before the arrival. A request that arrives after another one's key
-  has a larger key. Requests that arrive between the other's arrival and key may pass it without
-  limit.
+- A key is a time in seconds, at or after the arrival of its request. Requests that arrive after
+  this time have larger keys. Before it, any number of requests may arrive that have smaller keys
+  and pass.
 
 A preempted request keeps its key.
 """

@@ -31,8 +31,8 @@ def check_pin(
 ) -> None:  # fmt: skip
     """Raise ``RequestError`` unless ``num_bytes`` more may be pinned.
 
-    The rest must hold a request of the full context with an adapter of ``other_bytes``, and each
-    open request alone, because pinned adapters are never evicted.
+    Pinned adapters are never evicted. So the rest of the memory must hold a request of the full
+    context with an adapter of ``other_bytes``, and each open request by itself.
     """
     block_bytes = memory.pool.block_bytes
     full_bytes = blocks_for(config.max_model_len - 1, config.block_size) * block_bytes

@@ -1,4 +1,4 @@
-"""Counts the tokens that were admitted before requests that may be passed for a while. Pure."""
+"""Counts tokens that are admitted ahead of a waiting request, up to a bound. Pure."""
 
 from collections.abc import Iterable
 

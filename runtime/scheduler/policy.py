@@ -104,7 +104,7 @@ class SchedulerPolicy(Protocol):
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the running request that is preempted when memory runs out.
 
-        To guarantee progress, repeated choices must spare one request as long as there are others.
+        One request must always progress: no sequence of choices may preempt them all.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Predicts output lengths, which admission reserves memory for and policies order by. Pure."""
+"""Predicts output lengths, for the reservations of admission and the order of policies. Pure."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..plan import AdapterId, RequestId
 from ..request import Request
 
-_MIN_ENDS = 20  # requests of an adapter, from which on their own mean is used
+_MIN_ENDS = 20  # ended requests of an adapter before its own mean is used
 _WINDOW = 500  # newest ended requests that count
 _UNKNOWN_TOKENS = 256  # before any request has ended
 _NUM_BUCKETS = 5

@@ -8,13 +8,13 @@ from .means import RunningMean
 from .step_times import StepTimes
 
 _AGEING = 10.0  # seconds of waiting that weigh as much as a second of prefill
-# Longer prompts count as so many mean prompts. Without a bound the longest prompts, which are the
+# Longer prompts count as this many mean prompts. Without a bound the longest prompts, which are the
 # slowest already, would wait for all others.
 _MAX_MEANS = 1.5
 
 
 class ShortPrefillFirst:
-    """Orders by arrival + 10 times the remaining prefill time, at most that of 1.5 mean prompts.
+    """Orders by arrival + 10 times the remaining prefill time, capped at 1.5 mean prompts.
 
     Requests with little left pass those with much left, for at most 15 times the prefill time of a
     mean prompt. The order changes only when chunks are computed, not with time.

@@ -13,8 +13,8 @@ class QueueTime:
     def __init__(self, max_queue_s: float | None) -> None:
         """``max_queue_s``: None = no limit."""
         self._max_queue_s = max_queue_s
-        # Heap by arrival. Requests that began or ended are removed at the front. A request that
-        # was held until its adapter was read may have arrived before known ones.
+        # Heap by arrival, because requests are added late if their adapters had to be read first.
+        # Requests that began or ended are removed when they reach the front.
         self._waiting: list[tuple[float, int, Request]] = []
         self._numbers = itertools.count()
 

@@ -1,7 +1,7 @@
 """The requests that hold device memory, and when they release it.
 
-A request that ends or is preempted while steps in flight use its blocks keeps them, and its
-reference to the adapter, until the last of these steps has returned.
+A request may end or be preempted while steps in flight use its blocks. It then keeps the blocks,
+and its reference to the adapter, until the last of these steps has returned.
 
 Computed whole blocks are stored in the prefix tree and held there. All other blocks are the
 request's own. No request writes to a block in the tree: it begins behind the blocks that it found,
@@ -29,7 +29,7 @@ class _Holder:
     num_retired_blocks: int = 0
 
     def own_block_ids(self) -> list[BlockId]:
-        """Blocks that are not in the tree, for example because it had equal ones before."""
+        """Blocks that are not in the tree, for example because the tree had equal blocks."""
         block_ids, path = self.request.block_ids, self.path
         own = [
             block_id
@@ -120,7 +120,7 @@ class RunningSet:
         return True
 
     def reclaim_for(self, requests: Iterable[Request]) -> bool:
-        """Whether the growth of these requests has room, or will, without preemptions."""
+        """Evict for the growth of these requests. Return whether it has room, or will have."""
         num_blocks = sum(map(self._num_missing_blocks, requests))
         return self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
@@ -131,7 +131,7 @@ class RunningSet:
     def stop(self, request: Request, status: RequestStatus) -> None:
         """Stop ``request``. Its memory is freed once no step in flight uses it."""
         del self._requests[request.request_id]
-        if not self._requests:  # it may not be renewed before the next start
+        if not self._requests:  # without requests no step renews the reservation
             self._memory.pool.reserve_growth(0)
         request.status = status
         request.num_computed_tokens = 0

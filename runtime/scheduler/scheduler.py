@@ -91,7 +91,7 @@ class Scheduler:
         self._admission = Admission(
             config, policy, memory, self._running, self.cold_starts, self.counters, self.forecast
         )
-        self.waiting = self._admission.waiting  # in sums
+        self.waiting = self._admission.waiting  # sums over requests
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery()
         self._results = ResultReader(
@@ -304,7 +304,7 @@ class Scheduler:
             assert self.memory.pool.num_used_blocks == 0
 
     def _record_duration(self, step: InFlightStep, now_s: float) -> None:
-        """Record how long a step took. Of two in flight, the second began with the first's end."""
+        """Record how long a step took. It began when the step before it had ended."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
         if self.times is not None:
             self.times.step_ended(step.plan.num_tokens, duration_s)

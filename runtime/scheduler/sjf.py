@@ -1,8 +1,8 @@
 """Shortest job first by predicted output, with ageing: uServe's order.
 
 How far a request can be overtaken: see ``keyed``. Shorter requests pass it if they arrive within
-20 ms per predicted output token after it. While its adapter is being loaded,
-``max_overtaking_tokens`` and one request pass it, too.
+20 ms per predicted output token after it. While its adapter is being loaded, other requests pass
+it, too: ``max_overtaking_tokens`` tokens and one more request.
 
 Source: Chameleon, section 5.3, compares with uServe's order. Ageing is not defined there.
 """

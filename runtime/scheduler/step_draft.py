@@ -181,8 +181,8 @@ class StepDraft:
         """Return the decode rows with a separate forward pass, and the other passes.
 
         Rows of one adapter are adjacent, which makes their products fewer and larger. Each pass
-        reads all weights, and results return at the end of the step, so rows share a pass. Only
-        decode rows may be separate, because their pass can be captured, and rows that are retried.
+        reads all weights, and all results return at the end of the step, so rows share a pass. Two
+        kinds may be separate: decode rows, because their pass can be captured, and retried rows.
         """
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]

@@ -10,7 +10,7 @@ from ..request import Request
 # Key, id, number of the entry. Numbers are unique, so requests are never compared.
 _Entry = tuple[float, RequestId, int, Request]
 
-_MAX_FRONT = 256  # more than are looked at in a step
+_MAX_FRONT = 256  # entries; a step reads fewer
 
 
 class WaitingQueue:

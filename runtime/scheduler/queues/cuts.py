@@ -2,11 +2,11 @@
 
 Source: Chameleon, section 4.2. Where the paper is undefined or contradicts itself:
 
-- The largest sizes in WRS are the 99th percentiles of the window. A term is at most 1. Both stay
-  until the next refresh. With the limits of the model instead, most terms would vanish.
+- WRS divides each size by its 99th percentile in the window of the last refresh, and each quotient
+  is at most 1. Divided by the limits of the model instead, most terms would vanish.
 - K is the elbow of WCSS, not its minimum, which is always at the largest K. K changes when another
-  value was the best one twice. It is lower if queues would be empty, or if their largest requests
-  would not fit the device together.
+  value was the best one twice in a row. It is lower if queues would be empty, or if their largest
+  requests would not fit the device together.
 - S, D and lambda belong to one queue: the 99th percentile of its requests' sizes in tokens, their
   mean time from admission to the end, and their rate. D should set the load but also grows with it,
   so D is limited to 1 to 3 times the time of an idle engine. SLO is 5 times that time. For a queue
@@ -111,7 +111,7 @@ class QueueCutter:
         return QueueLayout((prompt, output, adapter), weights, cutoffs, quotas)
 
     def _update_number(self, best: int) -> None:
-        """Record the best number of queues, and use it if it was the best one before, too."""
+        """Record the best number of queues, and use it if it is the best one twice in a row."""
         if not self._is_fixed and self._last_elbow in (None, best):
             self._num_queues = best
         self._last_elbow = best

@@ -40,8 +40,8 @@ def clusterings(values: Floats, max_clusters: int) -> list[Clustering]:
     points, weights = _binned(values)
     num_points = len(points)
     cost = _costs(points, weights)  # [i, j] = of one cluster of the points i to j - 1
-    best = [cost[0]]  # of the first j points in so many clusters
-    starts: list[NDArray[np.intp]] = []  # of the last of them
+    best = [cost[0]]  # [k - 1][j] = cost of the first j points in k clusters
+    starts: list[NDArray[np.intp]] = []  # [k - 2][j] = first point of the last of these clusters
     for _ in range(1, min(max_clusters, num_points)):
         totals = best[-1][:, None] + cost
         starts.append(totals.argmin(axis=0))
