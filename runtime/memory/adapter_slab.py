@@ -1,7 +1,7 @@
 """Places of adapters in device memory that is for adapters only: one range each.
 
-Places are assigned here, because free memory may be fragmented: a load that was granted here is
-sure to fit. Offsets only; the executor owns the memory.
+A load that gets a place here is sure to fit, even if free memory is fragmented. Offsets only; the
+executor owns the memory.
 """
 
 from collections.abc import Iterable

@@ -43,7 +43,7 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks with prefixes that no request uses."""
+        """Blocks of prefixes that no request uses."""
         return self._num_cached
 
     @property
@@ -63,7 +63,10 @@ class BlockPool:
         return min(self.num_free_ids, self.budget.free_bytes // self.block_bytes)
 
     def reserve_growth(self, num_blocks: int) -> None:
-        """Reserve blocks for growth, or as many as possible, instead of those reserved before."""
+        """Reserve blocks for growth, or as many as possible.
+
+        The new reservation replaces the previous one.
+        """
         num_bytes = min(num_blocks, self.num_unused_blocks) * self.block_bytes
         # Do not reserve the remainder, which is less than a block.
         self.num_reserved_blocks = self.budget.reserve_growth(num_bytes) // self.block_bytes

@@ -35,7 +35,7 @@ class MemoryBudget:
     def unreserved_bytes(self) -> int:
         """Bytes, free or evictable, that are not reserved.
 
-        Below 0 after reserved evictable bytes came into use, until the next ``reserve_growth``.
+        Negative after reserved evictable bytes came into use. ``reserve_growth`` corrects that.
         """
         return self.reservable_bytes - self._reserved_bytes
 

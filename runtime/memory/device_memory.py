@@ -48,8 +48,8 @@ class DeviceMemory:
         Args:
             pool: KV blocks.
             cache: Adapters on the device; must allocate from the budget of ``pool``.
-            host: Adapters on the host. If that is the device's memory, idle adapters have what
-                blocks and used adapters leave of the budget. None = places there are not planned.
+            host: Adapters on the host. If that is the device's memory, idle adapters get the rest
+                of the budget, beside blocks and used adapters. None = the host is not planned.
             tree: Stores KV of prefixes, ranked by the policy of ``cache``; None = no KV is kept.
             transfers: Open transfers; None = a new table.
             max_history_blocks: Limit of blocks that no request uses; None = all.
@@ -152,7 +152,7 @@ class DeviceMemory:
     ) -> bool:
         """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
 
-        The blocks may be reserved ones, the bytes may not. Evicts unused prefixes and idle adapters
+        The blocks may come from the reservation, the bytes not. Evicts unused KV and idle adapters
         (except ``keep``), if free and draining memory is too little. With a slab the bytes are a
         range of the slab, and adapters are not evicted for blocks. Returns whether the memory is
         free now, or will be when steps in flight end or, as a last resort, copies end. Evicts
@@ -246,7 +246,7 @@ class DeviceMemory:
         return bool(victims)
 
     def drop_content(self, digest: str) -> None:
-        """Drop a content that no adapter version has any more from the host."""
+        """Drop from the host a content that no adapter version has any more."""
         if self.host is not None:
             self.host.drop(digest)
 
@@ -304,7 +304,7 @@ class DeviceMemory:
         self._collect_removed()
 
     def copy_ahead(self, now_s: float) -> None:
-        """Copy KV to the host that is likely to be evicted soon, with the next plan."""
+        """Copy KV that is likely to be evicted soon to the host, with the next plan."""
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)
 

@@ -1,8 +1,8 @@
 """Adapters in host memory, and their places. Pure account keeping.
 
-Places are assigned here, so that a load that was granted here is sure to fit. The owner of the
-memory follows commands: it creates places of loads and registrations, and carries out evictions
-before all commands of the same or a later plan.
+A load that gets a place here is sure to fit. The owner of the memory follows commands: it creates
+places of loads and registrations, and carries out evictions before all commands of the same or a
+later plan.
 
 Each content is stored once. The layers of an adapter lie in one range if one is free, else in
 separate ranges. So memory is lost to fragmentation only if no free range is as large as one
@@ -46,7 +46,7 @@ class HostCache:
         Args:
             capacity_bytes: Of memory, or of address space if memory is committed on use.
             is_device_memory: Whether the device's kernels read the adapters here.
-            idle_bytes: Limit of all adapters for keeping idle ones; None = the capacity.
+            idle_bytes: Idle adapters stay while all adapters fit this; None = the capacity.
         """
         self.is_device_memory = is_device_memory
         self._ranges = RangeAllocator(capacity_bytes, mmap.PAGESIZE)

@@ -65,9 +65,9 @@ class KvNode:
 class KvTree:
     """Nodes by namespace and tokens. The policy is offered exactly the free leaves.
 
-    A node is detached if it must not be found any more while it is still referenced, because its
-    content or that of an ancestor is gone. No match finds a detached node, and it is freed with its
-    last reference. Each call takes O(blocks that it names or frees).
+    A referenced node is detached if its content or that of an ancestor is gone. No match finds a
+    detached node, and it is freed with its last reference. Each call takes O(blocks that it names
+    or frees).
     """
 
     def __init__(self, block_size: int, block_bytes: int, policy: MemoryPolicy) -> None:
@@ -81,7 +81,7 @@ class KvTree:
         self.num_claims = 0  # how often an unreferenced block was referenced or evicted
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
-        self.changed: set[bytes] = set()  # namespaces with other blocks, until they are taken
+        self.changed: set[bytes] = set()  # namespaces with changed blocks, until they are taken
         self._roots: dict[bytes, _Root] = {}
         self._detached: set[KvNode] = set()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from .reload_cost import ReloadCosts
 
 _WINDOW_S = 5.0  # of the mean batch size, FastLibra section 5.2
-_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # assumed found at first; counts are halved above
+_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # initial counts; counts above the limit are halved
 
 
 class RecentMean:

@@ -20,7 +20,7 @@ from .transfers import OpenCopy, TransferTable
 
 # Share of the pool that should be free, or copied and unused, at any time. An admitted prompt takes
 # many blocks at once, and dropping the beginning of a prefix drops the copies of its end, too. With
-# 5 % conversations waited 12 to 15 % longer.
+# 5 %, conversations waited 12 to 15 % longer.
 _READY_SHARE = 0.2
 # Share that one plan copies. It is the same while requests wait for blocks from the host, because
 # these use the other direction of the link.

@@ -37,8 +37,8 @@ class CorunMemoryPolicy:
 
     All but c are as of the last visit, so a block that becomes a leaf late is as old as the rest of
     its prefix. Items without bytes are evicted last. Items that have left are not remembered: on
-    traces of adapters that brought as much gain as loss. KV may stay without its adapter, because
-    loading the adapter is faster than computing the KV. Each call takes O(log n).
+    traces of adapters, remembering them cost as much as it gained. KV may stay without its
+    adapter, because loading the adapter is faster than computing the KV. Each call takes O(log n).
     """
 
     def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = False) -> None:

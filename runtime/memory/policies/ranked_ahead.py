@@ -7,15 +7,15 @@ from .facts import MemoryRules, RankingPolicy
 from .policy import MemoryItem
 
 _KINDS = (None, False, True)  # of items, as in ``victims``; each has its own order
-_MOST_ROUNDS = 4  # rankings of victims that were not taken and come before a new ranking
+_MOST_ROUNDS = 4  # old rankings with remaining victims; more are dropped for a new ranking
 
 
 class RankedAhead:
     """The same policy, but victims come in the order of the last ranking.
 
     A ranking serves ``num_items`` victims. Items that are used or leave are removed from it. Items
-    that are offered later follow after its victims. A ranking is used from the first removal of one
-    of its victims on: calling ``victims`` alone changes nothing.
+    that are offered later follow after its victims. A ranking takes effect with the first removal
+    of one of its victims: a call of ``victims`` alone changes nothing.
     """
 
     def __init__(self, policy: RankingPolicy, num_items: int) -> None:
