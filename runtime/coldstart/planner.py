@@ -16,7 +16,7 @@ from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
 _MAX_EXCESS = 5.0  # limit of one step's excess wait, over the bearable share
 _FADING = 0.95  # of bad results, per decision that does not use the strategy
-_MAX_RATIO = 2.5  # that one first token counts as: longer delays have other causes
+_MAX_RATIO = 2.5  # cap of the ratio of one first token: longer delays have other causes
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 

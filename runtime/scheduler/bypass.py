@@ -79,7 +79,7 @@ class Bypass:
     def squash(
         self, holdings: Holdings, refused: Container[RequestId], now_s: float
     ) -> list[Request]:
-        """Choose which requests that overran their prediction to preempt: few, the latest first.
+        """Choose overdue requests to preempt: as few as ``head`` needs, the latest first.
 
         ``refused``: requests that wait for memory.
         """

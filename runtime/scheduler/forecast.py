@@ -38,7 +38,7 @@ class _History:
         self.num_gaps += 1
 
     def window_s(self) -> tuple[float, float] | None:
-        """Return when the next request is expected, in seconds after the last; None = unknown."""
+        """Return begin and end of the window, in seconds after the last request, or None."""
         if self.num_gaps < _MIN_GAPS:
             return None
         head, tail = self._percentile(_HEAD), self._percentile(_TAIL)

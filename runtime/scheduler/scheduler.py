@@ -304,7 +304,7 @@ class Scheduler:
             assert self.memory.pool.num_used_blocks == 0
 
     def _record_duration(self, step: InFlightStep, now_s: float) -> None:
-        """Record how long a step took. It began when the step before it had ended."""
+        """Record how long a step took. Of two in flight, the second begins as the first ends."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
         if self.times is not None:
             self.times.step_ended(step.plan.num_tokens, duration_s)

@@ -3,7 +3,7 @@
 Source: Chameleon, section 4.2. Where the paper is undefined or contradicts itself:
 
 - WRS divides each size by its 99th percentile in the window of the last refresh, and each quotient
-  is at most 1. Divided by the limits of the model instead, most terms would vanish.
+  is at most 1. With the limits of the model as divisors, most terms would vanish.
 - K is the elbow of WCSS, not its minimum, which is always at the largest K. K changes when another
   value was the best one twice in a row. It is lower if queues would be empty, or if their largest
   requests would not fit the device together.
