@@ -107,7 +107,7 @@ class _DecayedLfu:
     def withdraw(self, item: MemoryItem) -> None:
         self._offered.remove(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         self.withdraw(item)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
@@ -134,7 +134,7 @@ class _Belady:
     def withdraw(self, item: MemoryItem) -> None:
         del self._offered[item]
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         self.withdraw(item)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
@@ -214,14 +214,14 @@ def _replay(stream: _Stream, policy: RankingPolicy, share: float) -> _Hits:
             free_bytes -= item.num_bytes
             for victim in _victims(policy, -free_bytes):
                 resident.remove(victim)
-                policy.forget(victim)
+                policy.remove(victim)
                 free_bytes += victim.num_bytes
             assert free_bytes >= 0, (item, free_bytes)
             resident.add(item)
         policy.offer(item)
         if not policy.rules.keeps_idle_adapters:
             resident.remove(item)
-            policy.forget(item)
+            policy.remove(item)
             free_bytes += item.num_bytes
     return _Hits(100 * sum(map(bool, hits)) / len(hits), 100 * sum(hits) / sum(asked))
 

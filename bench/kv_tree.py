@@ -70,7 +70,7 @@ class Bench:
         node = path[-1] if path else None
         for start in range(len(path) * _BLOCK_TOKENS, len(token_ids), _BLOCK_TOKENS):
             block = token_ids[start : start + _BLOCK_TOKENS]
-            node = self.tree.enter(namespace, node, block, BlockId(self.num_entered))
+            node = self.tree.insert(namespace, node, block, BlockId(self.num_entered))
             self.num_entered += 1
         assert node is not None
         return node
@@ -110,7 +110,7 @@ class Bench:
         namespace, token_ids = self.prompts[0]
         self.timed("rank a namespace", lambda: tree.unreferenced(namespace))
         first = tree.match(namespace, token_ids, _BLOCK_TOKENS)[0]
-        self.timed("forget a prefix", lambda: tree.forget_content(first))
+        self.timed("drop a prefix", lambda: tree.drop_content(first))
         self.timed("drop a namespace", lambda: tree.drop_namespace(namespace))
 
 

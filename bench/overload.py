@@ -121,7 +121,7 @@ class Overload:
     async def gaps_s(self, *, is_overloaded: bool) -> list[float]:
         """Between tokens of a full batch while all of it decodes."""
         streams = [await self._ask(number, _OUTPUT_TOKENS) for number in range(_STREAMS)]
-        await self._wait_for(streams, 1)  # they have all seats
+        await self._wait_for(streams, 1)  # they have all slots
         beside = [self._offer(), self._scrape()] if is_overloaded else []
         tasks = [asyncio.create_task(one) for one in beside]
         await self._wait_for(streams, _OUTPUT_TOKENS)

@@ -156,7 +156,7 @@ class _Load:
     def fill_tree(self, now_s: float) -> None:
         """Fill all free blocks with the history of requests that have ended."""
         memory = self._memory
-        memory.pool.promise(0)
+        memory.pool.reserve_growth(0)
         while num_blocks := min(memory.pool.num_available_blocks, _SESSION_BLOCKS):
             tokens = (self._rng.randrange(1 << 30),) * _BLOCK_TOKENS
             block_ids = memory.pool.allocate(num_blocks)
@@ -165,9 +165,9 @@ class _Load:
             for block_id in block_ids:
                 parent = path[-1] if path else None
                 path.append(
-                    memory.prefixes.keep(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
+                    memory.prefixes.store(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
                 )
-            memory.prefixes.let_go(path)
+            memory.prefixes.release(path)
 
     def add_waiting(self, number: int) -> None:
         """Let ``number`` others arrive, all before the next refresh."""

@@ -1,23 +1,23 @@
-"""The exceptions corun raises for what users, files and machines do wrong.
+"""Exceptions for errors of input, files and machines.
 
-An assertion means a bug of corun; one of these means that its user can act. Every message says
-what was given, which limit it met, and which flag changes that limit.
+A failed assertion is a bug of corun. For one of these exceptions the user can do something: the
+message names the value, the limit that it met, and the flag of that limit.
 
 CorunError
 ├── ConfigError            an option or configuration file is wrong           (exit code 2)
 ├── ModelError             the base model cannot be loaded or is refused
-├── ResourceError          the machine has too little of something
+├── ResourceError          the machine lacks memory, disk or another resource
 ├── RequestError           one request is wrong                               (HTTP 400)
-│   ├── NotServedError     it asks for a feature that corun does not serve    (HTTP 400)
+│   ├── NotServedError     it uses a feature that corun does not serve        (HTTP 400)
 │   ├── ContextLengthError its prompt leaves no room for output               (HTTP 400)
 │   ├── UnknownModelError  it names no model or adapter that is served        (HTTP 404)
 │   ├── AdapterUnavailableError  its adapter is registered but not ready      (HTTP 503)
-│   │   ├── AdapterChangedError  its adapter has changed on the way           (HTTP 503)
+│   │   ├── AdapterChangedError  its adapter has changed meanwhile            (HTTP 503)
 │   │   └── AdapterFailedError   its adapter's files are refused              (HTTP 400)
-│   ├── AdapterExistsError the name that it would give an adapter is taken    (HTTP 400)
-│   ├── InvalidKeyError    it carries no key that fits                        (HTTP 401)
-│   ├── AdminKeyNeededError  it carries one that does not fit for this        (HTTP 403)
-│   ├── TooManySequencesError  it asks for more than can ever run and wait    (HTTP 400)
+│   ├── AdapterExistsError the name of the adapter to load is taken           (HTTP 400)
+│   ├── InvalidKeyError    its key is missing or wrong                        (HTTP 401)
+│   ├── AdminKeyNeededError  its key does not permit this                     (HTTP 403)
+│   ├── TooManySequencesError  it has more sequences than can run and wait    (HTTP 400)
 │   ├── OverloadedError    too many requests are waiting                      (HTTP 429)
 │   └── StepFailedError    the step that computed it failed                   (HTTP 500)
 ├── AdapterError           an adapter's files or configuration are refused    (HTTP 400)
@@ -33,21 +33,21 @@ def encodable(text: str) -> str:
 
 
 class CorunError(Exception):
-    """Base of all errors that corun raises on purpose.
+    """Base of all errors of corun.
 
-    ``status`` is what HTTP answers with, ``code`` names the kind of error there.
+    ``status`` is the HTTP status, ``code`` the error code in HTTP answers.
     """
 
     status = 500
     code = "internal_error"
-    timing: EngineTiming | None = None  # of the request that it ended, if the engine had begun
+    timing: EngineTiming | None = None  # of the failed request, if the engine had begun it
 
     def __str__(self) -> str:
         return encodable(super().__str__())
 
     @property
     def kind(self) -> str:
-        """The name of its class, or of the nearest above that this module has."""
+        """Name of its class, or of the nearest base class in this module."""
         return next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
 
 
@@ -64,9 +64,9 @@ class ResourceError(CorunError):
 
 
 class RequestError(CorunError):
-    """One request is invalid; others are not affected.
+    """One request is invalid. Other requests are not affected.
 
-    ``param`` names the offending field of the request, where there is one.
+    ``param`` names the invalid field of the request, if there is one.
     """
 
     status = 400
@@ -78,16 +78,16 @@ class RequestError(CorunError):
 
 
 class NotServedError(RequestError):
-    """The request asks for something that corun does not serve."""
+    """The request uses a feature that corun does not serve."""
 
     code = "not_served"
 
 
 class ContextLengthError(RequestError):
-    """The request's prompt is longer than the model's context takes, with room for one token.
+    """The prompt leaves no room for one token in the model's context.
 
-    Its code, and "maximum context length" in its message, are what clients look for that send the
-    request to a model with a longer context then.
+    Some clients look for the code, or for "maximum context length" in the message, to retry with a
+    model with a longer context.
     """
 
     code = "context_length_exceeded"
@@ -112,7 +112,7 @@ class AdapterChangedError(AdapterUnavailableError):
 
 
 class AdapterFailedError(AdapterUnavailableError):
-    """The request's adapter cannot be served: asking again changes nothing."""
+    """The request's adapter cannot be served. A retry fails again."""
 
     status = 400
     code = "adapter_failed"
@@ -125,34 +125,34 @@ class AdapterExistsError(RequestError):
 
 
 class InvalidKeyError(RequestError):
-    """The request carries no key, or one that is none."""
+    """The request has no key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class AdminKeyNeededError(RequestError):
-    """The request carries a key that is not enough for what it asks."""
+    """The request's key does not permit what it does."""
 
     status = 403
     code = "admin_key_needed"
 
 
 class TooManySequencesError(RequestError):
-    """The request has more prompts and choices than could ever run and wait at once."""
+    """The request has more prompts and choices than can run and wait at once."""
 
     code = "too_many_sequences"
 
 
 class OverloadedError(RequestError):
-    """The waiting queue is full, or the request has waited for longer than --max-queue-s."""
+    """The waiting queue is full, or the request has waited longer than --max-queue-s."""
 
     status = 429
     code = "overloaded"
 
 
 class StepFailedError(RequestError):
-    """The step that computed this request failed; its other rows go on."""
+    """The step that computed this request failed."""
 
     status = 500
     code = "step_failed"
@@ -173,9 +173,9 @@ class EngineDeadError(CorunError):
 
 
 def rebuild_error(kind: str | None, message: str, *, default: type[CorunError]) -> CorunError:
-    """Return the error that another process reported as a class name of this module and a text.
+    """Return an error that another process reported by class name and message.
 
-    A kind that this module does not define becomes ``default``, with the kind in the message.
+    An unknown ``kind`` becomes ``default``, with the kind in the message.
     """
     found = globals().get(kind) if kind is not None else None
     if isinstance(found, type) and issubclass(found, CorunError):

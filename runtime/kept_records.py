@@ -1,6 +1,6 @@
-"""Records that are kept in files, each computed again if it cannot be read.
+"""Records in files, which are computed again if they cannot be read.
 
-Their names say what they depend on, so nothing that is read is out of date.
+File names contain everything that a record depends on, so records are never outdated.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ _LOG = logging.getLogger(__name__)
 Record = TypeVar("Record")
 
 
-def read_kept(path: Path, kind: type[Record]) -> Record | None:
-    """Return what ``path`` holds, and mark it as used; None if it holds no such record."""
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Return the record in ``path``, and mark it as used; None if there is no such record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):  # there is none, or not one of ours
+    except (OSError, msgspec.MsgspecError):  # no file, or no such record
         return None
     mark_as_used(path)
     return record
 
 
 def mark_as_used(path: Path) -> None:
-    """Set the time of its last use, unless it is another user's or on a read-only file system."""
+    """Set the modification time, unless another user owns the file or it is read-only."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
-def keep(path: Path, record: object, consequence: str) -> None:
-    """Write ``record``; a failure is a warning, which ends with its ``consequence``."""
+def write_record(path: Path, record: object, consequence: str) -> None:
+    """Write ``record``. A failure is logged as a warning, with its ``consequence``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

@@ -1,6 +1,6 @@
-"""What a request may be and how many may wait: one rule and one wording for each.
+"""Checks of requests against limits, with one error text for each limit. Pure.
 
-A front end checks before it sends a request to the engine; the scheduler checks all. Pure.
+A front end checks a request before it sends it to the engine. The scheduler checks it again.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateLimits:
-    """What rendering a chat template may take."""
+    """Limits of rendering a chat template."""
 
     timeout_s: float = 0.5
-    max_chars: int = 4 << 20  # of what it makes
+    max_chars: int = 4 << 20  # of the rendered text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What clients may hold and send over HTTP; the defaults are those of the options."""
+    """Limits of HTTP clients. The defaults are those of the options."""
 
     max_body_bytes: int = 32 << 20
     max_json_depth: int = 64
@@ -32,8 +32,8 @@ class HttpLimits:
     max_connections: int = 4096
     header_timeout_s: float = 10.0  # for the head of a request
     body_timeout_s: float = 120.0  # for its body
-    max_unsent_bytes: int = 64 << 10  # to one client, before its answers wait for it
-    unsent_timeout_s: float = 30.0  # in which it must take as much, or is cut off
+    max_unsent_bytes: int = 64 << 10  # to one client, before its answers are paused
+    unsent_timeout_s: float = 30.0  # in which a client must read these, or is disconnected
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
@@ -50,7 +50,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def check_num_stops(num_stops: int, max_stop_strings: int) -> None:
-    """Raise ``RequestError`` for more stop strings than are looked for."""
+    """Raise ``RequestError`` for too many stop strings."""
     if num_stops > max_stop_strings:
         raise RequestError(
             f"{num_stops} stop strings were given, at most {max_stop_strings} are served "
@@ -60,7 +60,7 @@ def check_num_stops(num_stops: int, max_stop_strings: int) -> None:
 
 
 def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
-    """Raise ``RequestError`` for more biases than are added."""
+    """Raise ``RequestError`` for too many entries of ``logit_bias``."""
     if num_biases > max_logit_bias:
         raise RequestError(
             f"logit_bias has {num_biases} entries, at most {max_logit_bias} are served "
@@ -72,7 +72,7 @@ def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
 def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
     """Raise ``RequestError`` for a body that is too deep, or has too many messages or biases.
 
-    They are counted before each of them is read, which takes long.
+    This is checked before messages and biases are parsed, which is slow.
     """
     level: list[Any] = [data]
     for _ in range(limits.max_json_depth):
@@ -97,7 +97,7 @@ def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
 
 
 def _containers(value: Any) -> list[Any]:
-    """Return the objects and arrays in one of them."""
+    """Return the objects and arrays in an object or array."""
     items = value.values() if isinstance(value, dict) else value
     if not {dict, list} & set(map(type, items)):  # a prompt may be millions of tokens
         return []
@@ -107,7 +107,7 @@ def _containers(value: Any) -> list[Any]:
 def check_num_output_tokens(
     num_prompts: int, num_choices: int, max_tokens: int, *, max_request_tokens: int
 ) -> None:
-    """Raise ``RequestError`` if one HTTP request asks for too many tokens in all."""
+    """Raise ``RequestError`` if one HTTP request has too many output tokens in all."""
     num_tokens = num_prompts * num_choices * max_tokens
     if num_tokens > max_request_tokens:
         raise RequestError(
@@ -119,7 +119,7 @@ def check_num_output_tokens(
 
 
 def check_predicted_output(num_tokens: int | None) -> None:
-    """Raise ``RequestError`` if a request's own prediction is none; None = the engine predicts."""
+    """Raise ``RequestError`` if a client's prediction is invalid; None = the engine predicts."""
     if num_tokens is not None and not 1 <= num_tokens < 2**31:
         raise RequestError(
             f"predicted_output_tokens is {num_tokens}, must be in [1, {2**31 - 1}]",
@@ -130,7 +130,7 @@ def check_predicted_output(num_tokens: int | None) -> None:
 def check_num_sequences(
     num_prompts: int, num_choices: int, *, max_num_seqs: int, max_num_waiting: int
 ) -> None:
-    """Raise ``TooManySequencesError`` if one caller asks for more than can ever run and wait."""
+    """Raise ``TooManySequencesError`` if a request has more sequences than can run and wait."""
     num_sequences = num_prompts * num_choices
     if num_sequences > max_num_seqs + max_num_waiting:
         raise TooManySequencesError(
@@ -142,7 +142,7 @@ def check_num_sequences(
 
 
 def check_num_open(num_open: int, num_new: int, *, max_num_seqs: int, max_num_waiting: int) -> None:
-    """Raise ``OverloadedError`` for what cannot even wait beside the sequences that are open."""
+    """Raise ``OverloadedError`` if new sequences exceed the limit of running and waiting ones."""
     limit = max_num_seqs + max_num_waiting
     if num_open + num_new > limit:
         raise OverloadedError(
@@ -153,7 +153,7 @@ def check_num_open(num_open: int, num_new: int, *, max_num_seqs: int, max_num_wa
 
 
 def check_queue(num_waiting: int, max_num_waiting: int | None) -> None:
-    """Raise ``OverloadedError`` if no further request may wait; None means that any number may."""
+    """Raise ``OverloadedError`` if no further request may wait. ``max_num_waiting``: None = any."""
     if max_num_waiting is not None and num_waiting >= max_num_waiting:
         raise OverloadedError(
             f"{num_waiting} requests are waiting, the limit is {max_num_waiting} "
@@ -162,7 +162,7 @@ def check_queue(num_waiting: int, max_num_waiting: int | None) -> None:
 
 
 def overdue_error(max_queue_s: float) -> OverloadedError:
-    """Return the end of a request that has waited too long for its first turn."""
+    """Return the error of a request that has waited too long to begin."""
     return OverloadedError(
         f"the request waited {max_queue_s:g} s for its turn, which is the limit (--max-queue-s)"
     )

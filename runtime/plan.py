@@ -1,8 +1,8 @@
-"""The seam between policy and mechanism: what a step computes, and what came of it.
+"""The interface between scheduler and executor: plans of steps, and their results.
 
-Everything here is immutable plain data made of ints, strings and tuples, so a plan can be
-encoded and run by an executor elsewhere with the same result. A plan names a request's last token
-by request and not by value: step k + 1 may be scheduled before step k has returned.
+Everything here is immutable plain data made of ints, strings and tuples, so a plan can be encoded
+and run by an executor elsewhere with the same result. A plan does not contain the value of a
+request's last token, because step k + 1 may be scheduled before step k has returned.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ AdapterId = NewType("AdapterId", int)  # one immutable adapter version; never re
 BlockId = NewType("BlockId", int)  # index into the KV pool
 TransferId = NewType("TransferId", int)
 StepId = NewType("StepId", int)
-HostPlaceId = NewType("HostPlaceId", int)  # a place in the host's memory; never reused
-HostSlot = NewType("HostSlot", int)  # a place for one KV block in the host's memory
+HostPlaceId = NewType("HostPlaceId", int)  # a place of an adapter in host memory; never reused
+HostSlot = NewType("HostSlot", int)  # a slot for one KV block in host memory
 
 BASE_ADAPTER = AdapterId(0)  # the base model, no adapter
 
 
 class SubBatchKind(StrEnum):
-    """Rows of one sub-batch share a forward pass; a step may have several of one kind."""
+    """Kind of a sub-batch, which is one forward pass. A step may have several of one kind."""
 
     DECODE = "decode"  # one token per row; can be captured; never waits for a worker
-    MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows where that is faster
-    ASSISTED = "assisted"  # as MIXED, with rows among them whose adapter is still being loaded
+    MIXED = "mixed"  # prefill chunks of resident adapters, with decode rows if that is faster
+    ASSISTED = "assisted"  # as MIXED, with rows of adapters that are still being loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class SubBatch:
     start_positions: tuple[int, ...]  # tokens already computed = position of the first one here
     num_tokens: tuple[int, ...]  # tokens to compute
     samples: tuple[bool, ...]  # whether the row reaches the last known token and draws the next
-    # ASSISTED only: the row's deltas come from CPU workers in the layers below this one; from it
-    # on each layer waits until its layer group has been loaded. 0 where the adapter is resident.
+    # ASSISTED only: CPU workers compute the row's deltas in the layers below this one. From it on
+    # each layer waits until its layer group has been loaded. 0 if the adapter is resident.
     split_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What an executor must know of a request, sent once."""
+    """What an executor needs to know about a request, sent once."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -59,8 +59,8 @@ class NewRequest:
 class BlockUpdate:
     """New blocks at the end of a request's block table.
 
-    The table is cut to ``first_index`` entries before ``block_ids`` are appended; an update with
-    ``first_index`` 0 therefore replaces it (a request that was preempted comes back).
+    The table is cut to ``first_index`` entries before ``block_ids`` are appended. So an update with
+    ``first_index`` 0 replaces the table, for example of a request that was preempted.
     """
 
     request_id: RequestId
@@ -70,38 +70,38 @@ class BlockUpdate:
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """Where an adapter lies in the host's memory, or is to be read to."""
+    """The place in host memory that has an adapter, or that it is read to."""
 
     place_id: HostPlaceId
     extents: tuple[tuple[int, int], ...]  # (offset, bytes) of each of its layers, whole pages
-    is_filled: bool  # its content is there; else files are read
+    is_filled: bool  # whether the content is there; else files are read
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTransfer:
-    """Bring an adapter to the device; rows may use it after the transfer's end."""
+    """Copies an adapter to the device. Rows may use it after the transfer's end."""
 
     transfer_id: TransferId
     adapter_id: AdapterId
     num_bytes: int
-    is_demand: bool = True  # a request waits for it, or it is pinned; prefetches give way
-    offset_bytes: int | None = None  # of the adapter in their slab; None = they have none
-    host: HostPlace | None = None  # where it comes from; None = not planned
+    is_demand: bool = True  # a request waits for it, or it is pinned; goes before prefetches
+    offset_bytes: int | None = None  # in the slab of adapters; None = there is no slab
+    host: HostPlace | None = None  # the source; None = not planned
 
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """A copy of KV blocks, which has moved them when it ends."""
+    """Copies KV blocks between the device and the host."""
 
     transfer_id: TransferId
     direction: Direction
     block_ids: tuple[BlockId, ...]
-    host_slots: tuple[HostSlot, ...]  # parallel
-    # A request waits for it; a prefetch gives way, a copy to the host gives way to both.
+    host_slots: tuple[HostSlot, ...]  # parallel to ``block_ids``
+    # A request waits for it. Prefetches wait for demand, copies to the host for both.
     is_demand: bool = True
 
 
-Transfer: TypeAlias = AdapterTransfer | KvTransfer  # what completes later, through Executor.poll
+Transfer: TypeAlias = AdapterTransfer | KvTransfer  # ends later, reported by Executor.poll
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ class StepPlan:
     sub_batches: tuple[SubBatch, ...]
     new_requests: tuple[NewRequest, ...] = ()
     block_updates: tuple[BlockUpdate, ...] = ()
-    forget_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
-    # Leave the device before anything else happens; no step in flight refers to them. Unknown ones
-    # are no error. One may be loaded again by the same plan.
+    ended_requests: tuple[RequestId, ...] = ()  # ended before this step; drop their state
+    # Evicted from the device before all else; no step in flight uses them. Unknown ids are no
+    # error. The same plan may load an adapter again.
     evict_adapters: tuple[AdapterId, ...] = ()
-    freed_blocks: tuple[BlockId, ...] = ()  # free, and their memory is for others from now on
+    freed_blocks: tuple[BlockId, ...] = ()  # free blocks, to be decommitted
     transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
-    # Taken out of the host's memory behind ``evict_adapters``; nothing refers to them. Places that
-    # never existed are no error.
+    # Evicted from host memory after ``evict_adapters``; nothing uses them. Unknown places are no
+    # error.
     host_evictions: tuple[HostPlaceId, ...] = ()
 
     @property
@@ -131,7 +131,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural, before temperature) of one sampled token and the best others."""
+    """Log-probabilities (natural, before temperature) of a sampled token and the best tokens."""
 
     logprob: float
     rank: int  # 1 = the most likely token
@@ -140,19 +140,19 @@ class TokenLogprobs:
 
 
 class Outcome(StrEnum):
-    """What became of a row that sampled, or that failed."""
+    """Outcome of a row that sampled or failed."""
 
     TOKENS = "tokens"
-    RETRY = "retry"  # nothing of this row counts; to be planned again as ``cause`` allows
+    RETRY = "retry"  # the row has no result; it is planned again as ``cause`` allows
     FAILED = "failed"  # the request ends with ``error``
 
 
 class RetryCause(StrEnum):
-    """Why nothing of a row counts. What follows from it is the scheduler's to decide."""
+    """Why a row has no result. The scheduler decides how it is planned again."""
 
-    DELTAS = "deltas"  # the row's own: what brings its deltas has failed, or is not on its way
-    FORWARD = "forward"  # its forward pass has failed, and it may be the reason
-    COMPANY = "company"  # another row of the sub-batch is to blame
+    DELTAS = "deltas"  # the source of the row's own deltas has failed, or was not started
+    FORWARD = "forward"  # its forward pass has failed, possibly because of this row
+    OTHER_ROW = "other_row"  # another row of the sub-batch is the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,11 @@ class RowResult:
     request_id: RequestId
     outcome: Outcome
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if requested
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
     cause: RetryCause | None = None  # for RETRY
-    # Of the prompt's tokens but the first, with the first sampled token, if asked for.
+    # Of the prompt's tokens except the first, with the first sampled token, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
@@ -176,12 +176,12 @@ class StepResult:
 
     step_id: StepId
     rows: tuple[RowResult, ...]
-    cpu_wait_s: float = 0.0  # of the time since the step before, without a CPU core to compute on
+    cpu_wait_s: float = 0.0  # time since the previous step without a CPU core to compute on
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """So many layer groups of a load, from the first layer on, are on the device."""
+    """Progress of a load: the first ``num_groups`` layer groups are on the device."""
 
     transfer_id: TransferId
     num_groups: int
@@ -189,7 +189,7 @@ class TransferProgress:
 
 @dataclass(frozen=True, slots=True)
 class TransferRead:
-    """So many layer groups of a load have been read from its files, which took so long."""
+    """Progress of reading files: the first ``num_groups`` layer groups took ``duration_s``."""
 
     transfer_id: TransferId
     num_groups: int
@@ -202,12 +202,12 @@ class TransferResult:
 
     transfer_id: TransferId
     error: str | None = None
-    error_kind: str | None = None  # a class in errors; None = it may succeed the next time
+    error_kind: str | None = None  # a class in errors; None = a retry may succeed
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """So many CPU workers take jobs from now on; there are none until the first of these."""
+    """The new number of CPU workers that take jobs. It is 0 before the first such result."""
 
     num_ready: int
 
@@ -216,32 +216,32 @@ Result: TypeAlias = StepResult | TransferProgress | TransferRead | TransferResul
 
 
 class Executor(Protocol):
-    """Runs plans. The engine's is on a device, the simulator's is a latency model."""
+    """Runs plans. The engine's executor has a device, the simulator's is a latency model."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Accept ``plan``; plans run in the order in which they are submitted.
+        """Accept ``plan``. Plans run in the order of submission.
 
-        A plan is run as it is: rows that cannot be computed in the sub-batch that they are in
-        come back as RETRY. Each plan has one ``StepResult``, also one without rows, and each
-        transfer one ``TransferResult``, perhaps with ``TransferProgress`` before it; after it
-        nothing reads or writes a load's place on the host. Adapters are evicted first, on the
-        device, then on the host; then transfers begin, then rows, which may use the layer groups
-        of loads that have not ended if they are ASSISTED. A token sampled by a row has position
-        ``start_position + num_tokens`` and is kept there: a row that is computed again replaces it
-        and what was kept behind it.
-        Requests to forget may be unknown. Never raises for what happens inside the step: that is
-        a result.
+        - Rows that cannot be computed in their sub-batch return as RETRY.
+        - Each plan has one ``StepResult``, also without rows. Each transfer has one
+          ``TransferResult``, after any ``TransferProgress``. After it nothing reads or writes the
+          load's place on the host.
+        - Adapters are evicted first on the device, then on the host. Then transfers begin, then
+          rows. ASSISTED rows may use layer groups of loads that have not ended.
+        - A sampled token has position ``start_position + num_tokens`` and is stored there. A row
+          that is computed again replaces it and all later tokens.
+        - ``ended_requests`` may be unknown.
+        - Failures inside the step are results; ``submit`` does not raise for them.
         """
         ...
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
-        """Return what has ended, in order; wait up to ``timeout_s`` for the first."""
+        """Return new results in order. Wait up to ``timeout_s`` for the first."""
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``poll`` would return something."""
+        """Return a descriptor that is readable while ``poll`` has results."""
         ...
 
     def close(self) -> None:
-        """Stop, wait for running transfers, free everything. Idempotent."""
+        """Stop, wait for open transfers, and free everything. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""One request as the engine's policies see it: plain data, changed by the scheduler alone."""
+"""A request as the engine's policies see it: plain data, changed only by the scheduler."""
 
 import enum
 from collections import Counter
@@ -12,7 +12,7 @@ _OUTGROWN_DIVISOR = 4
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """State of a request."""
 
     WAITING = "waiting"  # has arrived, or was preempted
     RUNNING = "running"  # holds blocks and its adapter
@@ -21,11 +21,10 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """A request, its tokens, and how far they are computed.
+    """A request, its tokens, and its progress.
 
-    A step lets a request catch up: it has ``num_known_tokens`` tokens of which
-    ``num_computed_tokens`` are in the KV pool or in a step in flight. Known tokens include those
-    that steps in flight will sample, whose values are not known yet.
+    The first ``num_computed_tokens`` of its ``num_known_tokens`` tokens are in the KV pool or in a
+    step in flight. Known tokens include those that steps in flight will sample.
     """
 
     request_id: RequestId
@@ -33,37 +32,37 @@ class Request:
     sampling: SamplingParams
     arrival_s: float
     adapter_id: AdapterId = BASE_ADAPTER
-    adapter: AdapterFacts | None = None  # of the version; None for the base model
-    adapter_version: str = ""  # for people; "" for the base model
-    namespace: bytes = b""  # KV made under another namespace is never read
+    adapter: AdapterFacts | None = None  # None for the base model
+    adapter_version: str = ""  # for display; "" for the base model
+    namespace: bytes = b""  # KV of other namespaces is never read
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[BlockId] = field(default_factory=list)
     max_total_tokens: int = 0  # prompt and output; set when the scheduler accepts the request
-    # 0 until the scheduler accepts the request, unless its client knows; then fixed. What comes
-    # true may be more, or less.
+    # Given by the client, or set when the scheduler accepts the request. The real number may be
+    # more or less.
     num_predicted_output_tokens: int = 0
     num_known_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids
-    num_kept_tokens: int = 0  # in whole blocks whose KV others may find
-    num_cached_tokens: int | None = None  # of the prompt, found when it ran first
-    num_host_cached_tokens: int = 0  # of these, copied to the device for it
-    num_known_prefix_tokens: int = 0  # of the prompt, whose KV was there when it arrived
+    num_kept_tokens: int = 0  # in whole blocks of the prefix tree
+    num_cached_tokens: int | None = None  # of the prompt, found at its first start
+    num_host_cached_tokens: int = 0  # cached tokens that were copied to the device for it
+    num_known_prefix_tokens: int = 0  # of the prompt, with KV when it arrived
     num_in_flight_samples: int = 0
     num_in_flight_steps: int = 0
     num_preemptions: int = 0  # squashes included
     num_squashes: int = 0
-    num_lost_tokens: int = 0  # the first ones, which were computed before and are gone
-    num_swap_ins: int = 0  # begun for it since it waits
-    coming_tokens: range = range(0)  # positions whose KV the last one brings
+    num_lost_tokens: int = 0  # first tokens with KV that was computed before, and is gone
+    num_swap_ins: int = 0  # begun since it waits
+    coming_tokens: range = range(0)  # positions with KV that the last swap-in copies
     num_counted_prompt_tokens: int = 0  # computed or found; each prompt token counts once
     is_announced: bool = False  # the executor knows it
-    is_held: bool = False  # not to be scheduled until no step in flight refers to it
+    is_held: bool = False  # not scheduled while a step in flight uses it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
     has_short_kv: bool = False  # KV was computed below SchedulerConfig.recompute_at_tokens
-    # How often a row that starts there was void and may have been the reason itself.
+    # By start position: rows without a result that may have been the cause themselves.
     retried_positions: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -71,12 +70,12 @@ class Request:
 
     @property
     def adapter_bytes(self) -> int:
-        """What the adapter takes on the device."""
+        """Size of the adapter on the device; 0 = the base model."""
         return 0 if self.adapter is None else self.adapter.num_bytes
 
     @property
     def adapter_rank(self) -> int:
-        """The largest of its adapter's targets; 0 = the base model."""
+        """Largest rank of the adapter's targets; 0 = the base model."""
         return 0 if self.adapter is None else self.adapter.rank
 
     @property
@@ -86,24 +85,24 @@ class Request:
 
     @property
     def num_uncached_prompt_tokens(self) -> int:
-        """Tokens of the prompt that were to be computed when it arrived."""
+        """Tokens of the prompt without KV when the request arrived."""
         return self.num_prompt_tokens - self.num_known_prefix_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled tokens whose values have come back."""
+        """Sampled tokens that steps have returned."""
         return len(self.output_token_ids)
 
     @property
     def num_tokens_to_come(self) -> int:
-        """Tokens whose KV is predicted to come, beyond the known ones.
+        """Predicted tokens with KV beyond the known ones.
 
-        A request that has outgrown the prediction is expected to need a quarter of it more: this is
-        what a wrong prediction costs, and without it requests are preempted four times as often
-        (S1, simulated). The last token of a request needs no KV.
+        A request that has exceeded its prediction is expected to need a quarter of it more. Without
+        this, requests are preempted four times as often (S1, simulated). The last token of a
+        request needs no KV.
         """
         num_predicted = self.num_predicted_output_tokens
-        # Asked in every step for every request, so it calls little.
+        # Called in each step for each request, so it is written to be fast.
         num_left = num_predicted + len(self.prompt_token_ids) - self.num_known_tokens
         if num_left <= 0:
             num_left = num_predicted // _OUTGROWN_DIVISOR
@@ -113,14 +112,14 @@ class Request:
 
     @property
     def kv_namespace(self) -> bytes:
-        """Under which its KV is found. What short contexts make is of no use in long ones."""
+        """Namespace of its KV. KV of short contexts is useless in long ones."""
         return self.namespace + b"short" if self.has_short_kv else self.namespace
 
     def found(self, num_tokens: int) -> tuple[int, int]:
-        """It begins to run behind so many tokens whose KV was there.
+        """Record that the request begins to run with KV of its first ``num_tokens`` tokens.
 
-        Returns how many of them the statistics do not know, on the device and copied from the host:
-        what it had computed, or found, before it was preempted is no hit.
+        Returns the prompt tokens among them that were not counted before: found on the device, and
+        copied from the host. Tokens that were computed or found before a preemption are no hits.
         """
         coming = self.coming_tokens
         if self.num_cached_tokens is None:
@@ -134,7 +133,7 @@ class Request:
         return end - num_counted - num_host, num_host
 
     def token_ids_of(self, start: int, end: int) -> tuple[int, ...]:
-        """Known tokens from position ``start`` up to ``end``."""
+        """Return the known tokens from position ``start`` up to ``end``."""
         num_prompt_tokens = self.num_prompt_tokens
         prompt = self.prompt_token_ids[start:end]
         if end <= num_prompt_tokens:
@@ -144,10 +143,10 @@ class Request:
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:
-        """All tokens whose values are known."""
+        """All tokens with known values."""
         return self.prompt_token_ids + tuple(self.output_token_ids)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Known tokens that no step has computed or is computing."""
+        """Known tokens that are neither computed nor in a step in flight."""
         return self.num_known_tokens - self.num_computed_tokens

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Plain data; knows nothing of HTTP or tensors."""
+"""Sampling parameters of a request. Plain data without HTTP or tensors."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,14 +13,14 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be: ``low`` to ``high``, both included unless ``open_low``."""
+    """Range of a number: ``low`` to ``high``, inclusive unless ``open_low``."""
 
     low: float
     high: float
     open_low: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise ``RequestError`` about ``name`` unless ``value`` is in it."""
+        """Raise ``RequestError`` for field ``name`` unless ``value`` is in the range."""
         below = value <= self.low if self.open_low else value < self.low
         if below or value > self.high or math.isnan(value):
             raise RequestError(f"{name} is {value}, must be in {self}", param=name)
@@ -31,7 +31,7 @@ class Range:
 
 _TOKEN_ID = Range(0, 2**31 - 1)
 _BIAS = Range(-100.0, 100.0)  # as OpenAI's API has it
-# Of the fields of ``SamplingParams`` that are numbers.
+# Ranges of the numeric fields of ``SamplingParams``.
 RANGES: Mapping[str, Range] = {
     "n": Range(1, MAX_CHOICES),
     "temperature": Range(0.0, 100.0),
@@ -54,7 +54,7 @@ RANGES: Mapping[str, Range] = {
 class SamplingParams:
     """How tokens are drawn and when a request ends.
 
-    Fields keep the names of OpenAI's API and, where that has none, of vLLM's.
+    Fields have the names of OpenAI's API, or else those of vLLM.
     Raises ``RequestError`` (with ``param``) for a value out of range.
     """
 
@@ -64,7 +64,7 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
     seed: int | None = None  # None = drawn by the front end once per request
-    max_tokens: int | None = 16  # None = as many as the context takes; 0 = score the prompt alone
+    max_tokens: int | None = 16  # None = up to the context length; 0 = only score the prompt
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -77,9 +77,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None  # added to logits, by token
     allowed_token_ids: tuple[int, ...] | None = None  # None = all
-    bad_words: tuple[str, ...] = ()  # texts; no choice completes the tokens of one
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens likewise
-    prompt_logprobs: int | None = None  # alternatives per token of the prompt; 0 = it alone
+    bad_words: tuple[str, ...] = ()  # texts that are never completed
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens, likewise
+    prompt_logprobs: int | None = None  # alternatives per prompt token; 0 = the token only
     truncate_prompt_tokens: int | None = None  # the last ones kept; -1 = as many as fit
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class SamplingParams:
         self._check_token_rules()
 
     def _check_token_rules(self) -> None:
-        """Raise ``RequestError`` for what single tokens are asked to be and cannot."""
+        """Raise ``RequestError`` for invalid rules about single tokens."""
         _check_token_ids("logit_bias", self.logit_bias or ())
         for bias in (self.logit_bias or {}).values():
             _BIAS.check("logit_bias", bias)
@@ -134,7 +134,7 @@ class SamplingParams:
 
 
 def _check_token_ids(name: str, token_ids: Collection[int]) -> None:
-    """Raise ``RequestError`` about ``name`` if one of them can be no token's. There may be many."""
+    """Raise ``RequestError`` for field ``name`` if an id is out of range."""
     if token_ids:
         _TOKEN_ID.check(name, min(token_ids))
         _TOKEN_ID.check(name, max(token_ids))

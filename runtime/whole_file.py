@@ -1,4 +1,4 @@
-"""A file that readers see as it was or as it is, and never half of it."""
+"""Atomic writes of files: readers see the old or the new content, never a part."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import IO
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write all of a file at once, not forced to the disk. Raises ``OSError``."""
+    """Replace a file atomically, without forcing it to disk. Raises ``OSError``."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(data)
     new.replace(path)
@@ -16,7 +16,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` when it has been written without an error."""
+    """Open a new file that replaces ``path`` if the context ends without an error."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             yield file

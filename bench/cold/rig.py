@@ -142,7 +142,7 @@ class Rig:
         """Let cold requests start by ``strategy`` from now on, once nothing is under way."""
         self.finish()
         name = LoadStrategy.PIPELINED.value if strategy == CACHED else strategy
-        self._coexecution.cold_starts.use(self._planners[name])
+        self._coexecution.cold_starts.set_planner(self._planners[name])
 
     def prepare(self, adapter: str, *, is_cold: bool) -> None:
         """Bring the adapter onto the device, or off it, off the clock."""

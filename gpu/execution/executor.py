@@ -100,7 +100,7 @@ class DeviceExecutor:
         """
         for adapter_id in plan.evict_adapters:
             self._adapters.evict(adapter_id)
-        self._requests.remove(plan.forget_requests)
+        self._requests.remove(plan.ended_requests)
         self._requests.add(plan.new_requests)
         self._requests.update_blocks(plan.block_updates)
         if plan.host_evictions:
@@ -346,7 +346,7 @@ def _not_computed(
     batch: SubBatch, is_blamed: Sequence[bool], cause: RetryCause, reason: str
 ) -> list[RowResult]:
     """Results of a failed sub-batch. If no row is the likely cause, every row may be."""
-    others = RetryCause.COMPANY if any(is_blamed) else RetryCause.FORWARD
+    others = RetryCause.OTHER_ROW if any(is_blamed) else RetryCause.FORWARD
     return [
         RowResult(request_id, Outcome.RETRY, error=reason, cause=cause if blamed else others)
         for request_id, blamed in zip(batch.request_ids, is_blamed, strict=True)

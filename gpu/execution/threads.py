@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ...runtime.kept_records import keep, read_kept
+from ...runtime.kept_records import read_record, write_record
 from ..forward.kernel_threads import set_kernel_threads
 from ..model.probe import ProbeRow
 from ..quiet_time import quiet_s, take_samples
@@ -54,7 +54,7 @@ def choose_threads(
     if max_threads == 1 or weight_bytes > _MAX_SMALL_MODEL_BYTES:
         set_threads(max_threads)
         return max_threads
-    known = None if kept is None else read_kept(kept, int)
+    known = None if kept is None else read_record(kept, int)
     if known in (1, max_threads):
         set_threads(known)
         _LOG.info("threads: %d (measured at an earlier start)", known)
@@ -73,7 +73,7 @@ def choose_threads(
     chosen = 1 if is_one_enough else max_threads
     set_threads(chosen)
     if kept is not None:
-        keep(kept, chosen, "the next start measures the number of threads again")
+        write_record(kept, chosen, "the next start measures the number of threads again")
     _LOG.info(
         "threads: %d (decode, prefill: %.2f, %.2f ms with 1 thread, %.2f, %.2f ms with %d)",
         chosen, *one_ms, *all_ms, max_threads,

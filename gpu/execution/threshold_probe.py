@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ... import __version__ as corun_version
 from ...cpu_workers.affinity import limit_torch_threads
-from ...runtime.kept_records import keep, read_kept
+from ...runtime.kept_records import read_record, write_record
 from ..attention.torch_backend import TorchAttention
 from ..forward.batch import StepContext
 from ..model.attention_hook import PagedAttentionHook
@@ -60,11 +60,11 @@ def judge_thresholds(
     written, every start tests again.
     """
     path = None if directory is None else directory / f"{_digest(model, max_tokens)}.json"
-    verdict = None if path is None else read_kept(path, ThresholdVerdict)
+    verdict = None if path is None else read_record(path, ThresholdVerdict)
     if verdict is None:
         verdict = _judge(model, max_tokens)
         if path is not None:
-            keep(path, verdict, "the next start tries the model's thresholds again")
+            write_record(path, verdict, "the next start tries the model's thresholds again")
     return verdict
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ...runtime.errors import ConfigError
-from ...runtime.kept_records import keep, read_kept
+from ...runtime.kept_records import read_record, write_record
 from ..forward.kernel_threads import num_kernel_threads
 from ..kept_choices import choice_path
 from ..quiet_time import quiet_s, take_samples
@@ -69,7 +69,7 @@ def select_linear_backend(
     if len(able) == 1:
         return _chosen(able[0], "; ".join(refused))
     path = choice_path(kept, "linear", str(dtype), num_kernel_threads(), able)
-    known = None if path is None else read_kept(path, str)
+    known = None if path is None else read_record(path, str)
     if known in able:
         return _chosen(known, "; ".join(["measured at an earlier start", *refused]))
     times = _measure_ms(able, dtype)
@@ -78,7 +78,7 @@ def select_linear_backend(
         return _chosen(able[0], "; ".join([busy, *refused]))
     best = fastest(times)
     if path is not None:
-        keep(path, best, "the next start measures linear backends again")
+        write_record(path, best, "the next start measures linear backends again")
     figures = [
         f"{candidate} {' and '.join(f'{value:.3f}' for value in times[candidate])} ms"
         for candidate in able

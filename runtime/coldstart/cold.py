@@ -1,7 +1,7 @@
-"""What the planner knows of a cold request, and how long a step with a chunk of it takes. Pure.
+"""Cold requests as the planner sees them, and predicted times of steps with their chunks. Pure.
 
-All rows of a step share a forward pass, so a chunk costs what it adds to it: the base products
-are of all tokens together, and so are the products that hide the workers' deltas.
+All rows of a step share a forward pass, so a chunk costs what it adds to the pass. The base
+products of all tokens hide the workers' deltas.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True)
 class ColdPart:
-    """A cold row that is in the step already."""
+    """A cold row in a step."""
 
     num_tokens: int
     adapter: AdapterShape
@@ -32,53 +32,53 @@ class ColdPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """What a chunk shares its step with."""
+class CoScheduledRows:
+    """The rows that share a step with a chunk."""
 
-    warm: RowCosts = NO_ROWS  # rows in the same forward
-    apart_s: float = 0.0  # rows that decode in a forward of their own, before
+    warm: RowCosts = NO_ROWS  # warm rows of the same forward pass
+    separate_decode_s: float = 0.0  # time of a separate pass of decode rows, before that pass
     cold: tuple[ColdPart, ...] = ()
 
     @property
     def num_forward_tokens(self) -> int:
-        """Tokens of that forward."""
+        """Tokens of the shared forward pass."""
         num_warm_tokens = self.warm.num_prefill_tokens + self.warm.num_decodes
         return num_warm_tokens + sum(part.num_tokens for part in self.cold)
 
-    def joined_by(self, part: ColdPart) -> "Company":
-        """With one more cold row."""
+    def with_row(self, part: ColdPart) -> "CoScheduledRows":
+        """Return these rows with one more cold row."""
         return replace(self, cold=(*self.cold, part))
 
 
-NOBODY = Company()
+EMPTY = CoScheduledRows()
 
 
 @dataclass(frozen=True, slots=True)
 class ColdRequest:
-    """A request with an adapter that is not, or not wholly, on the device."""
+    """A request with an adapter that is not wholly on the device."""
 
     num_tokens: int  # known and not yet computed
     adapter: AdapterShape
-    ready_s: tuple[float, ...]  # by layer: when its layer group is there, from now; 0 = is
-    max_chunk_tokens: int  # of it that one step may compute
+    ready_s: tuple[float, ...]  # by layer: seconds until its layer group is there; 0 = is there
+    max_chunk_tokens: int  # limit of one step
     start_position: int = 0  # of the first of these tokens
-    max_assisted_tokens: int = 0  # that the workers hold of one step; 0 = there are none
-    num_workers: int = 0  # alive
-    num_running: int = 0  # other requests, which wait while it holds a step
-    company: Company = NOBODY  # of its first step
-    later_company: Company = NOBODY  # of the steps after that
-    # By layer, if its files are being read: when it will be on the host; 0 = it is.
+    max_assisted_tokens: int = 0  # limit of workers for one step; 0 = no workers
+    num_workers: int = 0  # ready workers
+    num_running: int = 0  # other running requests, which wait if it delays a step
+    co_scheduled: CoScheduledRows = EMPTY  # of its first step
+    later_co_scheduled: CoScheduledRows = EMPTY  # of the steps after that
+    # By layer, if its files are being read: seconds until it is on the host; 0 = is there.
     read_s: tuple[float, ...] | None = None
 
     @property
     def num_layers_on_host(self) -> int:
-        """Layers, from the first on, that workers can compute."""
+        """Layers on the host, from the first on, which workers can compute."""
         times_s = self.read_s or ()
         unread = (layer for layer, time_s in enumerate(times_s) if time_s > 0.0)
         return next(unread, len(self.ready_s))
 
     def after(self, time_s: float) -> "ColdRequest":
-        """The same request after so much time."""
+        """Return the request as it is ``time_s`` later."""
         if not time_s:
             return self
         read_s = None if self.read_s is None else _from(time_s, self.read_s)
@@ -86,18 +86,19 @@ class ColdRequest:
 
 
 def layer_times(
-    model: MachineModel, request: ColdRequest, num_tokens: int, company: Company
+    model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows
 ) -> LayerTimes:
-    """How long each layer of a step with one chunk takes with either way of computing its deltas.
+    """Return the time of each layer of a step with one chunk, with and without workers.
 
-    ``request.ready_s`` counts from the step's start, the times from the end of ``apart_s``.
+    ``request.ready_s`` counts from the start of the step, the times from the end of its separate
+    decode pass.
     Without workers the assisted times are infinite.
     """
-    all_tokens = num_tokens + company.num_forward_tokens
+    all_tokens = num_tokens + co_scheduled.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
     own_on_device, own_assisted = _costs(model, own), _costs(model, own, is_assisted=True)
     # Layers take as long as the one before, except at a split or where targets differ.
-    splits = {part.split_layer for part in company.cold}
+    splits = {part.split_layer for part in co_scheduled.cold}
     rank_sums: tuple[int, ...] | None = None
     assisted_s = device_s = 0.0
     assisted, device = [], []
@@ -105,48 +106,51 @@ def layer_times(
         if layer in splits or layer_sums != rank_sums:
             rank_sums = layer_sums
             with_workers = [
-                index for index, part in enumerate(company.cold) if part.split_layer > layer
+                index for index, part in enumerate(co_scheduled.cold) if part.split_layer > layer
             ]
             others = [
                 _costs(model, part, is_assisted=index in with_workers)
-                for index, part in enumerate(company.cold)
+                for index, part in enumerate(co_scheduled.cold)
             ]
             helped = [
-                (company.cold[index].num_tokens, company.cold[index].adapter.rank_sums[layer])
+                (
+                    co_scheduled.cold[index].num_tokens,
+                    co_scheduled.cold[index].adapter.rank_sums[layer],
+                )
                 for index in with_workers
             ]
             own_helped = (num_tokens, layer_sums)
-            assisted_s = _layer_s(model, company.warm.plus(*others, own_assisted))
+            assisted_s = _layer_s(model, co_scheduled.warm.plus(*others, own_assisted))
             assisted_s += _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers)
-            device_s = _layer_s(model, company.warm.plus(*others, own_on_device))
+            device_s = _layer_s(model, co_scheduled.warm.plus(*others, own_on_device))
             device_s += _exposed_s(model, helped, all_tokens, request.num_workers)
         assisted.append(assisted_s)
         device.append(device_s)
     held_s = [0.0] * model.num_layers
-    for part in company.cold:
+    for part in co_scheduled.cold:
         ready_s = part.ready_s[part.split_layer :]
         held_s[part.split_layer :] = map(max, held_s[part.split_layer :], ready_s)
     return LayerTimes(
         tuple(assisted),
         tuple(device),
-        _from(company.apart_s, request.ready_s),
-        _from(company.apart_s, held_s),
+        _from(co_scheduled.separate_decode_s, request.ready_s),
+        _from(co_scheduled.separate_decode_s, held_s),
     )
 
 
-def warm_step_s(model: MachineModel, company: Company) -> float:
-    """A step of ``company`` alone, with all adapters on the device."""
-    rows = company.warm.plus(*[_costs(model, part) for part in company.cold])
-    return model.host_step_s + company.apart_s + pass_s(model, rows)
+def warm_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
+    """Return the time of a step of ``co_scheduled`` with all adapters on the device."""
+    rows = co_scheduled.warm.plus(*[_costs(model, part) for part in co_scheduled.cold])
+    return model.host_step_s + co_scheduled.separate_decode_s + pass_s(model, rows)
 
 
 def _layer_s(model: MachineModel, rows: RowCosts) -> float:
-    """A layer's share of a step with these rows, of which one is cold."""
+    """Return the time of one layer in a step with these rows, one of which is cold."""
     return (model.host_step_s + pass_s(model, rows, may_capture=False)) / model.num_layers
 
 
 def _costs(model: MachineModel, part: ColdPart, *, is_assisted: bool = False) -> RowCosts:
-    """What a cold row brings to the device, which computes its deltas unless the workers do."""
+    """Return the costs of a cold row on the device, without deltas if workers compute them."""
     num_bytes = 0 if is_assisted else part.adapter.num_bytes
     return row_costs(model, (part.num_tokens,), (part.start_position,), (num_bytes,))
 
@@ -161,9 +165,10 @@ def _exposed_s(
     all_tokens: int,
     num_workers: int,
 ) -> float:
-    """By how much workers make one layer longer than the device's own products.
+    """Return the additional time of one layer because of workers.
 
-    It waits for what takes longer than these, and both are slower while both compute.
+    The layer waits if deltas take longer than the base products, and both are slower while both
+    compute.
 
     ``rows``: tokens of each assisted row, and its ranks by input group.
     """
@@ -190,9 +195,10 @@ def _exposed_s(
 
 
 def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[int, int]:
-    """Cores that compute a pass, and the tokens of one slice.
+    """Return the cores that compute a pass, and the tokens of one slice.
 
-    ceil(L / c) slices serve L tokens; more slices than workers queue, equally many at each.
+    L tokens take ceil(L / c) slices. If there are more slices than workers, each worker gets
+    equally many.
     """
     num_slices = -(-num_tokens // tokens_per_worker)
     num_cores = min(num_slices, num_workers)

@@ -1,7 +1,7 @@
-"""Cold starts as the scheduler asks for them: keeps decisions, plans chunk by chunk.
+"""Cold starts for the scheduler: records decisions and plans chunks.
 
-Joins the planner, which knows times, with the table of transfers, which knows what is under way.
-Pure: times come in as arguments.
+Connects the planner, which predicts times, with the table of open transfers. Pure: the current time
+is an argument.
 """
 
 from collections import Counter
@@ -15,21 +15,21 @@ from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
-from .cold import AdapterShape, ColdPart, ColdRequest, Company, warm_step_s
-from .company import company_of_decodes, company_of_step
+from .co_scheduled import co_scheduled_decodes, co_scheduled_rows
+from .cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows, warm_step_s
+from .delay_tracker import DelayTracker
 from .files import FileForecast, ready_s
 from .first_tokens import FirstTokens
 from .link import LinkForecast, by_layer
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
-from .stalls import Stalls
 from .strategy import AT_ONCE, Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
 
 
 class PlannedColdStarts:
-    """See ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
+    """Implements ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class PlannedColdStarts:
         worker_tokens: Sequence[int],
         transfers: TransferTable,
     ) -> None:
-        """Nothing has been decided yet.
+        """Start without decisions.
 
         Args:
-            planner: Chooses strategies; its model is what chunks are predicted with.
-            worker_tokens: By the number of ready workers, from 0 on: tokens of one step that their
-                rings hold.
-            transfers: What is under way, as the memory keeps it.
+            planner: Chooses strategies. Its model also predicts chunks.
+            worker_tokens: By number of ready workers, from 0 on: tokens of one step that fit their
+                rings.
+            transfers: Open transfers of the memory.
         """
         self.transfers = transfers
         self._planner = planner
@@ -52,31 +52,31 @@ class PlannedColdStarts:
         self._link = LinkForecast(planner.model.link, transfers)
         self._files = FileForecast(transfers)
         self._first_tokens = FirstTokens(transfers)
-        self._stalls = Stalls()
+        self._delays = DelayTracker()
         self._decisions: dict[RequestId, Decision] = {}
         self._blocking: set[TransferId] = set()
         self._counts: Counter[str] = Counter()
 
     @property
     def file_bytes_per_s(self) -> float:
-        """At which adapters are read from files, as far as it is known."""
+        """Estimated rate at which adapter files are read."""
         return self._files.bytes_per_s
 
-    def use(self, planner: Planner) -> None:
+    def set_planner(self, planner: Planner) -> None:
         """Use another planner from now on."""
         self._planner = planner
         self._link = LinkForecast(planner.model.link, self.transfers)
 
     def workers_changed(self, num_ready: int) -> None:
-        """So many take jobs from now on."""
+        """Set the number of workers that take jobs."""
         self._num_workers = num_ready
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """Learn how fast files are read."""
-        self._files.learn(num_bytes, duration_s)
+        """Learn from ``num_bytes`` that were read from files."""
+        self._files.record(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Decide once for a request with an adapter that is loading; then keep to it."""
+        """Whether a request with a loading adapter starts now. The first call decides."""
         load = self.transfers.load_of(request.adapter_id)
         if load is None or not may_use_workers(request):
             return False
@@ -92,93 +92,95 @@ class PlannedColdStarts:
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
-        """As many tokens as leave the step, with all that is in it, within the configured share.
+        """Return the largest chunk with which the step stays within the configured share of waits.
 
-        None while the request would only wait for its load: the next layer group, or the end of
-        the load, lets the scheduler ask again.
+        None while the request would only wait for its load. The scheduler calls again when a layer
+        group arrives or the load ends.
         """
         load = self.transfers.load_of(request.adapter_id)
         if load is None:
-            return None  # the load has failed, and the request is about to end
+            return None  # the load has failed, and the request ends soon
         if needs_whole_adapter(request):
             return None
         if load.num_on_host == 0:
-            return None  # it has no place on the device yet
+            return None  # without a read layer group it has no place on the device
         cold = self._cold_request(request, load, num_others, rows, now_s)
         chunk = self._cut(request, cold, max_tokens)
         if chunk is None:
-            self._first_tokens.declined(request.request_id)
+            self._first_tokens.skipped(request.request_id)
             return None
-        company = cold.company
+        co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
-            company = cold.later_company  # that was reckoned with
+            co_scheduled = cold.later_co_scheduled  # as predicted
         part = ColdPart(
             chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position
         )
         self._first_tokens.planned(
             request.request_id,
-            warm_step_s(self._planner.model, company.joined_by(part)),
+            warm_step_s(self._planner.model, co_scheduled.with_row(part)),
             is_last=chunk.num_tokens == request.num_pending_tokens,
         )
         return chunk
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Note how long the step takes without waits, if that teaches anything.
+        """Record the predicted time of the step without waits.
 
-        It also says by how much other rows have made the steps of cold requests longer.
+        This also shows by how much rows that joined later prolong the steps of cold requests.
         """
         step_s = 0.0
         if rows.chunks or rows.cold_chunks:
-            step_s = warm_step_s(self._planner.model, self._company(rows, None))
+            step_s = warm_step_s(self._planner.model, self._co_scheduled(rows, None))
         cold = [request.request_id for request, _ in rows.cold_chunks]
         has_others = bool(rows.decodes or rows.chunks)
         begins_s = self._planner.model.load_s * self.transfers.num_loads_to_begin
-        self._stalls.closed(
+        self._delays.closed(
             step_id, cold, step_s, now_s, has_others=has_others, begins_s=begins_s,
             is_loading=self.transfers.num_loads > 0,
         )  # fmt: skip
         self._first_tokens.step_closed(step_s)
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Compare with what was predicted."""
-        lesson = self._stalls.ended(step_id, now_s)
-        if lesson is not None:
+        """Compare the duration of the step with its prediction."""
+        observation = self._delays.ended(step_id, now_s)
+        if observation is not None:
             self._planner.observe_stall(
-                lesson.strategy, lesson.predicted_share, lesson.measured_share
+                observation.strategy, observation.predicted_share, observation.measured_share
             )
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         """Whether a blocking load is under way."""
         self._blocking = {one for one in self._blocking if one in self.transfers}
         return bool(self._blocking)
 
     def decision(self, request_id: RequestId) -> Decision | None:
-        """What was decided for a request that has not ended, if it came cold."""
+        """Return the decision for an open cold request, if any."""
         return self._decisions.get(request_id)
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """Compare with what was predicted."""
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """Compare the time of the first token with its prediction. Return how it was started."""
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
-        lesson = self._first_tokens.came(request_id, now_s)
-        if lesson is not None:
-            self._planner.observe(lesson.strategy, lesson.predicted_s, lesson.measured_s)
+        observation = self._first_tokens.on_first_token(request_id, now_s)
+        if observation is not None:
+            self._planner.observe(
+                observation.strategy, observation.predicted_s, observation.measured_s
+            )
         return ColdStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
-        """Requests that came cold, by strategy."""
+        """Return the number of cold requests by strategy."""
         return self._counts
 
-    def forget(self, request_id: RequestId) -> None:
-        """The request has ended."""
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the record of a request that has ended."""
         self._decisions.pop(request_id, None)
-        self._first_tokens.forget(request_id)
+        self._first_tokens.discard(request_id)
 
     def _decide(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> Decision:
-        """Ask the planner. It does not learn from waits for files."""
+        """Let the planner decide. It does not learn from requests that wait for files."""
         cold = self._cold_request(request, load, num_others, rows, now_s)
         decision = self._planner.decide(cold)
         if load.is_from_files:
@@ -191,7 +193,7 @@ class PlannedColdStarts:
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
-        """The next chunk; None if any would hold up the step for too long."""
+        """Return the next chunk; None if each would delay the step for too long."""
         strategy = self._strategy_of(request)
         num_tokens = min(request.num_pending_tokens, max_tokens)
         if strategy is LoadStrategy.ASSISTED:
@@ -200,11 +202,13 @@ class PlannedColdStarts:
             else:
                 strategy = LoadStrategy.PIPELINED
         while True:
-            step = plan_step(self._planner.model, cold, num_tokens, cold.company, strategy)
+            step = plan_step(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy)
             if not cold.num_running or self._planner.is_bearable(step, strategy):
-                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.company, strategy):
+                if gains_by_waiting(
+                    self._planner.model, cold, num_tokens, cold.co_scheduled, strategy
+                ):
                     return None
-                self._stalls.planned(request.request_id, strategy, step.wait_s)
+                self._delays.planned(request.request_id, strategy, step.wait_s)
                 return ColdChunk(num_tokens, step.split_layer)
             if num_tokens <= _MIN_CHUNK_TOKENS:
                 return None
@@ -218,9 +222,9 @@ class PlannedColdStarts:
     def _cold_request(
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> ColdRequest:
-        company = self._company(rows, now_s)
+        co_scheduled = self._co_scheduled(rows, now_s)
         num_workers = self._num_workers
-        num_assisted_tokens = sum(part.num_tokens for part in company.cold if part.split_layer)
+        num_assisted_tokens = sum(part.num_tokens for part in co_scheduled.cold if part.split_layer)
         max_assisted_tokens = self._worker_tokens[num_workers]
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
@@ -232,12 +236,12 @@ class PlannedColdStarts:
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
             num_workers=num_workers,
             num_running=num_others,
-            company=company,
-            later_company=company_of_decodes(self._planner.model, rows),
+            co_scheduled=co_scheduled,
+            later_co_scheduled=co_scheduled_decodes(self._planner.model, rows),
         )
 
-    def _company(self, rows: StepRows, now_s: float | None) -> Company:
-        """All rows so far; ``now_s`` None = when layers are there does not matter."""
+    def _co_scheduled(self, rows: StepRows, now_s: float | None) -> CoScheduledRows:
+        """Return all rows so far. ``now_s``: None = without arrival times of layers."""
         parts = []
         for request, chunk in rows.cold_chunks:
             load = self.transfers.load_of(request.adapter_id)
@@ -249,10 +253,10 @@ class PlannedColdStarts:
                     request.num_computed_tokens,
                 )
             )  # fmt: skip
-        return company_of_step(self._planner.model, rows, parts)
+        return co_scheduled_rows(self._planner.model, rows, parts)
 
     def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
-        """By layer: when it is on the device."""
+        """Return by layer the seconds until it is on the device."""
         by_group = self._link.ready_s(load, now_s)
         if load.is_from_files:
             link = self._planner.model.link
@@ -261,7 +265,7 @@ class PlannedColdStarts:
         return by_layer(_layers(load).group_of_layer, by_group)
 
     def _read_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...] | None:
-        """By layer: when it is on the host; None if its files need not be read."""
+        """Return by layer the seconds until it is on the host; None without files to read."""
         if not load.is_from_files:
             return None
         return by_layer(_layers(load).group_of_layer, self._files.read_s(load, now_s))

@@ -1,6 +1,6 @@
-"""When the layer groups of adapters that are read from files will be on the host. Pure.
+"""Predicts when layer groups that are read from files are on the host. Pure.
 
-The table of transfers knows which adapter is read; the rate is learned from finished reads.
+The table of transfers knows the adapter that is being read. The rate is learned from reads.
 """
 
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ from collections.abc import Sequence
 from ..memory.transfers import OpenLoad, TransferTable
 from ..scheduler.cold import FIRST_FILE_BYTES_PER_S
 
-_SMOOTHING = 0.5  # weight of the newest measurement: files are in the system's memory, or are not
+_SMOOTHING = 0.5  # weight of the newest measurement; large, as files may be in the page cache
 
 
 class FileForecast:
-    """When the layer groups of loads from files are expected on the host."""
+    """Predicts when the layer groups of loads from files are on the host."""
 
     def __init__(self, transfers: TransferTable) -> None:
         self._transfers = transfers
         self.bytes_per_s = FIRST_FILE_BYTES_PER_S
 
-    def learn(self, num_bytes: int, duration_s: float) -> None:
-        """So many bytes have been read, which took so long."""
+    def record(self, num_bytes: int, duration_s: float) -> None:
+        """Learn from a read of ``num_bytes`` bytes."""
         if num_bytes and duration_s > 0.0:
             self.bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self.bytes_per_s)
 
     def read_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
-        """By group: seconds until it is expected on the host; 0 if it is there.
+        """Return by group the predicted seconds until it is on the host; 0 if it is there.
 
-        What is late by some time is expected to take as long again: a disk that hangs must not
-        look as if it were done.
+        A group that is late by some time is expected to take as long again, so that a hanging disk
+        does not look as if it were done.
         """
         if load.is_on_host:
             return (0.0,) * len(load.part_bytes)
@@ -51,12 +51,12 @@ class FileForecast:
 def ready_s(
     on_link_s: Sequence[float], read_s: Sequence[float], copy_s: Sequence[float]
 ) -> tuple[float, ...]:
-    """By group: when it is on the device, if it must be read first and then copied.
+    """Return by group the seconds until it is on the device, if it is read first and then copied.
 
     Args:
-        on_link_s: When it would be there if all were on the host.
-        read_s: When it is on the host; 0 = it is.
-        copy_s: How long its copy takes by itself.
+        on_link_s: Seconds until it is there if all groups are on the host.
+        read_s: Seconds until it is on the host; 0 = is there.
+        copy_s: Time of its copy alone.
     """
     return tuple(
         max(link_s, host_s + own_s) if host_s else link_s

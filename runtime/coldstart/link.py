@@ -1,10 +1,10 @@
-"""When what is under way to the device will be there: the planner's view of the link. Pure.
+"""Predicts when transfers to the device arrive, with a shared link. Pure.
 
-What requests wait for shares the link fairly; prefetches move only while nothing else does. The
-parts of a transfer come in order. What has been reported overrides what was predicted.
+Transfers that requests wait for share the link equally. Prefetches progress only while there are
+none. The parts of a transfer arrive in order. Reports override predictions.
 
-Source: the loose ends of Toppings section 4.1: several loads share one link, so group times
-computed for the full rate would be too early.
+Source: Toppings section 4.1, which does not consider that several loads share a link. Times of
+layer groups at the full rate would be too early.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ..plan import TransferId
 
 
 class LinkForecast:
-    """When each part of the transfers to the device is expected."""
+    """Predicts when each part of the transfers to the device arrives."""
 
     def __init__(self, link: LinkModel, transfers: TransferTable) -> None:
         self._link = link
@@ -25,7 +25,7 @@ class LinkForecast:
         self._ready_at_s = self._predict(self._based_on.at_s)
 
     def ready_s(self, transfer: OpenTransfer, now_s: float) -> tuple[float, ...]:
-        """By part: seconds until it is expected; 0 if it is there or overdue."""
+        """Return by part the predicted seconds until it arrives; 0 if it is there or overdue."""
         change = self._transfers.last_change(Direction.TO_DEVICE)
         if change != self._based_on:
             self._based_on, self._ready_at_s = change, self._predict(change.at_s)
@@ -35,7 +35,7 @@ class LinkForecast:
         )
 
     def _predict(self, from_s: float) -> Mapping[TransferId, Sequence[float]]:
-        """Simulate the transfers from what has been reported."""
+        """Simulate the transfers from their reported progress."""
         moving = [one for one in self._transfers if one.direction is Direction.TO_DEVICE]
         lane = SharedLane(self._link.bytes_per_s)
         for one in moving:
@@ -57,11 +57,11 @@ def by_layer(group_of_layer: Sequence[int], by_group: Sequence[float]) -> tuple[
 
 
 def group_of_layers(layer_bytes: Sequence[int], min_group_bytes: int) -> tuple[int, ...]:
-    """Which layer group each layer is in: neighbours, of at least ``min_group_bytes`` together.
+    """Return the layer group of each layer: adjacent layers of at least ``min_group_bytes``.
 
-    A group pays the link's latency once, so it should not be smaller than what the link moves in
-    a few latencies; larger ones let the device wait longer for the first. The last one may be
-    smaller.
+    Each group costs the latency of the link once, so groups should not be smaller than what the
+    link copies in a few latencies. With larger groups the device waits longer for the first one.
+    The last group may be smaller.
     """
     groups = []
     group, num_bytes = 0, 0

@@ -1,9 +1,9 @@
-"""Chooses how a cold request starts, and learns from how it went. Pure: no clock, no I/O.
+"""Chooses how a cold request starts, and learns from the results. Pure: no clock, no I/O.
 
-It compares predictions, corrected by what was measured before. Workers are used only where their
-predicted gain passes a margin, and after a streak of bad predictions not at all for a while. The
-aim is bounded regret. Where the link is fast and the prompt long, plain pipelining is best; where
-other requests would be held up by the load, it is best that the cold request waits outside steps.
+The planner compares predictions, corrected by earlier measurements. Workers are used only if their
+predicted gain exceeds a margin. After a streak of bad predictions they are not used for a while.
+The aim is bounded regret. With a fast link and a long prompt, plain pipelining is best. If the load
+would delay other requests, the cold request should wait outside of steps.
 """
 
 from collections.abc import Iterable
@@ -14,43 +14,43 @@ from .cold import ColdRequest
 from .predict import PlannedStep, predict
 from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
-_MAX_EXCESS = 5.0  # times the bearable share, of one step's wait beyond its prediction
-_FADING = 0.95  # per decision for another way, or for one that is held back
-_MAX_RATIO = 2.5  # that one first token counts as: what else held it up is no lesson
+_MAX_EXCESS = 5.0  # limit of one step's excess wait, over the bearable share
+_FADING = 0.95  # of bad results, per decision that does not use the strategy
+_MAX_RATIO = 2.5  # cap of the ratio of one first token: longer delays have other causes
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
-    """How bold the planner is."""
+    """Configuration of the planner."""
 
     forced: LoadStrategy | None = None
-    margin: float = 0.05  # gain, as a share of the alternative's time, that pays for workers
-    # Of a step's time without waits, by which its cold rows together may hold it up.
+    margin: float = 0.05  # smallest gain of workers, as a share of the alternative's time
+    # Limit of the delay of a step by its cold rows, as a share of its time without waits.
     max_stall_share: float = 0.05
     smoothing: float = 0.2  # weight of the newest measurement in the running ratio
-    bad_ratio: float = 1.25  # measured over predicted, from which an assisted start was bad
-    streak_limit: int = 3  # bad ones in a row until workers are left alone
-    penalty_decisions: int = 20  # for so many decisions
+    bad_ratio: float = 1.25  # measured over predicted time of a bad assisted start
+    streak_limit: int = 3  # bad starts in a row, after which workers are not used
+    penalty_decisions: int = 20  # decisions without workers
 
 
 @dataclass(slots=True)
 class _Record:
-    """What was measured of one strategy."""
+    """Measurements of one strategy."""
 
     ratio: float = 1.0  # measured over predicted time of first tokens
     num_observed: int = 0
-    # By how much steps have waited longer than predicted, as a share of them without waits: waits
-    # that are predicted are often none, so that a ratio would say nothing.
+    # Wait beyond the prediction, as a share of the step without waits. Predicted waits are often 0,
+    # so a ratio of waits would be useless.
     excess_share: float = 0.0
-    # Since the last decision: a step that is bearable as predicted was not as corrected. So the
-    # strategy was not used, although it was chosen.
+    # Whether, since the last decision, a step was bearable as predicted but not as corrected. Then
+    # the strategy was chosen, but not used.
     is_held_back: bool = False
 
 
 @dataclass(slots=True)
 class Planner:
-    """See the module. Not thread-safe."""
+    """Chooses strategies; see the module. Not thread-safe."""
 
     model: MachineModel
     config: PlannerConfig = field(default_factory=PlannerConfig)
@@ -78,7 +78,7 @@ class Planner:
         return Decision(best.strategy, f"{why}{note}", ordered)
 
     def predict(self, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
-        """The model's prediction, corrected by what was measured of this strategy."""
+        """Return the model's prediction, corrected by measurements of this strategy."""
         raw = predict(self.model, request, strategy)
         ratio = self._records[strategy].ratio
         return replace(
@@ -91,7 +91,7 @@ class Planner:
         )
 
     def is_bearable(self, step: PlannedStep, strategy: LoadStrategy) -> bool:
-        """Whether all rows of ``step`` are held up by no more than the configured share."""
+        """Whether the rows of ``step`` are delayed by at most the configured share."""
         limit_s = self.config.max_stall_share * step.warm_s
         if self._corrected_s(step.wait_s, step.warm_s, strategy) <= limit_s:
             return True
@@ -100,7 +100,7 @@ class Planner:
         return False
 
     def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
-        """Learn how long a first token took; ``predicted_s`` is the corrected prediction."""
+        """Learn from a first token. ``predicted_s``: the corrected prediction."""
         if predicted_s <= 0.0:
             return
         record = self._records[strategy]
@@ -115,10 +115,10 @@ class Planner:
     def observe_stall(
         self, strategy: LoadStrategy, predicted_share: float, measured_share: float
     ) -> None:
-        """Learn how long a step with other rows waited; the prediction is not corrected.
+        """Learn from the wait of a step with other rows. ``predicted_share``: not corrected.
 
-        Shares are of the step without waits. An excess counts up to a limit: a longer wait has
-        another cause.
+        Shares are of the step without waits. An excess counts up to a limit, because longer waits
+        have other causes.
         """
         limit = _MAX_EXCESS * self.config.max_stall_share
         excess = min(limit, max(-limit, measured_share - predicted_share))
@@ -127,7 +127,7 @@ class Planner:
         record.is_held_back = False
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
-        """A stall of steps of ``warm_s`` without it, corrected if the request starts at once."""
+        """Return a corrected stall, if the strategy starts at once. ``warm_s``: without stalls."""
         if strategy not in AT_ONCE:
             return stall_s
         return max(0.0, stall_s + self._records[strategy].excess_share * warm_s)
@@ -142,9 +142,9 @@ class Planner:
             self._num_penalty_decisions = self.config.penalty_decisions
 
     def _fade(self, chosen: LoadStrategy) -> None:
-        """Slowly forget bad results of other strategies: one that is not used teaches nothing new.
+        """Reduce bad results of unused strategies, which would otherwise never be tried again.
 
-        A strategy that is chosen and held back is not used either.
+        A strategy that is chosen and held back counts as unused.
         """
         for strategy, record in self._records.items():
             is_taken = strategy is chosen
@@ -159,19 +159,19 @@ class Planner:
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), "; no worker is free"
         if self._num_penalty_decisions:
             self._num_penalty_decisions -= 1
-            note = "; workers are left alone after a streak of late first tokens"
+            note = "; workers are not used after a streak of late first tokens"
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), note
         return _COMPARED, ""
 
     def _is_bearable(self, request: ColdRequest, prediction: Prediction) -> bool:
-        """Whether running requests are held up by no more than the configured share."""
+        """Whether running requests are delayed by at most the configured share."""
         own_s = max(prediction.first_token_s - prediction.stall_s, 1e-9)
         return prediction.stall_s <= self.config.max_stall_share * own_s
 
     def _with_margin(
         self, best: Prediction, predictions: Iterable[Prediction], request: ColdRequest
     ) -> tuple[Prediction, str]:
-        """Take workers only for a gain; say in words what decided."""
+        """Return the best prediction, with workers only for a sufficient gain, and the reason."""
         others = [p for p in predictions if p.strategy is not LoadStrategy.ASSISTED]
         if best.strategy is not LoadStrategy.ASSISTED or not others:
             return best, _describe(best)
@@ -183,7 +183,7 @@ class Planner:
 
 
 def _cost_s(prediction: Prediction, request: ColdRequest) -> float:
-    """Seconds that people wait: this request's first token, and the running requests' stall."""
+    """Return the total delay: time of this first token, and stalls of all running requests."""
     return prediction.first_token_s + prediction.stall_s * request.num_running
 
 

@@ -1,7 +1,7 @@
-"""Which layers of a cold chunk the workers compute: one pure function for all callers.
+"""Chooses the split of a cold chunk: the layers for which workers compute the deltas. Pure.
 
-The planner predicts with it, the executor gets its result in the plan, and the simulator runs it:
-because the host runs ahead of the device, the split cannot be found out while the step runs.
+The planner predicts with it, the plan contains its result, and the simulator runs it. The host runs
+ahead of the device, so the split cannot be decided while the step runs.
 
 Source: Toppings, section 4.1 (the switch from CPU to GPU in mid-prefill), with the switching layer
 planned instead of polled.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 class LayerTimes:
     """Seconds of one chunk, by layer."""
 
-    assisted_s: tuple[float, ...]  # with the delta from the workers, exposed waiting included
-    device_s: tuple[float, ...]  # with the delta from the device, once the layer group is there
-    ready_s: tuple[float, ...]  # when the layer's group is there, from the chunk's start; 0 = is
-    # Until when other rows of the step hold the layer, wherever this row's deltas are computed.
+    assisted_s: tuple[float, ...]  # with deltas from workers, including exposed waits
+    device_s: tuple[float, ...]  # with deltas from the device, once the layer group is there
+    ready_s: tuple[float, ...]  # from the chunk's start until the layer group is there; 0 = is
+    # From the chunk's start until other rows of the step no longer hold the layer.
     held_s: tuple[float, ...]
 
     @property
@@ -28,19 +28,19 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Layers below ``layer`` are the workers', the others the device's."""
+    """Workers compute layers below ``layer``, the device the others."""
 
     layer: int
     end_s: float  # when the chunk's last layer is done
 
 
 def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
-    """The split that ends first; among equals the one with the fewest layers for the workers.
+    """Return the split that ends first; among equals the one with fewest layers for workers.
 
-    ``max_layer``: the highest split, if the workers have no matrices from there on.
+    ``max_layer``: the highest possible split, if the host has no matrices from that layer on.
 
-    O(layers). A chunk that starts at 0 and splits at S computes layers below S one after the
-    other, and each layer from S on no sooner than its group is there; no layer before its time.
+    O(layers). A chunk with a split at S computes its layers in order, and each layer from S on not
+    before its group is there. No layer starts before other rows release it.
     """
     ends_s = _ends_s(times)
     highest = times.num_layers if max_layer is None else min(max_layer, times.num_layers)
@@ -49,12 +49,12 @@ def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
 
 
 def end_of(times: LayerTimes, split_layer: int) -> float:
-    """When a chunk that splits at ``split_layer`` is done, in seconds from its start."""
+    """Return the duration in seconds of a chunk with a split at ``split_layer``."""
     return _ends_s(times)[split_layer]
 
 
 def _ends_s(times: LayerTimes) -> list[float]:
-    """By the layer of the split."""
+    """Return the end of the chunk for each split."""
     num_layers = times.num_layers
     before_s = 0.0
     assisted_before = [before_s]
@@ -63,7 +63,7 @@ def _ends_s(times: LayerTimes) -> list[float]:
         assisted_before.append(before_s)
     ends_s = [before_s] * (num_layers + 1)
     behind_s = 0.0  # device time of layers from S on
-    held_until_s = 0.0  # what their groups' arrival leaves possible at best
+    held_until_s = 0.0  # earliest end, by arrival of their groups
     for layer in range(num_layers - 1, -1, -1):
         behind_s += times.device_s[layer]
         ready_s = max(times.ready_s[layer], times.held_s[layer])

@@ -1,19 +1,19 @@
-"""How a request can be started when its adapter is not on the device. Plain data."""
+"""Strategies for requests with an adapter that is not on the device. Plain data."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class LoadStrategy(StrEnum):
-    """What happens between the arrival of a cold request and its first token."""
+    """How a cold request is served until its first token."""
 
-    BLOCKING = "blocking"  # all requests wait for the adapter; a baseline, by name only
-    ASYNC_LOAD = "async_load"  # the others go on, the request waits for its adapter
-    PIPELINED = "pipelined"  # starts at once, each layer waits for its own layer group
-    ASSISTED = "assisted"  # starts at once, the first layers' deltas come from CPU workers
+    BLOCKING = "blocking"  # all requests wait for the adapter; a baseline, only by --load-strategy
+    ASYNC_LOAD = "async_load"  # only the request waits for the adapter
+    PIPELINED = "pipelined"  # starts at once; each layer waits for its layer group
+    ASSISTED = "assisted"  # starts at once; CPU workers compute deltas of the first layers
 
 
-AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # the load need not have ended
+AT_ONCE = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED)  # before the load has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Prediction:
     strategy: LoadStrategy
     first_token_s: float
     second_token_s: float
-    stall_s: float  # by which each running request is held up beyond a warm prefill
+    stall_s: float  # delay of each running request beyond a warm prefill
     split_layer: int  # of the first chunk; layers below it are computed by workers
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice, and why."""
+    """A chosen strategy, and the reason."""
 
     strategy: LoadStrategy
     reason: str

@@ -142,8 +142,8 @@ class ServeConfig:
         30.0,
         above=0,
         maximum=86400,
-        help="Maximum seconds in which a client must read as much when its answers pause; then "
-        "its connection is closed and its requests end.",
+        help="While answers pause, the client must read --max-unsent-kib within this many seconds; "
+        "otherwise its connection is closed and its requests end.",
     )
     sse_keep_alive_s: float = option(
         15.0,

@@ -373,7 +373,7 @@ class AdapterManager:
         self._maybe_unused.clear()
         for digest in sorted(unused):
             assert self._device is not None
-            self._device.forget_content(digest)
+            self._device.drop_content(digest)
             self._host.remove_content(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:

@@ -61,6 +61,6 @@ class AdapterResidency(Protocol):
         """It is there, with this content, or is not."""
         ...
 
-    def forget_content(self, digest: str) -> None:
+    def drop_content(self, digest: str) -> None:
         """Remove a content that no version has any more."""
         ...

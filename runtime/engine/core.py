@@ -214,9 +214,9 @@ class EngineCore:
         self._scheduler.memory.registrations.end(place_id, digest)
         self._has_changes = True
 
-    def forget_content(self, digest: str) -> None:
+    def drop_content(self, digest: str) -> None:
         """Remove a content that no version has any more."""
-        self._scheduler.memory.forget_content(digest)
+        self._scheduler.memory.drop_content(digest)
         self._has_changes = True
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
@@ -362,7 +362,7 @@ class EngineCore:
 
     def _report_gone(self) -> None:
         """Report dropped adapter versions that have left the device."""
-        for adapter_id in self._scheduler.memory.take_gone():
+        for adapter_id in self._scheduler.memory.take_removed():
             if self._on_adapter_gone is not None:
                 self._on_adapter_gone(adapter_id)
 

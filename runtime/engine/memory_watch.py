@@ -88,5 +88,5 @@ def watch_memory(
 ) -> Callable[[], None]:
     """Evict idle items while memory is short; returns a function that ends this."""
     watch = MemoryWatch(notify, cpus)
-    relief.follow(watch.take, watch.relieved)
+    relief.watch(watch.take, watch.relieved)
     return watch.close

@@ -1,7 +1,7 @@
-"""Which adapters are on the device, in bytes. Loading and unloading is done by the caller.
+"""States, references and bytes of the adapters on the device.
 
-Owns the states and the account of device copies. It knows nothing of files, tensors or transfers:
-the caller turns its decisions into transfer commands and reports their completion.
+It knows no files, tensors or transfers: the caller turns its decisions into transfers and reports
+when they end.
 """
 
 import enum
@@ -20,22 +20,22 @@ ADAPTER_OWNER = "adapters"
 
 
 class AdapterState(enum.Enum):
-    """Where the device copy of an adapter stands."""
+    """State of the device copy of an adapter."""
 
     ABSENT = "absent"
-    LOADING = "loading"  # its bytes are taken, its tensors not there yet
+    LOADING = "loading"  # its bytes are allocated, its tensors not there yet
     RESIDENT = "resident"
 
 
 @dataclass(slots=True, eq=False)
 class DeviceCopy:
-    """A device copy of an adapter version; the same one each time that it comes."""
+    """The device copy of an adapter version. A version that is loaded again has the same object."""
 
     adapter_id: AdapterId
     num_bytes: int
     state: AdapterState
-    num_references: int = 0  # running requests, and ended ones that a step in flight refers to
-    has_failed: bool = False  # its load; the entry goes with the last reference
+    num_references: int = 0  # running requests, and ended ones that a step in flight uses
+    has_failed: bool = False  # its load; the entry is removed with the last reference
 
     @property
     def is_adapter(self) -> bool:
@@ -43,28 +43,28 @@ class DeviceCopy:
 
 
 class AdapterCache:
-    """States and reference counts of the adapters on the device. A policy ranks the idle ones.
+    """Adapters on the device, their states and reference counts. A policy ranks the idle ones.
 
-    Adapters with references are never victims; one that is loading has them if requests started
-    without waiting for it. Those that waiting requests name are victims only
-    if the caller says so. The base model counts as a resident adapter of zero bytes.
+    Adapters with references are never victims. A loading adapter has references if requests started
+    without waiting for it. Adapters that waiting requests name are victims only if the caller
+    allows it. The base model counts as a resident adapter of zero bytes.
     """
 
     def __init__(
         self, budget: MemoryBudget, slab: AdapterSlab | None = None,
         policy: RankingPolicy | None = None,
     ) -> None:  # fmt: skip
-        """Nothing is on the device yet.
+        """Start without adapters.
 
         Args:
             budget: Shared with the KV pool.
-            slab: Memory that KV blocks cannot have.
-            policy: Least recently used, unless another is given.
+            slab: Memory for adapters only; None = adapters share memory with KV blocks.
+            policy: Ranks idle adapters; None = least recently used first.
         """
         self._budget = budget
         self.slab = slab
         self.policy: RankingPolicy = LruPolicy() if policy is None else policy
-        # Of versions that are not on the device, too: policies may remember those that have left.
+        # Also of versions that have left the device: policies may remember them.
         self._copies: dict[AdapterId, DeviceCopy] = {}
         self._entries = {
             BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)
@@ -78,15 +78,15 @@ class AdapterCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of device copies in any state."""
-        return self._budget.reserved_bytes(ADAPTER_OWNER)
+        return self._budget.allocated_bytes(ADAPTER_OWNER)
 
     def state(self, adapter_id: AdapterId) -> AdapterState:
-        """Where the device copy of ``adapter_id`` stands."""
+        """Return the state of the device copy of ``adapter_id``."""
         entry = self._entries.get(adapter_id)
         return AdapterState.ABSENT if entry is None else entry.state
 
     def resident_ids(self) -> tuple[AdapterId, ...]:
-        """Adapters that rows may use now, the base model excepted."""
+        """Return the adapters that rows may use now, without the base model."""
         return tuple(
             adapter_id
             for adapter_id, entry in self._entries.items()
@@ -94,7 +94,7 @@ class AdapterCache:
         )
 
     def referenced_ids(self) -> tuple[AdapterId, ...]:
-        """Adapters that running requests use, the base model excepted."""
+        """Return the adapters that running requests use, without the base model."""
         return tuple(
             adapter_id
             for adapter_id, entry in self._entries.items()
@@ -102,56 +102,56 @@ class AdapterCache:
         )
 
     def waiting_ids(self) -> tuple[AdapterId, ...]:
-        """Adapters that waiting requests name, the base model excepted."""
+        """Return the adapters that waiting requests name, without the base model."""
         return tuple(adapter_id for adapter_id in self._num_waiting if adapter_id != BASE_ADAPTER)
 
     def unwanted_ids(self) -> tuple[AdapterId, ...]:
-        """Idle adapters that are to leave the device at once: none where they are kept."""
+        """Return the idle adapters to evict at once: none if the policy keeps idle adapters."""
         if self.policy.rules.keeps_idle_adapters:
             return ()
         return tuple(self._ranked(include_waiting=False))
 
-    def may_go(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Whether an idle adapter may make room for others."""
+    def is_evictable(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Whether an idle adapter may be evicted."""
         assert isinstance(item, DeviceCopy)
         is_wanted = item.adapter_id in self._num_waiting and not include_waiting
         return item.adapter_id != keep and not is_wanted
 
     def evictable_bytes(self, *, include_waiting: bool, keep: AdapterId) -> int:
-        """What all idle adapters together take that may make room for others."""
+        """Return the bytes of all idle adapters that may be evicted."""
         spared = {keep} if include_waiting else {keep, *self._num_waiting}
         return self._idle_bytes - sum(map(self.idle_bytes, spared))
 
     def has_failed(self, adapter_id: AdapterId) -> bool:
-        """Whether its load has failed, and requests still refer to it."""
+        """Whether the load of an adapter has failed, and requests still refer to it."""
         entry = self._entries.get(adapter_id)
         return entry is not None and entry.has_failed
 
     def num_references(self, adapter_id: AdapterId) -> int:
-        """Requests that hold it, those that have ended while a step is in flight included."""
+        """Return the requests that hold an adapter, including ended ones with a step in flight."""
         entry = self._entries.get(adapter_id)
         return 0 if entry is None else entry.num_references
 
     def num_waiting(self, adapter_id: AdapterId) -> int:
-        """Waiting requests that name it."""
+        """Return the number of waiting requests that name an adapter."""
         return self._num_waiting.get(adapter_id, 0)
 
     def is_idle(self, adapter_id: AdapterId) -> bool:
-        """Whether it is resident and nothing refers to it."""
+        """Whether an adapter is resident, not pinned, and nothing refers to it."""
         return adapter_id in self._idle
 
     def idle_bytes(self, adapter_id: AdapterId) -> int:
-        """What an adapter takes that nothing refers to; 0 if it is not idle."""
+        """Return the bytes of an idle adapter; 0 if it is not idle."""
         entry = self._idle.get(adapter_id)
         return 0 if entry is None else entry.num_bytes
 
     def add_waiting(self, adapter_id: AdapterId) -> None:
-        """Note that one more waiting request names this adapter."""
+        """Count a waiting request that names this adapter."""
         self.log.changed.add(adapter_id)
         self._num_waiting[adapter_id] = self._num_waiting.get(adapter_id, 0) + 1
 
     def remove_waiting(self, adapter_id: AdapterId) -> None:
-        """Note that one waiting request fewer names this adapter."""
+        """Remove a waiting request that named this adapter."""
         self.log.changed.add(adapter_id)
         num_waiting = self._num_waiting[adapter_id] - 1
         if num_waiting:
@@ -160,7 +160,7 @@ class AdapterCache:
             del self._num_waiting[adapter_id]
 
     def acquire(self, adapter_id: AdapterId, now_s: float = 0.0) -> None:
-        """Hold a resident or loading adapter for one running request, which begins now."""
+        """Hold a resident or loading adapter for a request that begins to run."""
         entry = self._entries[adapter_id]
         assert not entry.has_failed, (adapter_id, entry)
         entry.num_references += 1
@@ -170,7 +170,7 @@ class AdapterCache:
         self.log.used(adapter_id, now_s)
 
     def release(self, adapter_id: AdapterId) -> None:
-        """End one hold; the last one makes the adapter the most recently used idle one."""
+        """End one hold. Without holds the adapter is idle, or removed if its load has failed."""
         entry = self._entries[adapter_id]
         assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
         entry.num_references -= 1
@@ -180,10 +180,10 @@ class AdapterCache:
         if entry.has_failed:
             self._drop(adapter_id, entry)
         elif entry.state is AdapterState.RESIDENT:
-            self._rest(entry)
+            self._make_idle(entry)
 
     def pin(self, adapter_id: AdapterId) -> None:
-        """It is never a victim from now on, whether or not it is on the device by now."""
+        """Exclude an adapter from eviction. It need not be on the device."""
         self._pinned.add(adapter_id)
         self.log.changed.add(adapter_id)
         entry = self._idle.get(adapter_id)
@@ -191,21 +191,21 @@ class AdapterCache:
             self._withdraw(entry)
 
     def unpin(self, adapter_id: AdapterId) -> None:
-        """It may go again. No error if it was not pinned."""
+        """Allow evictions of an adapter again. No error if it was not pinned."""
         if adapter_id not in self._pinned:
             return
         self._pinned.remove(adapter_id)
         self.log.changed.add(adapter_id)
         entry = self._entries.get(adapter_id)
         if entry is not None and entry.state is AdapterState.RESIDENT and not entry.num_references:
-            self._rest(entry)
+            self._make_idle(entry)
 
     def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
-        """Take the bytes of an absent adapter if they are free; say whether they were."""
+        """Allocate the bytes of an absent adapter if they are free. Return whether they were."""
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
         if self.slab is not None and not self.slab.fits(num_bytes):
             return False
-        if not self._budget.reserve(ADAPTER_OWNER, num_bytes):
+        if not self._budget.allocate(ADAPTER_OWNER, num_bytes):
             return False
         if self.slab is not None:
             self.slab.take(adapter_id, num_bytes)
@@ -220,15 +220,15 @@ class AdapterCache:
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
-        """The tensors are there."""
+        """Make a loading adapter resident."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
         self.log.changed.add(adapter_id)
         if entry.num_references == 0:
-            self._rest(entry)
+            self._make_idle(entry)
 
     def fail_load(self, adapter_id: AdapterId) -> None:
-        """The load failed; its bytes are free as soon as no step in flight refers to them."""
+        """Remove a loading adapter, or mark it as failed until its last reference ends."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
         self.log.changed.add(adapter_id)
         if entry.num_references:
@@ -239,10 +239,10 @@ class AdapterCache:
     def victims(
         self, num_bytes: int, *, include_waiting: bool, keep: AdapterId = BASE_ADAPTER
     ) -> tuple[AdapterId, ...]:
-        """Rank, without evicting, idle adapters that together hold at least ``num_bytes``.
+        """Return idle adapters with at least ``num_bytes`` together, in order of eviction.
 
-        The worst first; those that waiting requests name come last, and only with
-        ``include_waiting``; ``keep`` is spared. Empty if all of them together are too small.
+        Adapters that waiting requests name come last, and only with ``include_waiting``. ``keep``
+        is left out. Empty if all of them together are too small.
         """
         chosen: list[AdapterId] = []
         freed_bytes = 0
@@ -257,26 +257,26 @@ class AdapterCache:
     def slab_victims(
         self, num_bytes: int, *, include_waiting: bool, keep: AdapterId
     ) -> tuple[AdapterId, ...] | None:
-        """``victims`` that leave a range of ``num_bytes`` in the slab; None if none do.
+        """Return ``victims`` that free a range of ``num_bytes`` in the slab; None if impossible.
 
-        Empty if there is such a range.
+        Empty if there is such a range already.
         """
         assert self.slab is not None
         ranked = (one for one in self._ranked(include_waiting=include_waiting) if one != keep)
         return self.slab.victims(num_bytes, ranked)
 
     def evict(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
-        """Give up an idle adapter: its bytes are free."""
+        """Evict an idle adapter, and free its bytes."""
         entry = self._idle[adapter_id]
         self._withdraw(entry)
         self.log.evicted(adapter_id, reason)
         self._drop(adapter_id, entry)
 
-    def forget(self, adapter_id: AdapterId) -> None:
-        """A version that is not on the device, nor pinned, will not come again."""
+    def discard(self, adapter_id: AdapterId) -> None:
+        """Drop the record of a dropped version, which must not be on the device."""
         assert adapter_id not in self._entries, adapter_id
         self._copies.pop(adapter_id, None)
-        self.log.forget(adapter_id)
+        self.log.discard(adapter_id)
 
     def check_invariants(self) -> None:
         """Assert that states, reference counts and bytes agree."""
@@ -297,7 +297,7 @@ class AdapterCache:
         assert self._idle_bytes == sum(entry.num_bytes for entry in self._idle.values())
 
     def _ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
-        """Yield idle adapters, those to evict first in front."""
+        """Yield idle adapters in order of eviction."""
         waiting = []
         for item in self.policy.victims(is_adapter=True):
             assert isinstance(item, DeviceCopy)
@@ -308,8 +308,8 @@ class AdapterCache:
         if include_waiting:
             yield from waiting
 
-    def _rest(self, entry: DeviceCopy) -> None:
-        """Nothing refers to a resident adapter any more: it can be evicted, unless it is pinned."""
+    def _make_idle(self, entry: DeviceCopy) -> None:
+        """Make a resident adapter without references evictable, unless it is pinned."""
         if entry.adapter_id in self._pinned:
             return
         self._idle[entry.adapter_id] = entry
@@ -324,18 +324,18 @@ class AdapterCache:
         self.policy.withdraw(entry)
 
     def _mark_evictable(self, num_bytes: int) -> None:
-        if self.slab is None:  # else KV blocks cannot have them
+        if self.slab is None:  # else blocks cannot use them
             self._budget.mark_evictable(num_bytes)
 
     def _expect(self, adapter_id: AdapterId, state: AdapterState) -> DeviceCopy:
-        """Return the entry, which must be in ``state``."""
+        """Return the entry of an adapter, which must be in ``state``."""
         entry = self._entries[adapter_id]
         assert entry.state is state, (adapter_id, entry.state, state)
         return entry
 
     def _drop(self, adapter_id: AdapterId, entry: DeviceCopy) -> None:
-        """It leaves the device, and its bytes are free."""
-        self.policy.forget(entry)
+        """Remove an adapter from the device, and free its bytes."""
+        self.policy.remove(entry)
         entry.state, entry.has_failed = AdapterState.ABSENT, False
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)

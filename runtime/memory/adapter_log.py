@@ -1,4 +1,4 @@
-"""Uses, loads and evictions of adapters so far, by version. Pure."""
+"""Records of uses, loads and evictions of adapters, by version. Pure."""
 
 import enum
 from collections import Counter
@@ -9,18 +9,18 @@ from .transfers import OpenLoad
 
 
 class EvictionReason(enum.StrEnum):
-    """Why an adapter left a level of memory."""
+    """Why an adapter was evicted from a level of memory."""
 
     KV = "kv"  # room for KV
     ADAPTER = "adapter"  # room for another adapter
     UNUSED = "unused"  # the policy keeps no unused adapters
-    ASKED = "asked"  # by the program that the engine is in
-    MACHINE = "machine"  # the machine runs short of memory
-    DROPPED = "dropped"  # no request can name it any more
+    ASKED = "asked"  # by a call to the engine
+    MACHINE = "machine"  # the machine is short of memory
+    DROPPED = "dropped"  # no later request can name it
 
 
 class Transition(enum.StrEnum):
-    """From one level of memory to the next."""
+    """A load from one level of memory to the next."""
 
     DISK_TO_HOST = "disk_to_host"
     HOST_TO_DEVICE = "host_to_device"
@@ -28,13 +28,13 @@ class Transition(enum.StrEnum):
 
 @dataclass(slots=True)
 class LoadTotals:
-    """Loads that have ended well."""
+    """Totals of successful loads."""
 
     num_loads: int = 0
     duration_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Count one in."""
+        """Count one load."""
         self.num_loads += 1
         self.duration_s += duration_s
 
@@ -45,7 +45,7 @@ def _no_loads() -> dict[Transition, LoadTotals]:
 
 @dataclass(slots=True)
 class AdapterRecord:
-    """Of one version."""
+    """Record of one version."""
 
     num_uses: int = 0  # requests that have begun to run with it
     last_use_s: float | None = None
@@ -54,7 +54,7 @@ class AdapterRecord:
 
 
 class AdapterLog:
-    """Records by version, and the totals of all, those that have gone included."""
+    """Records by version, and totals of all versions, including removed ones."""
 
     def __init__(self) -> None:
         self.changed: set[AdapterId] = set()  # until they are taken
@@ -63,18 +63,18 @@ class AdapterLog:
         self._records: dict[AdapterId, AdapterRecord] = {}
 
     def record(self, adapter_id: AdapterId) -> AdapterRecord:
-        """The record of a version; an empty one if nothing was recorded."""
+        """Return the record of a version; an empty one if there is none."""
         return self._records.get(adapter_id) or AdapterRecord()
 
     def used(self, adapter_id: AdapterId, now_s: float) -> None:
-        """A request begins to run with it."""
+        """Record that a request begins to run with an adapter."""
         record = self._records.setdefault(adapter_id, AdapterRecord())
         record.num_uses += 1
         record.last_use_s = now_s
         self.changed.add(adapter_id)
 
     def loaded(self, load: OpenLoad, now_s: float) -> None:
-        """A load has ended well. Layers are read while others are copied, so the times overlap."""
+        """Record a successful load. Reading and copying overlap, and so do their times."""
         adapter_id = load.command.adapter_id
         record = self._records.setdefault(adapter_id, AdapterRecord())
         for loads in (record.loads, self.loads):
@@ -83,12 +83,12 @@ class AdapterLog:
                 loads[Transition.DISK_TO_HOST].add(load.read_s)
 
     def evicted(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
-        """It leaves the device."""
+        """Record an eviction from the device."""
         self._records.setdefault(adapter_id, AdapterRecord()).evictions[reason] += 1
         self.evictions[reason] += 1
         self.changed.add(adapter_id)
 
-    def forget(self, adapter_id: AdapterId) -> None:
-        """The version has gone for good."""
+    def discard(self, adapter_id: AdapterId) -> None:
+        """Drop the record of a dropped version."""
         self._records.pop(adapter_id, None)
         self.changed.add(adapter_id)

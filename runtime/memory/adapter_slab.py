@@ -1,7 +1,7 @@
-"""Where adapters lie, if the device has memory for them alone: one range each.
+"""Places of adapters in device memory that is for adapters only: one range each.
 
-The account says where, so that a load finds room whenever the account says so: ranges of all sizes
-come and go, and what is free in sum may be in pieces. Offsets only; the memory is the device's.
+A load that gets a place here is sure to fit, even if free memory is fragmented. Offsets only; the
+executor owns the memory.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ...shm.arena_ranges import RangeAllocator
 from ..plan import AdapterId
 
-_GRANULE_BYTES = 64  # what sizes on the device are multiples of
+_GRANULE_BYTES = 64  # sizes on the device are multiples of this
 
 
 class AdapterSlab:
@@ -22,40 +22,40 @@ class AdapterSlab:
 
     @property
     def capacity_bytes(self) -> int:
-        """What all adapters together may take."""
+        """Limit of all adapters together."""
         return self._ranges.capacity_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """What they take now."""
+        """Bytes of all ranges in use."""
         return self._ranges.capacity_bytes - self._ranges.free_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether ``take`` would find room now."""
+        """Whether ``take`` finds room now."""
         return self._ranges.largest_free_bytes >= room_bytes(num_bytes)
 
     def take(self, adapter_id: AdapterId, num_bytes: int) -> None:
-        """Give an adapter a range of ``room_bytes``, which must fit."""
+        """Assign a range of ``room_bytes`` to an adapter. It must fit."""
         assert adapter_id not in self._places, adapter_id
         start = self._ranges.allocate(num_bytes)
         assert start is not None, (adapter_id, num_bytes)
         self._places[adapter_id] = start, num_bytes
 
     def offset_bytes(self, adapter_id: AdapterId) -> int:
-        """Where the range of an adapter begins."""
+        """Return the start of an adapter's range."""
         return self._places[adapter_id][0]
 
     def free(self, adapter_id: AdapterId) -> None:
-        """Take an adapter's range back."""
+        """Free the range of an adapter."""
         self._ranges.free(*self._places.pop(adapter_id))
 
     def victims(self, num_bytes: int, ranked: Iterable[AdapterId]) -> tuple[AdapterId, ...] | None:
-        """Choose adapters to evict so that ``num_bytes`` fit; None if that is not enough.
+        """Choose adapters to evict so that ``num_bytes`` fit; None if that is impossible.
 
         Args:
-            num_bytes: Of the adapter to come.
-            ranked: Adapters that may go, those to go first in front. No more of them go than lie
-                where the newcomer would.
+            num_bytes: Of the new adapter.
+            ranked: Adapters that may be evicted, in order. Only those that overlap the new
+                adapter's range are chosen.
         """
         size = room_bytes(num_bytes)
         ranges = self._ranges.copy()
@@ -71,7 +71,7 @@ class AdapterSlab:
         return tuple(one for one in freed if self._overlaps(one, start, start + size))
 
     def check_invariants(self) -> None:
-        """Assert that the ranges are apart and that all bytes are somewhere."""
+        """Assert that ranges do not overlap, and that all bytes are counted."""
         self._ranges.check_invariants()
         ends = 0
         for start, size in sorted(self._places.values()):
@@ -86,5 +86,5 @@ class AdapterSlab:
 
 
 def room_bytes(num_bytes: int) -> int:
-    """What an adapter of ``num_bytes`` takes of a slab."""
+    """Return the bytes that an adapter of ``num_bytes`` takes in a slab."""
     return -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES

@@ -1,92 +1,92 @@
-"""The one memory budget that KV blocks and adapters share, in bytes.
+"""The memory budget that KV blocks and adapters share, in bytes.
 
-Owns the account and nothing else: it knows no addresses, no devices and no victims.
+It only counts: it knows no addresses, devices or victims.
 """
 
 
 class MemoryBudget:
-    """Bytes taken by named owners; their sum never exceeds the capacity.
+    """Bytes allocated by named owners. Their sum never exceeds the capacity.
 
-    Bytes can be promised, too: to growth that is expected, and that must find them. A promise takes
-    nothing yet, but no other owner gets what it needs. What is evictable may back it:
-    ``promised <= free + evictable`` always holds.
+    Bytes can also be reserved for the expected growth of running requests. A reservation allocates
+    nothing, but no other owner gets its bytes. Evictable bytes can be reserved:
+    ``reserved <= free + evictable`` holds after each ``reserve_growth``.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """``capacity_bytes``: what all owners together may take."""
+        """``capacity_bytes``: limit of all owners together."""
         assert capacity_bytes >= 0, capacity_bytes
         self.capacity_bytes = capacity_bytes
         self._free_bytes = capacity_bytes
-        self._evictable_bytes = 0  # taken, and free as soon as they are needed
-        self._promised_bytes = 0
-        self._reserved: dict[str, int] = {}
+        self._evictable_bytes = 0  # allocated, and free as soon as they are needed
+        self._reserved_bytes = 0
+        self._allocated: dict[str, int] = {}
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no owner has taken."""
+        """Bytes that no owner has allocated."""
         return self._free_bytes
 
     @property
-    def backed_bytes(self) -> int:
-        """Bytes, free or evictable, that promises may be made of."""
+    def reservable_bytes(self) -> int:
+        """Bytes that can be reserved: free or evictable."""
         return self._free_bytes + self._evictable_bytes
 
     @property
-    def unpromised_bytes(self) -> int:
-        """Bytes, free or evictable, that are not promised.
+    def unreserved_bytes(self) -> int:
+        """Bytes, free or evictable, that are not reserved.
 
-        Less than 0 while a promise has to be made again: what backed it is in use again.
+        Negative after reserved evictable bytes came into use. ``reserve_growth`` corrects that.
         """
-        return self.backed_bytes - self._promised_bytes
+        return self.reservable_bytes - self._reserved_bytes
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that ``reserve`` would find now."""
-        return max(0, min(self._free_bytes, self.unpromised_bytes))
+        """Bytes that ``allocate`` can take now."""
+        return max(0, min(self._free_bytes, self.unreserved_bytes))
 
-    def reserved_bytes(self, owner: str) -> int:
+    def allocated_bytes(self, owner: str) -> int:
         """Bytes that ``owner`` holds now."""
-        return self._reserved.get(owner, 0)
+        return self._allocated.get(owner, 0)
 
-    def reserve(self, owner: str, num_bytes: int, *, promised_bytes: int = 0) -> bool:
-        """Take ``num_bytes`` for ``owner`` if they are free; say whether they were.
+    def allocate(self, owner: str, num_bytes: int, *, reserved_bytes: int = 0) -> bool:
+        """Allocate ``num_bytes`` for ``owner`` if they are free. Return whether they were.
 
-        Of these ``promised_bytes`` fulfil a promise; the others must not be promised.
+        ``reserved_bytes`` of them come from the reservation, the rest from unreserved bytes.
         """
-        assert 0 <= promised_bytes <= min(num_bytes, self._promised_bytes), promised_bytes
-        if num_bytes > self._free_bytes or num_bytes - promised_bytes > self.unpromised_bytes:
+        assert 0 <= reserved_bytes <= min(num_bytes, self._reserved_bytes), reserved_bytes
+        if num_bytes > self._free_bytes or num_bytes - reserved_bytes > self.unreserved_bytes:
             return False
-        self._promised_bytes -= promised_bytes
+        self._reserved_bytes -= reserved_bytes
         self._free_bytes -= num_bytes
-        self._reserved[owner] = self._reserved.get(owner, 0) + num_bytes
+        self._allocated[owner] = self._allocated.get(owner, 0) + num_bytes
         return True
 
-    def promise(self, num_bytes: int) -> int:
-        """Keep ``num_bytes`` for growth, or as many as there are; return how many.
+    def reserve_growth(self, num_bytes: int) -> int:
+        """Reserve ``num_bytes`` for growth, or as many as possible. Return how many.
 
-        It takes the place of what was promised before.
+        The new reservation replaces the previous one.
         """
         assert num_bytes >= 0, num_bytes
-        self._promised_bytes = 0
-        self._promised_bytes = min(num_bytes, self.unpromised_bytes)
-        return self._promised_bytes
+        self._reserved_bytes = 0
+        self._reserved_bytes = min(num_bytes, self.unreserved_bytes)
+        return self._reserved_bytes
 
     def mark_evictable(self, num_bytes: int) -> None:
-        """So many bytes more (or less, if negative) can be freed whenever they are needed."""
+        """Count ``num_bytes`` more (fewer, if negative) allocated bytes as evictable."""
         self._evictable_bytes += num_bytes
         assert self._evictable_bytes >= 0, self._evictable_bytes
 
     def release(self, owner: str, num_bytes: int) -> None:
-        """Give back ``num_bytes`` of what ``owner`` holds."""
-        held = self._reserved.get(owner, 0)
-        assert 0 <= num_bytes <= held, f"{owner} returns {num_bytes} of {held} bytes"
-        self._reserved[owner] = held - num_bytes
+        """Free ``num_bytes`` of ``owner``."""
+        held = self._allocated.get(owner, 0)
+        assert 0 <= num_bytes <= held, f"{owner} releases {num_bytes} of {held} bytes"
+        self._allocated[owner] = held - num_bytes
         self._free_bytes += num_bytes
 
     def check_invariants(self) -> None:
         """Assert that the account adds up."""
-        assert all(held >= 0 for held in self._reserved.values()), self._reserved
-        total = self._free_bytes + sum(self._reserved.values())
+        assert all(held >= 0 for held in self._allocated.values()), self._allocated
+        total = self._free_bytes + sum(self._allocated.values())
         assert total == self.capacity_bytes, (total, self.capacity_bytes)
         assert self._free_bytes >= 0, self._free_bytes
-        assert 0 <= self._promised_bytes <= self.backed_bytes
+        assert 0 <= self._reserved_bytes <= self.reservable_bytes

@@ -1,8 +1,8 @@
-"""Room on the device: KV blocks, adapters and the loads that take room.
+"""Device memory: KV blocks, adapters and loads.
 
-One object, so that all code that needs room sees the whole: what is free, what is about to be free
-and what could be evicted. Pure account keeping; loads and evictions are commands for an executor.
-One plan both frees and takes memory, so what is evicted is free here as soon as that is decided.
+One object counts all memory: free, about to be free, and evictable. Pure account keeping: loads and
+evictions are commands for an executor. One plan both frees and allocates memory, so evicted memory
+is free here as soon as the eviction is decided.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 
 
 class DeviceMemory:
-    """The budget with the block pool and the adapter cache that take from it."""
+    """The memory budget, with the block pool and the adapter cache that allocate from it."""
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, host: HostCache | None = None,
@@ -43,15 +43,18 @@ class DeviceMemory:
         *, transfers: TransferTable | None = None, max_history_blocks: int | None = None,
         inputs: PolicyInputs | None = None, num_host_slots: int = 0,
     ) -> None:  # fmt: skip
-        """``pool`` and ``cache`` must take from one budget.
+        """Assemble the memory.
 
-        ``host``: where adapters come from, and are in use if that is the device's memory: those
-        that nothing uses have what KV blocks and the others leave of the budget. None = this is
-        not planned. ``tree``: keeps the KV of prefixes, by the policy of ``cache``; None = no KV
-        is kept. ``transfers``: where they are kept; None = in its own table.
-        ``max_history_blocks``: of those that no request uses; None = all.
-        ``inputs``: of the policy; None = it has none.
-        ``num_host_slots``: blocks of KV that the host has room for, which takes a tree and inputs.
+        Args:
+            pool: KV blocks.
+            cache: Adapters on the device; must allocate from the budget of ``pool``.
+            host: Adapters on the host. If that is the device's memory, idle adapters get the rest
+                of the budget, beside blocks and used adapters. None = the host is not planned.
+            tree: Stores KV of prefixes, ranked by the policy of ``cache``; None = no KV is kept.
+            transfers: Open transfers; None = a new table.
+            max_history_blocks: Limit of blocks that no request uses; None = all.
+            inputs: Measurements for the policy; None = not measured.
+            num_host_slots: KV blocks that fit the host. Above 0 requires a tree and inputs.
         """
         self.budget = pool.budget
         self.pool = pool
@@ -75,23 +78,23 @@ class DeviceMemory:
             )
         keeps_history = cache.policy.rules.keeps_history
         self._max_history_blocks = max_history_blocks if keeps_history else 0
-        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident ones
+        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident adapters
         self._num_draining_blocks = 0
         self._evictions: list[AdapterId] = []  # not yet in a plan
-        self._asked_evictions: list[AdapterId] = []  # of idle ones, from outside a step
-        self._dropped: dict[AdapterId, None] = {}  # to evict as soon as nothing refers to them
-        self._gone: list[AdapterId] = []
+        self._asked_evictions: list[AdapterId] = []  # of idle adapters, for the next plan
+        self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
+        self._removed: list[AdapterId] = []
 
     @property
     def has_evictions(self) -> bool:
-        """Whether a dropped adapter is still on the device, or evictions wait for a plan."""
+        """Whether dropped adapters are still on the device, or evictions wait for a plan."""
         is_left = self._dropped or self._evictions or self._asked_evictions
         return bool(is_left) or (self.host is not None and self.host.has_evictions)
 
     def can_ever_hold(
         self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
     ) -> bool:
-        """Whether a request of this size fits if it is alone on the device, with what is pinned."""
+        """Whether a request of this size fits the device alone, beside pinned adapters."""
         pinned_bytes = self.pins.num_bytes(without=adapter_id)
         slab = self.cache.slab
         if slab is not None and room_bytes(adapter_bytes) + pinned_bytes > slab.capacity_bytes:
@@ -101,7 +104,7 @@ class DeviceMemory:
         return num_blocks <= self.pool.num_blocks and needed_bytes <= self.budget.capacity_bytes
 
     def has_adapter_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes are free where adapters are loaded."""
+        """Whether an adapter of ``num_bytes`` can be loaded without evictions."""
         if self.cache.slab is not None:
             return self.cache.slab.fits(num_bytes)
         return self.budget.available_bytes >= num_bytes
@@ -109,10 +112,10 @@ class DeviceMemory:
     def has_room_for(
         self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()
     ) -> bool:
-        """Whether running requests may come to ``num_blocks`` blocks more, with one that begins.
+        """Whether there is room for ``num_blocks`` more blocks if a request begins.
 
-        What is evictable counts; the newcomer's adapter, if it is idle, and the blocks of its
-        ``path``, if no other request holds them, no longer count.
+        Evictable memory counts as room, except for the request's own adapter and the blocks of its
+        ``path``, which are then in use.
         """
         pool = self.pool
         num_blocks += sum(not node.num_references for node in path)
@@ -120,13 +123,13 @@ class DeviceMemory:
             return False
         if self.cache.slab is not None:
             return True
-        most_bytes = self.budget.backed_bytes - self.cache.idle_bytes(adapter_id)
+        most_bytes = self.budget.reservable_bytes - self.cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
 
     def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
-        """Announce what will be let go when the steps in flight have ended; see ``let_go``.
+        """Announce blocks that will be released when the steps in flight have ended.
 
-        Returns how many blocks will be free or evictable then; ``let_go`` takes this number.
+        Returns how many blocks will be free or evictable then. Pass this number to ``release``.
         """
         num_blocks = len(block_ids)
         for node in reversed(path):
@@ -136,24 +139,24 @@ class DeviceMemory:
         self._num_draining_blocks += num_blocks
         return num_blocks
 
-    def let_go(
+    def release(
         self, path: Sequence[KvNode], block_ids: Sequence[BlockId], *, num_retired_blocks: int = 0
     ) -> None:
-        """A request no longer holds ``path``, and ``block_ids``, which are its own, are free."""
+        """Release the blocks of ``path``, and free ``block_ids``, the request's own blocks."""
         self._num_draining_blocks -= num_retired_blocks
         self.pool.free(block_ids)
-        self.prefixes.let_go(path)
+        self.prefixes.release(path)
 
     def reclaim(
         self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
     ) -> bool:
-        """See to it that ``num_blocks`` blocks and ``num_bytes`` further bytes get free.
+        """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
 
-        The blocks may be promised ones, the bytes may not. Evicts prefixes that no request uses and
-        idle adapters (all but ``keep``) where what is free, or about to be, is too little. Where
-        adapters have a slab the bytes are a range of that, and no adapter goes for blocks. Returns
-        whether the room is there or will come by itself, with what drains or, where nothing else
-        can go, when copies have ended; False leaves all as it was.
+        The blocks may come from the reservation, the bytes not. Evicts unused KV and idle adapters
+        (except ``keep``), if free and draining memory is too little. With a slab the bytes are a
+        range of the slab, and adapters are not evicted for blocks. Returns whether the memory is
+        free now, or will be when steps in flight end or, as a last resort, copies end. Evicts
+        nothing if the answer is False.
         """
         num_draining = self._num_draining_blocks
         num_pinned = 0 if self.swapper is None else self.swapper.num_pinned_blocks
@@ -166,10 +169,10 @@ class DeviceMemory:
         self, num_blocks: int, num_bytes: int, num_draining: int,
         *, include_waiting: bool, keep: AdapterId,
     ) -> bool:  # fmt: skip
-        """See to it where so many blocks come by themselves."""
+        """Do ``reclaim``, with ``num_draining`` blocks that become free without evictions."""
         pool = self.pool
-        num_new_blocks = max(0, num_blocks - pool.num_promised_blocks)
-        if num_new_blocks > pool.num_unused_blocks - pool.num_promised_blocks + num_draining:
+        num_new_blocks = max(0, num_blocks - pool.num_reserved_blocks)
+        if num_new_blocks > pool.num_unused_blocks - pool.num_reserved_blocks + num_draining:
             return False
         short_blocks = num_blocks - pool.num_free_ids - num_draining
         if self.cache.slab is not None:
@@ -179,7 +182,7 @@ class DeviceMemory:
             )
         block_bytes = pool.block_bytes
         draining_bytes = num_draining * block_bytes
-        if num_new_blocks * block_bytes + num_bytes > self.budget.unpromised_bytes + draining_bytes:
+        if num_new_blocks * block_bytes + num_bytes > self.budget.unreserved_bytes + draining_bytes:
             return False
         needed_bytes = num_blocks * block_bytes + num_bytes
         short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes
@@ -189,7 +192,7 @@ class DeviceMemory:
         )
 
     def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Free a range of the slab; where only pinned adapters are in the way, they move."""
+        """Free a range of the slab. If only pinned adapters are in the way, reload these."""
         if self._room.free_range(num_bytes, include_waiting=include_waiting, keep=keep):
             return True
         slab = self.cache.slab
@@ -198,13 +201,13 @@ class DeviceMemory:
             return False
         if num_bytes + self.pins.num_loaded_bytes() > slab.capacity_bytes:
             return False
-        with self.pins.lifted():
+        with self.pins.suspended():
             return self._room.free_range(num_bytes, include_waiting=True, keep=keep)
 
     def load(
         self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
     ) -> AdapterTransfer | None:
-        """Command a load if there is room for it now, on the device and on the host; else None."""
+        """Start a load if the device and the host have room for it now; else return None."""
         num_bytes = adapter.num_bytes
         if self.cache.slab is not None:
             num_bytes = room_bytes(num_bytes)
@@ -217,7 +220,7 @@ class DeviceMemory:
                 return None
         has_begun = self.cache.begin_load(adapter_id, num_bytes)
         assert has_begun, (adapter_id, num_bytes)
-        self.pins.load_begins(adapter_id)
+        self.pins.mark_loading(adapter_id)
         slab = self.cache.slab
         command = AdapterTransfer(
             self.transfers.new_id(), adapter_id, num_bytes, is_demand,
@@ -230,25 +233,25 @@ class DeviceMemory:
         return command
 
     def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> bool:
-        """Evict idle adapters where a load has found no room; whether it may find some now."""
+        """Evict idle adapters after a load found no room. Return whether it may find room now."""
         num_bytes = adapter.num_bytes
         if not self.has_adapter_room(num_bytes):
             return self.reclaim(0, num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER)
         if self.host is None or not self.host.is_device_memory:
-            return False  # the loads under way end by themselves
-        # Its layers fit between those that are read in place only when some of these go.
+            return False  # wait for the end of other loads
+        # The device reads adapters in the host's memory: evict one to free a range there.
         victims = self.cache.victims(1, include_waiting=include_waiting)
         for adapter_id in victims:
             self._evict(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)
 
-    def forget_content(self, digest: str) -> None:
-        """No adapter version has this content any more."""
+    def drop_content(self, digest: str) -> None:
+        """Drop from the host a content that no adapter version has any more."""
         if self.host is not None:
-            self.host.forget(digest)
+            self.host.drop(digest)
 
     def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
-        """Return the host's evictions for the next plan, when its loads and blocks are known."""
+        """Return the host's evictions for the next plan. Call it after all loads of the plan."""
         if self.host is None:
             return ()
         if self.host.is_device_memory:
@@ -259,34 +262,34 @@ class DeviceMemory:
         return self.host.take_evictions()
 
     def drop(self, adapter_id: AdapterId) -> None:
-        """Evict ``adapter_id`` for good, as soon as nothing on the device refers to it."""
+        """Remove an adapter version for ever, as soon as nothing on the device refers to it."""
         assert adapter_id != BASE_ADAPTER
         self._dropped[adapter_id] = None
         self.pins.unpin(adapter_id)
 
     def evict(self, adapter_id: AdapterId) -> bool:
-        """Evict an adapter with the next step if it is idle; say whether it is now.
+        """Evict an adapter with the next plan if it is idle. Return whether it is idle now.
 
-        It may be loaded again: the next request that names it finds it cold. Its memory is not free
-        before the step: else it could be written to while the device still reads the adapter.
+        A later request may load it again. Its memory is not free before the next plan, because a
+        step in flight may still read the adapter.
         """
         is_idle = self.cache.is_idle(adapter_id)
         if is_idle:
             self._asked_evictions.append(adapter_id)
         return is_idle
 
-    def take_gone(self) -> list[AdapterId]:
-        """Return the dropped adapters that have left the device since the last call."""
-        gone, self._gone = self._gone, []
-        return gone
+    def take_removed(self) -> list[AdapterId]:
+        """Return the dropped adapters that were removed since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
 
     def begin_plan(self, num_running: int, now_s: float) -> None:
-        """Carry out what ``evict`` and ``drop`` asked for; the next plan contains it.
+        """Begin the next plan with the evictions of ``evict``, ``drop`` and limits.
 
-        What history holds too much of goes first, so that no newcomer finds it.
+        History beyond its limit is evicted before admission, so that no request finds it.
         """
         if self._inputs is not None:
-            self._inputs.batch_size.note(num_running, now_s)
+            self._inputs.batch_size.record(num_running, now_s)
         self.tied_kv.count(now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*self._dropped, *asked):
@@ -297,17 +300,17 @@ class DeviceMemory:
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
             self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
-        self.relief.give_way(now_s)
-        self._collect_gone()
+        self.relief.apply_limit(now_s)
+        self._collect_removed()
 
     def copy_ahead(self, now_s: float) -> None:
-        """Copy KV to the host that is likely to go soon, with the next plan."""
+        """Copy KV that is likely to be evicted soon to the host, with the next plan."""
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)
 
     def take_evictions(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that leave the device with the next plan."""
-        self.tied_kv.follow()
+        """Return the adapters that the next plan evicts from the device."""
+        self.tied_kv.evict_pending()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []
@@ -316,14 +319,14 @@ class DeviceMemory:
     def evict_again(
         self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]
     ) -> None:
-        """It is unknown whether these evictions were carried out: command them again."""
+        """Repeat evictions of a plan that was lost, in the next plan."""
         absent = AdapterState.ABSENT
         self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
         if self.host is not None:
             self.host.evict_again(place_ids)
 
-    def settle(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
-        """Note the end of a transfer and return it; None if it is not known (any more)."""
+    def end_transfer(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
+        """Apply the end of a transfer and return it; None if it is unknown or has ended."""
         has_failed = result.error is not None
         transfer = self.transfers.end(result.transfer_id, now_s, has_failed=has_failed)
         if isinstance(transfer, OpenLoad):
@@ -339,7 +342,7 @@ class DeviceMemory:
         return transfer
 
     def check_invariants(self) -> None:
-        """Assert that the parts agree with each other."""
+        """Assert that all parts agree."""
         self.budget.check_invariants()
         self.pool.check_invariants()
         self.cache.check_invariants()
@@ -360,7 +363,7 @@ class DeviceMemory:
             assert set(residents) == self._read_in_place.keys()
 
     def _end_load(self, load: OpenLoad, *, has_failed: bool) -> None:
-        """It needs its place on the host no more, unless the device reads the adapter there."""
+        """Apply the end of a load. Release its place on the host unless the device reads there."""
         adapter_id, place = load.command.adapter_id, load.command.host
         if has_failed:
             self.cache.fail_load(adapter_id)
@@ -385,12 +388,12 @@ class DeviceMemory:
         if self.host is not None and self.host.is_device_memory:
             self.host.end_use(self._read_in_place.pop(adapter_id))
 
-    def _collect_gone(self) -> None:
-        """Move dropped adapters that have left the device to ``_gone``."""
+    def _collect_removed(self) -> None:
+        """Remove the records of dropped adapters that have left the device."""
         for adapter_id in tuple(self._dropped):
             if self.cache.state(adapter_id) is AdapterState.ABSENT:
                 del self._dropped[adapter_id]
-                self.tied_kv.forget(adapter_id)
+                self.tied_kv.discard(adapter_id)
                 self.prefixes.drop_version(adapter_id)
-                self.cache.forget(adapter_id)
-                self._gone.append(adapter_id)
+                self.cache.discard(adapter_id)
+                self._removed.append(adapter_id)

@@ -1,12 +1,12 @@
-"""Which adapters are kept in the host's memory, and where they lie. Pure account keeping.
+"""Adapters in host memory, and their places. Pure account keeping.
 
-It hands out the ranges itself, so that a load finds room whenever the account says so. The owner of
-the memory only follows commands: it makes a place where a load or a registration was given one, and
-carries out evictions before anything that is commanded with or after them.
+A load that gets a place here is sure to fit. The owner of the memory follows commands: it creates
+places of loads and registrations, and carries out evictions before all commands of the same or a
+later plan.
 
-An adapter is kept once per content. The extents of its layers lie in one range where one is free
-and apart where not, so memory is lost to fragmentation only if no free range is as large as one
-*layer*. Nothing moves, and nothing that is in use is evicted.
+Each content is stored once. The layers of an adapter lie in one range if one is free, else in
+separate ranges. So memory is lost to fragmentation only if no free range is as large as one
+*layer*. Places never move, and adapters in use are never evicted.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from .adapter_log import EvictionReason
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """An adapter in the host's memory, or on its way there."""
+    """An adapter in host memory, or on its way there."""
 
     place_id: HostPlaceId
     extents: tuple[tuple[int, int], ...]
     digest: str = ""  # of its content, once it is there
-    is_findable: bool = False  # by its content
-    num_users: int = 1  # loads and registrations under way, device copies that are read in place
+    is_findable: bool = False  # in the index by content
+    num_users: int = 1  # loads and registrations under way, and device copies read in place
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,17 +36,17 @@ class _Kept:
 
 
 class HostCache:
-    """Contents, uses and least-recently-used order of the adapters in the host's memory."""
+    """Contents, uses and least-recently-used order of the adapters in host memory."""
 
     def __init__(
         self, capacity_bytes: int, *, is_device_memory: bool = False, idle_bytes: int | None = None
     ) -> None:
-        """Nothing is kept yet.
+        """Start without adapters.
 
         Args:
-            capacity_bytes: Of memory, or of addresses where memory is taken with the adapters.
-            is_device_memory: The device's kernels read the adapters here.
-            idle_bytes: What all adapters may take while there is one that nothing uses.
+            capacity_bytes: Of memory, or of address space if memory is committed on use.
+            is_device_memory: Whether the device's kernels read the adapters here.
+            idle_bytes: Idle adapters stay while all adapters fit this; None = the capacity.
         """
         self.is_device_memory = is_device_memory
         self._ranges = RangeAllocator(capacity_bytes, mmap.PAGESIZE)
@@ -54,8 +54,8 @@ class HostCache:
         self._limit_bytes = self._idle_bytes
         self._kept: dict[HostPlaceId, _Kept] = {}
         self._by_digest: dict[str, _Kept] = {}
-        self._idle: dict[HostPlaceId, _Kept] = {}  # nothing uses them; oldest use first
-        self._evictions: list[HostPlaceId] = []  # not yet commanded
+        self._idle: dict[HostPlaceId, _Kept] = {}  # without users; oldest use first
+        self._evictions: list[HostPlaceId] = []  # for the next plan
         self._ids = itertools.count(1)
         self.changed: set[str] = set()  # contents, until they are taken
         self.evictions: Counter[EvictionReason] = Counter()
@@ -63,7 +63,7 @@ class HostCache:
 
     @property
     def capacity_bytes(self) -> int:
-        """What all adapters together may take."""
+        """Limit of all adapters together."""
         return self._ranges.capacity_bytes
 
     @property
@@ -73,22 +73,22 @@ class HostCache:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of adapters that nothing uses. O(such adapters)."""
+        """Bytes of idle adapters. O(idle adapters)."""
         return sum(kept.num_bytes for kept in self._idle.values())
 
     @property
     def has_evictions(self) -> bool:
-        """Whether evictions wait to be commanded."""
+        """Whether evictions wait for a plan."""
         return bool(self._evictions)
 
     @property
     def place_ids(self) -> frozenset[HostPlaceId]:
-        """All places that are in use or kept."""
+        """All places in use or kept."""
         return frozenset(self._kept)
 
     @property
     def num_used(self) -> int:
-        """Adapters that something uses."""
+        """Number of adapters in use."""
         return len(self._kept) - len(self._idle)
 
     def contains(self, digest: str) -> bool:
@@ -96,19 +96,19 @@ class HostCache:
         return digest in self._by_digest
 
     def num_bytes_of(self, digest: str) -> int:
-        """What the adapter of this content takes; 0 if it is not here as a whole."""
+        """Return the bytes of the adapter of this content; 0 if it is not complete here."""
         kept = self._by_digest.get(digest)
         return 0 if kept is None else kept.num_bytes
 
     def evictions_of(self, digest: str) -> Mapping[EvictionReason, int]:
-        """Why and how often this content had to go."""
+        """Return how often this content was evicted, by reason."""
         return self._evictions_of.get(digest, {})
 
     def begin_load(self, digest: str, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """Use the adapter of this content until ``end_use``; where it is, or is to be read to.
+        """Use the adapter of this content until ``end_use``. Return its place, filled or new.
 
-        ``layer_bytes``: of its layers, in whole pages. It may take more than is left; what nothing
-        uses goes with the next ``keep_within``. None if there is no room now; it comes when other
+        ``layer_bytes``: sizes of its layers, in whole pages. The limit may be exceeded until the
+        next ``keep_within`` evicts idle adapters. Returns None if there is no room before other
         uses end.
         """
         kept = self._by_digest.get(digest)
@@ -119,9 +119,9 @@ class HostCache:
         return HostPlace(kept.place_id, kept.extents, is_filled=True)
 
     def begin_registration(self, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """A place for an adapter that is being read for the first time, until ``end_use``.
+        """Return a place for an adapter that is read for the first time, until ``end_use``.
 
-        None if it could not stay there when nothing used it.
+        Returns None if the adapter could not be kept there afterwards.
         """
         if sum(layer_bytes) > self._limit_bytes - self._used_bytes():
             return None
@@ -130,7 +130,7 @@ class HostCache:
         return place
 
     def filled(self, place_id: HostPlaceId, digest: str) -> None:
-        """The content of a place that is in use is whole, and may be found."""
+        """Mark the content of a place in use as complete, and index it."""
         kept = self._kept[place_id]
         assert kept.num_users and not kept.digest, kept
         kept.digest = digest
@@ -138,16 +138,16 @@ class HostCache:
         known = self._by_digest.get(digest)
         if known is None:
             kept.is_findable, self._by_digest[digest] = True, kept
-        elif self._idle.pop(known.place_id, None) is not None:  # it was asked for just now
+        elif self._idle.pop(known.place_id, None) is not None:  # now the newest use
             self._idle[known.place_id] = known
 
     def end_use(self, place_id: HostPlaceId) -> None:
-        """A load, a registration or a device copy that is read in place has ended.
+        """End one use: a load, a registration or a device copy that is read in place.
 
-        With the last use the adapter is kept while there is room, if it can be found.
+        After the last use the adapter is kept within the limit if it is indexed, else evicted.
         """
         kept = self._kept[place_id]
-        assert kept.num_users > 0, f"place {place_id} is let go more often than it is used"
+        assert kept.num_users > 0, f"place {place_id} is released more often than used"
         kept.num_users -= 1
         if kept.num_users:
             return
@@ -157,8 +157,8 @@ class HostCache:
         else:
             self._evict(kept)
 
-    def forget(self, digest: str) -> None:
-        """This content is not needed any more: it is evicted now, or with its last use."""
+    def drop(self, digest: str) -> None:
+        """Evict a content that is not needed any more, now or after its last use."""
         self._evictions_of.pop(digest, None)
         kept = self._by_digest.pop(digest, None)
         if kept is None:
@@ -170,21 +170,21 @@ class HostCache:
             self._evict(kept)
 
     def keep_within(self, num_bytes: int) -> None:
-        """Keep adapters that nothing uses only while all take no more than this."""
+        """Evict idle adapters while all adapters exceed ``num_bytes``, now and later."""
         self._limit_bytes = min(num_bytes, self._idle_bytes)
         self._trim(EvictionReason.KV)
 
     def take_evictions(self) -> tuple[HostPlaceId, ...]:
-        """Return the evictions to be carried out before what is commanded next."""
+        """Return the evictions for the next plan."""
         evictions, self._evictions = tuple(self._evictions), []
         return evictions
 
     def evict_again(self, place_ids: Sequence[HostPlaceId]) -> None:
-        """It is unknown whether these evictions were carried out: command them again."""
+        """Repeat evictions of a plan that was lost."""
         self._evictions = [*place_ids, *self._evictions]
 
     def check_invariants(self) -> None:
-        """Assert that places do not overlap, that nothing is lost, and that uses add up."""
+        """Assert that places do not overlap, that bytes add up, and that uses agree."""
         self._ranges.check_invariants()
         end = 0
         for start, size in sorted(part for kept in self._kept.values() for part in kept.extents):
@@ -208,7 +208,7 @@ class HostCache:
         return HostPlace(place_id, extents, is_filled=False)
 
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:
-        """Take ranges, evicting as few as the order allows; None, and no eviction, if none fits."""
+        """Take ranges with as few evictions as possible. None, without evictions, if none fit."""
         starts = _take(self._ranges, sizes)
         if starts is not None or sum(sizes) > self._ranges.capacity_bytes - self._used_bytes():
             return starts
@@ -229,13 +229,13 @@ class HostCache:
         return starts
 
     def _trim(self, reason: EvictionReason = EvictionReason.ADAPTER) -> None:
-        """Evict until the limit is kept, or nothing is left that may go."""
+        """Evict idle adapters while the limit is exceeded."""
         while self._idle and self.taken_bytes > self._limit_bytes:
             self._evict(next(iter(self._idle.values())), reason)
 
     def _evict(self, kept: _Kept, reason: EvictionReason | None = None) -> None:
-        """``reason``: None = it could not be found (any more)."""
-        assert not kept.num_users, "what is in use stays"
+        """Evict an adapter. ``reason``: None = it was not indexed."""
+        assert not kept.num_users, "an adapter in use is evicted"
         if reason is not None:
             self.evictions[reason] += 1
             self._evictions_of.setdefault(kept.digest, Counter())[reason] += 1
@@ -253,7 +253,7 @@ class HostCache:
 
 
 def _take(ranges: RangeAllocator, sizes: Sequence[int]) -> list[int] | None:
-    """Take one range for all, or one for each; None, with nothing taken, if neither fits."""
+    """Take one range for all sizes, or one for each. None, without taking any, if neither fits."""
     whole = ranges.allocate(sum(sizes))
     if whole is not None:
         return list(itertools.accumulate(sizes[:-1], initial=whole))

@@ -1,4 +1,4 @@
-"""Places for KV blocks in the host's memory: which are free, and which copy goes first. Pure."""
+"""Slots for copies of KV blocks in host memory, and the order in which copies are dropped. Pure."""
 
 import heapq
 from collections import OrderedDict
@@ -9,21 +9,21 @@ from .kv_tree import KvNode
 
 
 class HostSlots:
-    """Slots that are free, that copies move to, and those of nodes, the least recently used first.
+    """Free slots, slots of transfers under way, and slots of nodes, least recently used first.
 
-    The lowest free ones are handed out, so that neighbours are copied together.
+    The lowest free slots are handed out first, so that adjacent slots are copied together.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """``num_slots``: that exist; 0 = no KV is kept on the host."""
+        """``num_slots``: number of slots; 0 = no KV is kept on the host."""
         self.num_slots = num_slots
         self._free: list[int] = []  # heap
         self._num_touched = 0  # ids from here on were never handed out
-        self._nodes: OrderedDict[HostSlot, KvNode] = OrderedDict()  # the oldest use first
-        self._num_moving = 0  # handed out, and of no node yet
+        self._nodes: OrderedDict[HostSlot, KvNode] = OrderedDict()  # oldest use first
+        self._num_moving = 0  # handed out, not yet of a node
 
     def take(self) -> HostSlot | None:
-        """Hand out a free slot, for a copy to move to."""
+        """Hand out a free slot for a copy; None if there is none."""
         if self._free:
             slot = heapq.heappop(self._free)
         elif self._num_touched < self.num_slots:
@@ -35,33 +35,33 @@ class HostSlots:
         return HostSlot(slot)
 
     def fill(self, slot: HostSlot, node: KvNode) -> None:
-        """A slot that was handed out is the node's, which owns it from now on."""
+        """Assign a slot that was handed out to a node."""
         self._num_moving -= 1
         self._nodes[slot] = node
 
-    def put_back(self, slots: Iterable[HostSlot]) -> None:
-        """Nothing was copied to slots that were handed out."""
+    def return_unused(self, slots: Iterable[HostSlot]) -> None:
+        """Free slots that were handed out and not filled."""
         for slot in slots:
             self._num_moving -= 1
             heapq.heappush(self._free, slot)
 
     def free(self, slots: Iterable[HostSlot]) -> None:
-        """Nodes have lost these."""
+        """Free slots that nodes have given up."""
         for slot in slots:
             del self._nodes[slot]
             heapq.heappush(self._free, slot)
 
     def use(self, path: Sequence[KvNode]) -> None:
-        """Blocks are used, in this order behind each other: the first one stays the longest."""
+        """Mark the blocks of a path as used. The first one counts as the newest use."""
         if self._nodes:
             for node in reversed(path):
                 if node.host_slot is not None:
                     self._nodes.move_to_end(node.host_slot)
 
     def oldest(self, spared: Collection[KvNode]) -> KvNode | None:
-        """The unreferenced node, not in ``spared``, with the next copy to go; None = no such node.
+        """Return the least recently used node without references outside ``spared``, if any.
 
-        Nodes that may not go count as used now, so the next calls do not visit them again.
+        Skipped nodes count as used now, so that later calls do not visit them again.
         """
         for _ in range(len(self._nodes)):
             slot, node = next(iter(self._nodes.items()))
@@ -71,7 +71,7 @@ class HostSlots:
         return None
 
     def check_invariants(self) -> None:
-        """Assert that each slot is in one place, and that nodes know theirs."""
+        """Assert that each slot is counted once, and that nodes agree on their slots."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & self._nodes.keys(), "a slot is free and in use"

@@ -1,11 +1,11 @@
-"""Which full KV blocks are kept, by their tokens, so that they are not computed again.
+"""Prefix tree of full KV blocks on the device and on the host, by their tokens. Pure.
 
-Owns the tree of what is kept on the device and on the host, and the references to it. It knows no
-pool, no budget and no link: it returns blocks and slots that are not needed any more. Pure.
+The tree counts references. It knows no pool, budget or link: it returns the blocks and slots that
+it no longer needs.
 
-Every referenced node refers to its parent, so a hold of a node holds all before it, and what is not
-referenced has nothing referenced behind it. A node with a block has a parent with one: blocks leave
-the device from the leaves on, and come back from the root on.
+A referenced node refers to its parent. So holding a node holds all its ancestors, and a node
+without references has no referenced descendants. The parent of a node with a device block has one,
+too: blocks leave the device from the leaves on, and return from the root on.
 
 Source: FastLibra section 4 (one tree, leaves leave first). One node is one block.
 """
@@ -20,7 +20,7 @@ from .policies.policy import MemoryPolicy
 
 
 class FreedKv(NamedTuple):
-    """What has no content any more, and belongs to the caller that receives this."""
+    """Blocks and slots without content, which the caller must free."""
 
     block_ids: list[BlockId]
     host_slots: list[HostSlot]
@@ -36,24 +36,24 @@ class _Root:
 
 @dataclass(slots=True, eq=False)
 class KvNode:
-    """Keys and values of one full block, behind those of all its ancestors. Read only to others."""
+    """Keys and values of one full block, after those of its ancestors. Only the tree changes it."""
 
     is_adapter: ClassVar[bool] = False
 
-    tokens: bytes  # ids of the block, 4 bytes each: they are the key, so only equal ones match
-    depth: int  # blocks before it
+    tokens: bytes  # ids of the block's tokens, 4 bytes each; the key among siblings
+    depth: int  # number of ancestors
     num_bytes: int
     parent: "KvNode | None" = field(repr=False)  # None: the first block of its namespace
     root: _Root | None = field(repr=False)  # None: detached
     block_id: BlockId | None = None
     host_slot: HostSlot | None = None
-    num_references: int = 0  # requests and copies that hold it, and children that are referenced
+    num_references: int = 0  # holds of requests and copies, and referenced children
     num_device_children: int = 0  # those with a block
     children: "dict[bytes, KvNode]" = field(default_factory=dict, repr=False)
 
     @property
     def is_free_leaf(self) -> bool:
-        """Whether its block may leave the device now."""
+        """Whether its block may be evicted now."""
         return (
             self.block_id is not None
             and not self.num_references
@@ -63,33 +63,32 @@ class KvNode:
 
 
 class KvTree:
-    """Nodes by namespace and tokens; the policy is offered exactly those that are free leaves.
+    """Nodes by namespace and tokens. The policy is offered exactly the free leaves.
 
-    A node that is still referenced when its content, or that of a block before it, is not to be
-    found any more is detached: no match finds it, and it is freed when its last reference goes.
-    Nothing here takes longer than the blocks it is about, and what is freed with them.
+    A referenced node is detached if its content or that of an ancestor is gone. No match finds a
+    detached node, and it is freed with its last reference. Each call takes O(blocks that it names
+    or frees).
     """
 
     def __init__(self, block_size: int, block_bytes: int, policy: MemoryPolicy) -> None:
-        """``block_size``: tokens of a block; ``block_bytes``: bytes of one over all layers."""
+        """``block_size``: tokens of a block. ``block_bytes``: bytes of a block over all layers."""
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.num_nodes = 0
         self.num_device_blocks = 0
-        self.num_unreferenced_blocks = 0  # on the device; evicted from the leaves on, all can go
+        self.num_unreferenced_blocks = 0  # on the device; all can be evicted, leaves first
         self.num_host_blocks = 0  # with or without a block on the device
-        self.num_claims = 0  # how often an unreferenced block was referred to, or went
+        self.num_claims = 0  # how often an unreferenced block was referenced or evicted
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
-        self.changed: set[bytes] = set()  # namespaces with other blocks, until they are taken
+        self.changed: set[bytes] = set()  # namespaces with changed blocks, until they are taken
         self._roots: dict[bytes, _Root] = {}
         self._detached: set[KvNode] = set()
 
     def match(self, namespace: bytes, token_ids: Sequence[int], max_tokens: int) -> list[KvNode]:
-        """Return the path of whole blocks that are kept of the first ``max_tokens`` tokens.
+        """Return the longest path of known blocks among the first ``max_tokens`` tokens.
 
-        First those on the device, then those only on the host. Nothing is held yet. Tokens behind
-        the first block that is missing are not looked at.
+        Blocks on the device come first, then blocks only on the host. The path is not held yet.
         """
         path: list[KvNode] = []
         root = self._roots.get(namespace)
@@ -105,10 +104,10 @@ class KvTree:
         return path
 
     def hold(self, node: KvNode) -> None:
-        """Refer to ``node``, and so to all before it, until ``release``.
+        """Hold ``node`` and its ancestors until ``release``.
 
-        Requests hold the last block of theirs that the tree has, copies the block they read or
-        write. O(1) if it is referenced already, otherwise O(its depth).
+        A request holds its last block in the tree, a copy holds the block that it reads or writes.
+        O(1) if the node is referenced already, otherwise O(its depth).
         """
         held: KvNode | None = node
         while held is not None:
@@ -123,7 +122,7 @@ class KvTree:
             held = held.parent
 
     def release(self, node: KvNode) -> FreedKv:
-        """End one ``hold`` of ``node``; nodes without references stay, unless detached."""
+        """End one ``hold`` of ``node``. Nodes without references stay unless they are detached."""
         freed = FreedKv([], [])
         released: KvNode | None = node
         while released is not None:
@@ -142,14 +141,13 @@ class KvTree:
             released = released.parent
         return freed
 
-    def enter(
+    def insert(
         self, namespace: bytes, parent: KvNode | None, token_ids: Sequence[int], block_id: BlockId
     ) -> KvNode:
-        """Keep a request's full block behind ``parent``, which it holds; None: the first block.
+        """Insert a request's full block after ``parent``, which it holds. None: the first block.
 
-        Its hold moves on from ``parent`` to the node that is returned. That has ``block_id`` now,
-        or, where there was one with the same content before, the other's block; then the
-        request's own stays the request's.
+        The hold moves from ``parent`` to the returned node. If there was a node with the same
+        tokens and a block, it keeps its block, and ``block_id`` still belongs to the request.
         """
         tokens = self._pack(*token_ids)
         root, depth = None, 0
@@ -172,13 +170,13 @@ class KvTree:
         if parent is not None:
             parent.num_references -= 1  # the node refers to it
         if node.block_id is None:
-            self.give_block(node, block_id)
+            self.assign_block(node, block_id)
         return node
 
-    def give_block(self, node: KvNode, block_id: BlockId) -> None:
-        """A node that is only on the host, and held, gets a block; so must its parent have.
+    def assign_block(self, node: KvNode, block_id: BlockId) -> None:
+        """Assign a block to a held node that is only on the host. Its parent must have a block.
 
-        It must not be read until the copy to it has ended, which the caller keeps account of.
+        The caller must not read the block before the copy to it has ended.
         """
         parent, root = node.parent, node.root
         assert node.block_id is None and node.num_references > 0, node
@@ -192,7 +190,7 @@ class KvTree:
             parent.num_device_children += 1
 
     def set_host_slot(self, node: KvNode, host_slot: HostSlot) -> None:
-        """A copy of its block lies in ``host_slot``, which the node owns from now on."""
+        """Record that ``host_slot`` has a copy of the node's block. The node owns the slot."""
         assert node.host_slot is None and node.block_id is not None, node
         node.host_slot = host_slot
         self.num_host_blocks += 1
@@ -201,25 +199,25 @@ class KvTree:
             self.changed.add(node.root.namespace)
 
     def clear_host_slot(self, node: KvNode) -> FreedKv:
-        """Give up the copy on the host; what has no block either goes, with all behind it.
+        """Drop the copy on the host. A node without a block is removed with its descendants.
 
-        What is only on the host and referenced must not be given up: a request waits for it.
+        A referenced node that is only on the host must not be dropped: a request waits for it.
         """
         assert node.host_slot is not None, node
         if node.block_id is None:
             assert not node.num_references, node
             return self._cut(node)
         freed = FreedKv([], [])
-        self._lose_slot(node, freed)
+        self._free_slot(node, freed)
         return freed
 
     def evict(self, node: KvNode) -> FreedKv:
-        """Take the block of a free leaf; without a copy on the host it goes, and all behind it."""
+        """Free the block of a free leaf. Without a copy on the host, remove it with descendants."""
         assert node.is_free_leaf, node
         freed = FreedKv([], [])
         if node.host_slot is not None:
-            self._lose_block(node, freed)
-            self._policy.forget(node)
+            self._free_block(node, freed)
+            self._policy.remove(node)
         else:
             self._unlink(node)
             if node.children:
@@ -228,15 +226,15 @@ class KvTree:
         self._offer_if_free(node.parent)
         return freed
 
-    def forget_content(self, node: KvNode) -> FreedKv:
-        """A copy to its block has failed: no match finds it any more, nor what is behind it.
+    def drop_content(self, node: KvNode) -> FreedKv:
+        """Remove a node and its descendants from matches, after a copy to its block has failed.
 
-        No error if that is so already.
+        No error if the node was removed already.
         """
         return self._cut(node) if node.root is not None else FreedKv([], [])
 
     def drop_namespace(self, namespace: bytes) -> FreedKv:
-        """No match finds anything of it any more. O(its nodes)."""
+        """Remove all nodes of a namespace from matches. O(nodes)."""
         freed = FreedKv([], [])
         root = self._roots.pop(namespace, None)
         if root is not None:
@@ -244,23 +242,23 @@ class KvTree:
         return freed
 
     def has_namespace(self, namespace: bytes) -> bool:
-        """Whether anything of it is kept, on the device or on the host."""
+        """Whether a namespace has nodes, on the device or on the host."""
         return namespace in self._roots
 
     def num_blocks_of(self, namespace: bytes) -> int:
-        """Blocks of it on the device, without those detached. O(1)."""
+        """Return the blocks of a namespace on the device, without detached ones. O(1)."""
         root = self._roots.get(namespace)
         return 0 if root is None else root.num_device_blocks
 
     def num_host_blocks_of(self, namespace: bytes) -> int:
-        """Blocks of it that the host has a copy of, without those detached. O(1)."""
+        """Return the blocks of a namespace with a host copy, without detached ones. O(1)."""
         root = self._roots.get(namespace)
         return 0 if root is None else root.num_host_blocks
 
     def unreferenced(self, namespace: bytes) -> list[KvNode]:
-        """Return its nodes on the device that can be evicted, in this order, one after the other.
+        """Return the evictable nodes of a namespace on the device, children before parents.
 
-        O(its nodes).
+        O(nodes of the namespace).
         """
         root = self._roots.get(namespace)
         left = [] if root is None else list(root.children.values())
@@ -284,7 +282,7 @@ class KvTree:
         return freed
 
     def _unlink(self, node: KvNode) -> None:
-        """No match finds it; a detached node may have another in its place already."""
+        """Remove a node from its parent. A detached node may be replaced there already."""
         parent, root = node.parent, node.root
         owner = parent if parent is not None else root
         if owner is not None and owner.children.get(node.tokens) is node:
@@ -293,7 +291,7 @@ class KvTree:
             del self._roots[root.namespace]
 
     def _detach(self, tops: Iterable[KvNode], freed: FreedKv) -> None:
-        """Free what is unreferenced in subtrees that are unlinked, and detach the rest."""
+        """Free unreferenced nodes of unlinked subtrees, and detach the others."""
         left = list(tops)
         while left:
             node = left.pop()
@@ -311,15 +309,15 @@ class KvTree:
 
     def _free(self, node: KvNode, freed: FreedKv) -> None:
         if node.block_id is not None:
-            self._lose_block(node, freed)
+            self._free_block(node, freed)
         if node.host_slot is not None:
-            self._lose_slot(node, freed)
-        self._policy.forget(node)
+            self._free_slot(node, freed)
+        self._policy.remove(node)
         node.root = None
         node.children.clear()  # leave no reference cycle: the garbage collector may be off
         self.num_nodes -= 1
 
-    def _lose_slot(self, node: KvNode, freed: FreedKv) -> None:
+    def _free_slot(self, node: KvNode, freed: FreedKv) -> None:
         assert node.host_slot is not None, node
         freed.host_slots.append(node.host_slot)
         node.host_slot = None
@@ -328,7 +326,7 @@ class KvTree:
             node.root.num_host_blocks -= 1
             self.changed.add(node.root.namespace)
 
-    def _lose_block(self, node: KvNode, freed: FreedKv) -> None:
+    def _free_block(self, node: KvNode, freed: FreedKv) -> None:
         assert node.block_id is not None, node
         freed.block_ids.append(node.block_id)
         node.block_id = None
@@ -346,7 +344,7 @@ class KvTree:
             self._policy.offer(node)
 
     def check_invariants(self) -> None:
-        """Assert that links, references and counts agree, and what the policy is offered."""
+        """Assert that links, references, counts and offers to the policy agree."""
         nodes = list(self._detached)
         for namespace, root in self._roots.items():
             assert root.children and root.namespace == namespace, namespace
@@ -374,7 +372,7 @@ class KvTree:
         assert set(offered) == {node for node in nodes if node.is_free_leaf}
 
     def _check_links(self, nodes: list[KvNode]) -> None:
-        """Also of those that are detached, which still refer to their parents."""
+        """Check links, including those of detached nodes, which still refer to their parents."""
         num_referring = dict.fromkeys(nodes, 0)
         num_with_block = dict.fromkeys(nodes, 0)
         for node in nodes:
@@ -386,7 +384,7 @@ class KvTree:
                 assert node.depth == parent.depth + 1, node
             for tokens, child in node.children.items():
                 assert child.parent is node and child.tokens == tokens, child
-                assert child in num_referring, "a node that has gone can be found"
+                assert child in num_referring, "a removed node can be found"
         for node in nodes:
             assert node.num_references >= num_referring[node], node
             assert node.num_device_children == num_with_block[node], node

@@ -1,4 +1,4 @@
-"""How much of a link is used, and by what. Pure account keeping."""
+"""Bytes and busy time of a link, by direction and kind of content. Pure account keeping."""
 
 from typing import NamedTuple
 
@@ -7,33 +7,36 @@ from ..plan import TransferId
 
 
 class LinkKey(NamedTuple):
-    """What is counted apart."""
+    """Key of separate totals."""
 
     direction: Direction
     kind: str  # "adapter" or "kv"
 
 
 class LinkTotals(NamedTuple):
-    """Since the start."""
+    """Totals since the start."""
 
     num_bytes: int
-    busy_s: float  # in which something could be copied, however many at once
+    busy_s: float  # time with at least one transfer to copy
 
 
 class LinkUse:
-    """Counts bytes that have arrived, and the time in which there was anything to copy."""
+    """Counts copied bytes, and the time in which there was anything to copy."""
 
     def __init__(self) -> None:
         self._num_bytes: dict[LinkKey, int] = {}
         self._busy_s: dict[LinkKey, float] = {}  # up to ``_since_s``
-        self._since_s: dict[LinkKey, float] = {}  # of those where something can be copied
+        self._since_s: dict[LinkKey, float] = {}  # of busy keys
         self._busy: dict[LinkKey, set[TransferId]] = {}
 
     def changed(
         self, key: LinkKey, transfer_id: TransferId, now_s: float,
         *, is_busy: bool, new_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """A transfer has begun, moved or ended; ``is_busy``: it has something to copy now."""
+        """Record that a transfer has begun, moved or ended.
+
+        ``is_busy``: it has something to copy now.
+        """
         busy = self._busy.setdefault(key, set())
         self._num_bytes[key] = self._num_bytes.get(key, 0) + new_bytes
         was_busy = bool(busy)
@@ -47,7 +50,7 @@ class LinkUse:
             self._busy_s[key] = self._busy_s.get(key, 0.0) + now_s - self._since_s.pop(key)
 
     def totals(self, now_s: float) -> dict[LinkKey, LinkTotals]:
-        """Return what there was up to now."""
+        """Return the totals up to now."""
         return {
             key: LinkTotals(
                 num_bytes, self._busy_s.get(key, 0.0) + now_s - self._since_s.get(key, now_s)

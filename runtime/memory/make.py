@@ -1,4 +1,4 @@
-"""Puts the accounts of the device's memory together: for engines, and for simulated ones. Pure."""
+"""Assembles the accounts of device memory, for engines and simulated engines. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,22 +25,22 @@ _DEFAULT_ADAPTER_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySizes:
-    """What the accounts are of."""
+    """Sizes of memory."""
 
     capacity_bytes: int  # KV blocks and adapters together
-    num_blocks: int  # that exist physically
+    num_blocks: int  # physical blocks
     block_size: int  # tokens
     block_bytes: int
-    max_model_len: int  # tokens that one request may come to
-    slab_bytes: int | None = None  # of it for adapters alone; None = they share it with blocks
-    max_history_blocks: int | None = None  # that no request uses; None = all
-    num_host_slots: int = 0  # blocks of KV that the host has room for
-    # For adapters, of policies that split what has no slab; None = it was not asked for.
+    max_model_len: int  # tokens of one request
+    slab_bytes: int | None = None  # for adapters only; None = adapters share memory with blocks
+    max_history_blocks: int | None = None  # blocks that no request uses; None = no limit
+    num_host_slots: int = 0  # KV blocks that fit the host
+    # Share for adapters under policies that split memory without a slab; None = not configured.
     adapter_share: float | None = None
 
 
 def adapter_share(asked: float | None) -> float:
-    """Of memory that is split, the part of adapters."""
+    """Return the share of split memory that is for adapters."""
     return _DEFAULT_ADAPTER_SHARE if asked is None else asked
 
 
@@ -49,12 +49,12 @@ def make_device_memory(
     host: HostCache | None = None, transfers: TransferTable | None = None,
     *, weights: tuple[float, float, float] | None = None, keeps_prefixes: bool = True,
 ) -> DeviceMemory:  # fmt: skip
-    """Make the memory that ``policy``, a name or what makes one, ranks.
+    """Return a memory ranked by ``policy``, which is a name or a function that makes a policy.
 
-    ``weights``: see ``MemoryFacts``. ``keeps_prefixes``: whether KV is kept for others.
+    ``weights``: see ``MemoryFacts``. ``keeps_prefixes``: whether later requests can use KV.
 
-    Raises ``ConfigError`` if there is no such policy, or a share for adapters is asked for where
-    nothing is split, ``ResourceError`` if a part is too small for one request.
+    Raises ``ConfigError`` if the policy is unknown, or if ``adapter_share`` is set for a policy
+    that does not split memory, and ``ResourceError`` if a part is too small for one request.
     """
     inputs = PolicyInputs(costs)
     facts = MemoryFacts(

@@ -1,4 +1,4 @@
-"""The name of everything that shapes KV values, so that none is ever read under another."""
+"""KV namespaces: hashes of everything that shapes KV values."""
 
 import hashlib
 import struct

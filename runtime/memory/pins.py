@@ -1,4 +1,4 @@
-"""Adapters that are to stay on the device. Pure account keeping."""
+"""Adapters that are pinned to the device. Pure account keeping."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from .block_pool import BlockPool
 
 
 class Pins:
-    """Pinned versions and what they take, those that have not been on the device yet among them."""
+    """Pinned versions and their sizes, including versions that are not loaded yet."""
 
     def __init__(self, cache: AdapterCache, pool: BlockPool) -> None:
-        """``cache``: makes no victim of what is pinned; ``pool``: has promised what could go."""
+        """``cache``: spares pinned adapters. ``pool``: reserves blocks for growth."""
         self._cache = cache
         self._pool = pool
         self._adapters: dict[AdapterId, AdapterFacts] = {}
@@ -24,40 +24,40 @@ class Pins:
         return adapter_id in self._adapters
 
     def num_bytes(self, *, without: AdapterId | None = None) -> int:
-        """What all take together, but for one."""
+        """Return the bytes of all pinned versions except ``without``."""
         return self._sum(key for key in self._adapters if key != without)
 
     def num_loaded_bytes(self) -> int:
-        """What those take that are on the device, or on their way."""
+        """Return the bytes of pinned versions that are resident or loading."""
         return self._sum(key for key in self._adapters if key not in self._to_load)
 
     def pin(self, adapter_id: AdapterId, adapter: AdapterFacts) -> None:
-        """Keep a version on the device from when it is there. No error if that is so already."""
+        """Pin a version, and load it if it is absent. No error if it is pinned already."""
         if adapter_id in self._adapters:
             return
         self._adapters[adapter_id] = adapter
         self._cache.pin(adapter_id)
-        self._pool.promise(self._pool.num_promised_blocks)  # it no longer backs any
+        self._pool.reserve_growth(self._pool.num_reserved_blocks)  # not of pinned bytes
         if self._cache.state(adapter_id) is AdapterState.ABSENT:
             self._to_load[adapter_id] = adapter
 
     def unpin(self, adapter_id: AdapterId) -> None:
-        """It may go again. No error if it was not pinned."""
+        """Unpin a version. No error if it is not pinned."""
         self._adapters.pop(adapter_id, None)
         self._to_load.pop(adapter_id, None)
         self._cache.unpin(adapter_id)
 
-    def load_begins(self, adapter_id: AdapterId) -> None:
-        """If it fails, it is loaded again when it is asked for."""
+    def mark_loading(self, adapter_id: AdapterId) -> None:
+        """Record that a load has begun. If it fails, the next request loads the adapter again."""
         self._to_load.pop(adapter_id, None)
 
     def to_load(self) -> tuple[tuple[AdapterId, AdapterFacts], ...]:
-        """Return those that no load has begun for."""
+        """Return the pinned versions that must still be loaded."""
         return tuple(self._to_load.items())
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Inside, pinned adapters may be evicted; those that are will be loaded again."""
+    def suspended(self) -> Iterator[None]:
+        """Allow evictions of pinned adapters in the context. Evicted ones are loaded again."""
         resident = [one for one in self._adapters if one not in self._to_load]
         for adapter_id in resident:
             self._cache.unpin(adapter_id)

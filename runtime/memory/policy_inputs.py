@@ -1,16 +1,16 @@
-"""Inputs of memory policies that only other parts can measure. Pure."""
+"""Measurements of other parts that memory policies use. Pure."""
 
 import math
 from dataclasses import dataclass, field
 
 from .reload_cost import ReloadCosts
 
-_WINDOW_S = 5.0  # FastLibra section 5.2, of the batch size
-_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # taken to be found at first; after which they fade
+_WINDOW_S = 5.0  # of the mean batch size, FastLibra section 5.2
+_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # initial counts; counts above the limit are halved
 
 
 class RecentMean:
-    """By time, the older the less; 0 before the first value."""
+    """Mean over time with exponentially decaying weight; 0 before the first value."""
 
     def __init__(self, window_s: float = _WINDOW_S) -> None:
         self._window_s = window_s
@@ -18,11 +18,11 @@ class RecentMean:
         self._mean = 0.0
 
     def __call__(self) -> float:
-        """As of the newest value."""
+        """Return the mean up to the newest value."""
         return self._mean
 
-    def note(self, value: float, now_s: float) -> None:
-        """It is this from now on."""
+    def record(self, value: float, now_s: float) -> None:
+        """Record that the value is ``value`` from now on."""
         share = math.exp(-max(0.0, now_s - self._since_s) / self._window_s)
         self._mean = share * self._mean + (1.0 - share) * self._newest
         if math.isinf(self._since_s):
@@ -31,7 +31,7 @@ class RecentMean:
 
 
 class ReuseShare:
-    """Of KV blocks that requests need lately: found ones over computed ones; at most 1."""
+    """Found over computed KV blocks of recent requests; at most 1."""
 
     def __init__(self) -> None:
         self._num_found = self._num_computed = float(_FIRST_BLOCKS)
@@ -39,8 +39,8 @@ class ReuseShare:
     def __call__(self) -> float:
         return min(1.0, self._num_found / self._num_computed)
 
-    def note(self, *, num_found: int = 0, num_computed: int = 0) -> None:
-        """So many more were found in the KV of others, or computed."""
+    def record(self, *, num_found: int = 0, num_computed: int = 0) -> None:
+        """Count blocks that were found in the prefix cache, or computed."""
         self._num_found += num_found
         self._num_computed += num_computed
         if self._num_computed > _MOST_BLOCKS:

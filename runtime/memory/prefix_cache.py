@@ -1,7 +1,7 @@
-"""The KV of prefixes that requests have computed, and which versions can use it. Pure accounts.
+"""KV of prefixes that requests have computed, and the adapter versions that can use it. Pure.
 
-Joins the tree, which knows contents and their references, with the pool, which knows what is free:
-blocks that no request holds stay, and are evictable.
+Connects the tree, which knows contents and references, with the pool, which knows free blocks.
+Blocks that no request holds stay, and are evictable.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,28 +17,28 @@ _MIN_NAMESPACES = 1024
 
 
 class PrefixCache:
-    """What requests find, hold, keep and let go."""
+    """Prefixes that requests find, hold, store and release."""
 
     def __init__(
         self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy, slots: HostSlots,
         reuse: ReuseShare | None = None,
     ) -> None:  # fmt: skip
-        """``tree``: ranked by ``policy``, of blocks of ``pool``; None = nothing is kept.
+        """``tree``: blocks of ``pool``, ranked by ``policy``; None = no prefixes are kept.
 
-        ``slots``: on the host. ``reuse``: counts what is found and computed; None = not counted.
+        ``slots``: on the host. ``reuse``: counts found and computed blocks; None = not counted.
         """
         self._pool = pool
         self._slots = slots
         self._reuse = ReuseShare() if reuse is None else reuse
         self._policy = policy
         self._tree = tree
-        self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, the base model's apart
-        self._namespaces: dict[AdapterId, dict[bytes, None]] = {}  # the same the other way
-        self._max_namespaces = _MIN_NAMESPACES  # until those without KV are looked for
+        self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, without base model
+        self._namespaces: dict[AdapterId, dict[bytes, None]] = {}  # the inverse
+        self._max_namespaces = _MIN_NAMESPACES  # before namespaces without KV are removed
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether prefixes are kept."""
         return self._tree is not None
 
     @property
@@ -48,25 +48,22 @@ class PrefixCache:
 
     @property
     def num_host_slots(self) -> int:
-        """Blocks that the host has room for."""
+        """Blocks that fit the host."""
         return self._slots.num_slots
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of which the host has a copy."""
+        """Blocks with a copy on the host."""
         return 0 if self._tree is None else self._tree.num_host_blocks
 
     def match(
         self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int
     ) -> Sequence[KvNode]:
-        """Return the blocks that hold the KV of the longest known prefix of these tokens.
-
-        Of at most ``max_tokens`` of them, in whole blocks.
-        """
+        """Return the blocks of the longest known prefix, of at most ``max_tokens`` tokens."""
         return () if self._tree is None else self._tree.match(namespace, token_ids, max_tokens)
 
     def hold(self, path: Sequence[KvNode]) -> None:
-        """A request is about to begin with these blocks: they stay until it lets them go."""
+        """Hold the blocks of ``path`` until ``release``."""
         if self._tree is not None and path:
             self._tree.hold(path[-1])
             self._mark_cached()
@@ -74,51 +71,51 @@ class PrefixCache:
     def visit(
         self, adapter_id: AdapterId, namespace: bytes, path: Sequence[KvNode], now_s: float
     ) -> None:
-        """A request begins behind these blocks: they are its version's, too, from now on."""
+        """Record that a request begins with these blocks, which its version can use."""
         if path and adapter_id != BASE_ADAPTER:
-            self._note_namespace(namespace, adapter_id)
-        self._reuse.note(num_found=len(path))
+            self._record_namespace(namespace, adapter_id)
+        self._reuse.record(num_found=len(path))
         for node in path:
             self._policy.visit(node, now_s)
         self._slots.use(path)
 
-    def keep(
+    def store(
         self, adapter_id: AdapterId, namespace: bytes, parent: KvNode | None,
         token_ids: tuple[int, ...], block_id: BlockId, now_s: float,
     ) -> KvNode:  # fmt: skip
-        """Enter a computed block behind ``parent`` (None = as a first one), held by its request.
+        """Store a computed block after ``parent`` (None = as the first), held by its request.
 
-        If the same was entered before, the block stays the request's own.
+        If an equal block was stored before, ``block_id`` still belongs to the request.
         """
         assert self._tree is not None, "nothing is kept"
         if parent is None and adapter_id != BASE_ADAPTER:
-            self._note_namespace(namespace, adapter_id)
-        node = self._tree.enter(namespace, parent, token_ids, block_id)
+            self._record_namespace(namespace, adapter_id)
+        node = self._tree.insert(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
-        self._reuse.note(num_computed=1)
+        self._reuse.record(num_computed=1)
         if self.num_evictable_blocks != self._pool.num_cached_blocks:
-            # The same was there and not held: it no longer backs a promise.
+            # An equal block was there without holds. It is in use now, so it cannot be reserved.
             self._mark_cached()
-            self._pool.promise(self._pool.num_promised_blocks)
+            self._pool.reserve_growth(self._pool.num_reserved_blocks)
         return node
 
-    def let_go(self, path: Sequence[KvNode]) -> None:
-        """A request no longer holds these blocks."""
+    def release(self, path: Sequence[KvNode]) -> None:
+        """Release the blocks of ``path``."""
         if self._tree is not None and path:
             self.free(self._tree.release(path[-1]))
 
     def evict(self, node: KvNode) -> None:
-        """Free a block that no request holds and that has none behind it."""
+        """Evict the block of a free leaf."""
         assert self._tree is not None
         self.free(self._tree.evict(node))
 
     def evict_behind(
         self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
     ) -> bool:
-        """If a version is not on the device, evict what only it could use and is not held.
+        """Evict KV that no version on the device can use, among that of ``adapter_id``.
 
-        KV of the same content is used by all versions that have it. Returns whether all is gone:
-        copies hold what they move.
+        Versions with the same content share KV. Returns whether nothing is left; copies under way
+        hold their blocks.
         """
         num_left = 0
         for namespace in self._namespaces.get(adapter_id, ()):
@@ -130,9 +127,9 @@ class PrefixCache:
         return not num_left
 
     def behind(self, adapter_id: AdapterId) -> list[KvNode]:
-        """Return what a version could use and is not held, children before their parents.
+        """Return unreferenced nodes that a version can use, children before parents.
 
-        O(its namespaces), and what there is.
+        O(namespaces of the version + their nodes).
         """
         found: list[KvNode] = []
         for namespace in self._namespaces.get(adapter_id, ()):
@@ -141,7 +138,7 @@ class PrefixCache:
         return found
 
     def num_blocks_of_version(self, adapter_id: AdapterId) -> tuple[int, int]:
-        """Blocks that a version could use: on the device, and copies on the host."""
+        """Return the blocks that a version can use: on the device, and copies on the host."""
         num_device_blocks = num_host_blocks = 0
         for namespace in self._namespaces.get(adapter_id, ()):
             assert self._tree is not None
@@ -150,7 +147,7 @@ class PrefixCache:
         return num_device_blocks, num_host_blocks
 
     def take_changed_versions(self) -> set[AdapterId]:
-        """Return the versions with other blocks than at the last call."""
+        """Return the versions with changes of their blocks since the last call."""
         changed = set[AdapterId]()
         if self._tree is not None:
             for namespace in self._tree.changed:
@@ -159,7 +156,7 @@ class PrefixCache:
         return changed
 
     def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
-        """Blocks of namespaces of which no version is on the device. O(namespaces)."""
+        """Return the blocks of namespaces without a version on the device. O(namespaces)."""
         if self._tree is None:
             return 0
         return sum(
@@ -169,7 +166,7 @@ class PrefixCache:
         )
 
     def drop_version(self, adapter_id: AdapterId) -> None:
-        """This version is not used any more: evict what only it could use."""
+        """Drop a version, and the KV that only it could use."""
         for namespace in self._namespaces.pop(adapter_id, ()):
             versions = self._versions[namespace]
             versions.remove(adapter_id)
@@ -185,11 +182,11 @@ class PrefixCache:
         if self._tree is not None:
             self._tree.check_invariants()
 
-    def _note_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
+    def _record_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
         assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
         self._namespaces.setdefault(adapter_id, {})[namespace] = None
-        if len(self._versions) > self._max_namespaces:  # each salt of requests makes more of them
+        if len(self._versions) > self._max_namespaces:  # each cache salt adds more
             for name in tuple(self._versions):
                 if name != namespace and not self._tree.has_namespace(name):
                     for version in self._versions.pop(name):
@@ -197,7 +194,7 @@ class PrefixCache:
             self._max_namespaces = max(_MIN_NAMESPACES, 2 * len(self._versions))
 
     def free(self, freed: FreedKv) -> None:
-        """Take back what has no content any more."""
+        """Free blocks and slots that the tree has returned."""
         self._pool.free(freed.block_ids)
         self._slots.free(freed.host_slots)
         self._mark_cached()

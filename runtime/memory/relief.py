@@ -1,7 +1,7 @@
-"""What holds memory for later gives way while the machine runs short of it. Pure.
+"""Frees memory of idle KV and adapters while the machine is short of memory. Pure.
 
-The memory is the machine's own where the model runs on a CPU: KV of requests that have ended and
-adapters that nothing uses are then what other programs could use. Nothing that runs gives way.
+If the model runs on a CPU, KV of ended requests and unused adapters occupy memory that other
+programs could use. Memory of running requests is never freed here.
 """
 
 from collections.abc import Callable
@@ -14,43 +14,44 @@ from .block_pool import BlockPool
 from .host_cache import HostCache
 from .room import RoomMaker
 
-_NEAR_SHARE = 0.20  # of all memory that is available, below which memory may soon be short
-_SHORT_SHARE = 0.10  # of all memory that is available, below which idle items give way,
-_AIM_SHARE = 0.12  # to which they do,
-_ENOUGH_SHARE = 0.15  # and from which on
-_CALM_S = 30.0  # for so long they may come back
+# Available shares of all memory.
+_NEAR_SHARE = 0.20  # below this, memory may be short soon
+_SHORT_SHARE = 0.10  # below this, idle items are evicted
+_AIM_SHARE = 0.12  # target of evictions
+_ENOUGH_SHARE = 0.15  # from this on, for 30 seconds, the limit is lifted
+_CALM_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """What the machine has, or the control group that is nearest to its limit."""
+    """Memory of the machine, or of the control group that is nearest to its limit."""
 
     available_bytes: int
     total_bytes: int
 
     @property
     def is_short(self) -> bool:
-        """Whether idle items are to give way."""
+        """Whether idle items must be evicted."""
         return self.available_bytes < _SHORT_SHARE * self.total_bytes
 
     @property
     def is_nearly_short(self) -> bool:
-        """Whether it may be short a moment later."""
+        """Whether memory may be short soon."""
         return self.available_bytes < _NEAR_SHARE * self.total_bytes
 
     @property
     def is_enough(self) -> bool:
-        """Whether, if it stays so, they may come back."""
+        """Whether the limit may be lifted if this lasts."""
         return self.available_bytes >= _ENOUGH_SHARE * self.total_bytes
 
 
 class MemoryRelief:
-    """Holds KV and adapters to a limit while memory is short, as far as idle ones can give way."""
+    """Limits the memory of KV and adapters while memory is short, by evicting idle items."""
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, room: RoomMaker, host: HostCache | None
     ) -> None:
-        """All are the device memory's own; there is no limit at first."""
+        """All parts belong to the device memory. There is no limit at first."""
         self._pool = pool
         self._cache = cache
         self._room = room
@@ -59,23 +60,25 @@ class MemoryRelief:
         self._on_end: Callable[[], None] = lambda: None
         self._limit_bytes: int | None = None
         self._enough_since_s: float | None = None
-        self.num_bytes = 0  # that idle items have given way in all
+        self.num_bytes = 0  # evicted in all
 
     @property
     def is_active(self) -> bool:
         """Whether there is a limit."""
         return self._limit_bytes is not None
 
-    def follow(self, look: Callable[[], MemoryRoom | None], on_end: Callable[[], None]) -> None:
-        """Ask ``look`` before each step: what was seen of memory since, if it matters.
+    def watch(self, look: Callable[[], MemoryRoom | None], on_end: Callable[[], None]) -> None:
+        """Set the source of measurements.
 
-        ``on_end``: called when idle items may take memory again.
+        Args:
+            look: Called before each step; returns the newest measurement if it matters.
+            on_end: Called when the limit is lifted.
         """
         self._look = look
         self._on_end = on_end
 
-    def give_way(self, now_s: float) -> None:
-        """Evict what is over the limit, with the next plan. Little more than a call, without."""
+    def apply_limit(self, now_s: float) -> None:
+        """Evict what exceeds the limit, with the next plan. Cheap without a limit."""
         room = self._look()
         if room is not None:
             self._observe(room, now_s)
@@ -93,22 +96,22 @@ class MemoryRelief:
             )  # fmt: skip
 
     def take_freed_blocks(self, *, is_needed: bool) -> tuple[BlockId, ...]:
-        """Blocks that give memory back with the next plan; ``is_needed``: it is needed now."""
+        """Return free blocks to decommit in the next plan. ``is_needed``: memory is needed now."""
         if is_needed or self._limit_bytes is not None:
-            return self._pool.give_back()
+            return self._pool.take_warm_blocks()
         return ()
 
     def host_limit_bytes(self, num_bytes: int) -> int:
-        """What adapters may take on the host, of ``num_bytes`` that they could have.
+        """Return the limit of adapters on the host, at most ``num_bytes``.
 
-        To be asked when freed blocks have been taken.
+        Call it after ``take_freed_blocks``.
         """
         if self._limit_bytes is None:
             return num_bytes
         return min(num_bytes, max(0, self._limit_bytes - self._pool.written_bytes))
 
     def _observe(self, room: MemoryRoom, now_s: float) -> None:
-        """Lower the limit while memory is short; lift it when there has been enough for a while."""
+        """Lower the limit while memory is short. Lift it after 30 seconds with enough memory."""
         if room.is_short:
             short_bytes = int(_AIM_SHARE * room.total_bytes) - room.available_bytes
             self._limit_bytes = max(0, self._held_bytes - short_bytes)
@@ -122,7 +125,7 @@ class MemoryRelief:
 
     @property
     def _held_bytes(self) -> int:
-        """What KV and adapters hold of the machine's memory, those in use included."""
+        """Memory of all KV and adapters, including those in use."""
         adapter_bytes = self._cache.used_bytes
         if self._host is not None and self._host.is_device_memory:
             adapter_bytes = self._host.taken_bytes
@@ -130,7 +133,7 @@ class MemoryRelief:
 
     @property
     def _device_bytes(self) -> int:
-        """KV that no request uses, and adapters that could go now."""
+        """Memory of unused KV and evictable adapters."""
         adapter_bytes = 0
         if self._cache.slab is None:
             adapter_bytes = self._cache.evictable_bytes(include_waiting=False, keep=BASE_ADAPTER)
@@ -138,7 +141,7 @@ class MemoryRelief:
 
     @property
     def _host_bytes(self) -> int:
-        """Adapters that lie in the device's memory and that the device does not know."""
+        """Memory of idle adapters on the host, if that is the device's memory."""
         if self._host is None or not self._host.is_device_memory:
             return 0
         return self._host.idle_bytes

@@ -1,8 +1,8 @@
-"""What a request waits for what is not on the device, in seconds. Pure.
+"""Costs, in seconds, of items that are not on the device. Pure.
 
-Of KV the cheaper of copying it back and computing it again. Of an adapter what its load occupies:
-the link, and the cores that compute in its place meanwhile. That is no less than what a first token
-loses by it, as requests may start without waiting for their adapter, and never nothing.
+For KV, the time to copy it back or to compute it again, whichever is less. For an adapter, the time
+for which its load occupies the link and the cores that compute its deltas meanwhile. A first token
+is delayed by no more than this, because requests may start before the load ends. Costs are above 0.
 """
 
 from typing import Protocol
@@ -13,34 +13,33 @@ from .kv_tree import KvNode
 from .policies.policy import MemoryItem
 
 _LEAST_S = 1e-9
-_FIRST_LOAD_BYTES_PER_S = 1e9  # where no link was measured and nothing has been loaded yet
+_FIRST_LOAD_BYTES_PER_S = 1e9  # without a measured link, before the first load
 _SMOOTHING = 0.1  # weight of the newest load
-_FIT_ASKS = 1000  # after which what a token takes is looked up again
-_DEEP_STEPS = 8  # prompts of one whole step, and of so many, say what depth adds
+_FIT_ASKS = 1000  # calls between updates of the time per token
+_DEEP_STEPS = 8  # steps of the long prompt from which the cost of context is derived
 
 
 class PrefillTimes(Protocol):
-    """What is asked of ``scheduler.step_times.StepTimes``."""
+    """The part of ``scheduler.step_times.StepTimes`` that is used here."""
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float: ...
 
 
 class ReloadCosts:
-    """Seconds by item; ``policies.facts.MemoryFacts.reload_cost_s``."""
+    """Reload cost of an item; see ``policies.facts.MemoryFacts.reload_cost_s``."""
 
     def __init__(
         self, times: PrefillTimes, block_size: int, max_step_tokens: int,
         link: LinkModel | None = None, *, is_assisted: bool = False,
     ) -> None:  # fmt: skip
-        """No load has been seen.
+        """Start without loads.
 
         Args:
-            times: Of computing prompts.
+            times: Predicts prefill.
             block_size: Tokens of a KV block.
-            max_step_tokens: Of one step.
-            link: Between host and device; None = there is none, or it was not measured, and loads
-                tell how fast they are.
-            is_assisted: Whether workers compute in place of an adapter that is being loaded.
+            max_step_tokens: Tokens of one step.
+            link: Between host and device; None = the rate is learned from loads.
+            is_assisted: Whether workers compute deltas of adapters that are being loaded.
         """
         self._times = times
         self._block_size = block_size
@@ -52,7 +51,7 @@ class ReloadCosts:
         self._token_s, self._token_s_per_position = 0.0, 0.0
 
     def __call__(self, item: MemoryItem) -> float:
-        """Above 0."""
+        """Return the cost of an item, above 0."""
         if isinstance(item, KvNode):
             copy_s = self.copy_s(item.num_bytes) if item.host_slot is not None else None
             compute_s = self.compute_s(item.depth * self._block_size, self._block_size)
@@ -61,18 +60,18 @@ class ReloadCosts:
         return max(_LEAST_S, self._load_s(item.num_bytes))
 
     def load_ended(self, num_bytes: int, duration_s: float) -> None:
-        """A load that requests waited for took so long."""
+        """Learn from a load that requests waited for."""
         newest = duration_s / max(1, num_bytes)
         self._load_s_per_byte += _SMOOTHING * (newest - self._load_s_per_byte)
 
     def copy_s(self, num_bytes: int) -> float:
-        """Bytes in a transfer that others share the latency of."""
+        """Return the time to copy bytes within a larger transfer, without latency."""
         if self._link is None:
             return num_bytes * self._load_s_per_byte
         return num_bytes / self._link.bytes_per_s
 
     def compute_s(self, position: int, num_tokens: int) -> float:
-        """So many tokens of a prompt from a position on, in a step with others; 0 if not known."""
+        """Return the time to compute prompt tokens from ``position`` on; 0 while unknown."""
         if self._num_asks % _FIT_ASKS == 0 or not self._token_s:
             self._fit()
         self._num_asks += 1
@@ -83,11 +82,11 @@ class ReloadCosts:
         if self._link is None:
             return num_bytes * self._load_s_per_byte
         link_s = num_bytes / self._link.bytes_per_s + self._link.latency_s
-        # The cores compute for as long as the load takes.
+        # The cores compute during the whole load.
         return 2.0 * link_s if self._is_assisted else link_s
 
     def _fit(self) -> None:
-        """Prefills take a n + b n^2 / 2 seconds, by those of one step and of several."""
+        """Fit a n + b n^2 / 2 seconds to a prefill of one step and one of several steps."""
         few, many = self._max_step_tokens, _DEEP_STEPS * self._max_step_tokens
         few_s, many_s = self._times.prefill_s(few, 0), self._times.prefill_s(many, 0)
         slope = 2.0 * (many_s / many - few_s / few) / (many - few)

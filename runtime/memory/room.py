@@ -1,4 +1,4 @@
-"""Makes room on the device: the policy ranks, this module knows what may be evicted. Pure."""
+"""Evicts items from the device: the policy ranks, this module knows what is evictable. Pure."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ from .prefix_cache import PrefixCache
 
 
 class RoomMaker:
-    """Evicts prefixes that no request uses, and idle adapters."""
+    """Evicts unused prefixes and idle adapters."""
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache,
         evict_adapter: Callable[[AdapterId, EvictionReason], None],
     ) -> None:  # fmt: skip
-        """``evict_adapter``: of an idle adapter."""
+        """``evict_adapter``: evicts an idle adapter."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
@@ -28,10 +28,10 @@ class RoomMaker:
         self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId,
         reason: EvictionReason = EvictionReason.KV,
     ) -> bool:  # fmt: skip
-        """Evict the worst until so much more is free; False, and no eviction, if it cannot be.
+        """Evict items until ``num_bytes`` and ``num_blocks`` more are free.
 
-        ``reason``: what the room is for. A leaf that goes lets its parent be ranked, so they go one
-        after the other.
+        Returns False without evictions if that is impossible. Items are evicted one by one, because
+        the eviction of a leaf makes its parent evictable. ``reason``: purpose of the room.
         """
         num_cached = self._prefixes.num_evictable_blocks
         most_bytes = num_cached * self._pool.block_bytes
@@ -47,7 +47,7 @@ class RoomMaker:
         return True
 
     def _evict(self, item: MemoryItem, reason: EvictionReason) -> tuple[int, int]:
-        """Return what has become free: bytes, and blocks; KV may go with an adapter."""
+        """Evict an item. Return freed bytes and blocks: KV may be evicted with an adapter."""
         if isinstance(item, DeviceCopy):
             num_cached = self._prefixes.num_evictable_blocks
             self._evict_adapter(item.adapter_id, reason)
@@ -58,22 +58,22 @@ class RoomMaker:
         return item.num_bytes, 1
 
     def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
-        """Return the worst that may go; adapters of waiting requests only if there is no other."""
+        """Return the next victim; adapters of waiting requests only if there is no other."""
         wanted = None
         is_block |= self._cache.slab is not None
         for item in self._cache.policy.victims(is_adapter=False if is_block else None):
             if not item.is_adapter:
                 return item
-            if not self._cache.may_go(item, include_waiting=True, keep=keep):
+            if not self._cache.is_evictable(item, include_waiting=True, keep=keep):
                 continue
-            if self._cache.may_go(item, include_waiting=False, keep=keep):
+            if self._cache.is_evictable(item, include_waiting=False, keep=keep):
                 return item
             wanted = wanted or item
-        assert wanted is not None and include_waiting, "nothing is left of what was counted"
+        assert wanted is not None and include_waiting, "there are fewer victims than counted"
         return wanted
 
     def free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Evict idle adapters until their slab has a range of so many bytes; whether it has one."""
+        """Evict idle adapters until the slab has a range of ``num_bytes``; False if impossible."""
         if not num_bytes:
             return True
         victims = self._cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)

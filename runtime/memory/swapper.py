@@ -1,9 +1,8 @@
-"""Which KV blocks are copied to the host before they must go, and which come back. Pure.
+"""Copies KV blocks to the host ahead of eviction, and back. Pure.
 
-Copying is apart from eviction: what is likely to go soon is copied ahead, so that there are blocks
-that can be dropped at once when room is needed. What is not copied when it must go is dropped, and
-computed again.
-A copy holds what it moves, from its plan to its end, and belongs to no request.
+Copying is separate from eviction: blocks that are likely to be evicted soon are copied ahead, so
+that they can be evicted without waiting. Blocks without a copy are dropped and computed again.
+A copy holds its blocks from its plan to its end, and belongs to no request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,33 +18,34 @@ from .prefix_cache import PrefixCache
 from .reload_cost import ReloadCosts
 from .transfers import OpenCopy, TransferTable
 
-# Of the pool's blocks: those that are to be free, or copied and unused, before others are needed. A
-# prompt that is admitted takes many at once, and where the beginning of a prefix is dropped, what
-# has been copied of its end goes with it: conversations waited 12 to 15 % longer with 5 %.
-_RESERVE_SHARE = 0.2
-# What one plan copies. Not less while requests wait for what comes in: that is the other way.
+# Share of the pool that should be free, or copied and unused, at any time. An admitted prompt takes
+# many blocks at once, and dropping the beginning of a prefix drops the copies of its end, too. With
+# 5 %, conversations waited 12 to 15 % longer.
+_READY_SHARE = 0.2
+# Share that one plan copies. It is the same while requests wait for blocks from the host, because
+# these use the other direction of the link.
 _PLAN_SHARE = 0.03
-# So many blocks have to be used or to go before the order is looked at again.
+# Share that must be used or evicted before the order of eviction is read again.
 _CHANGE_SHARE = 0.01
 
 
 class KvSwapper:
-    """Decides copies of KV blocks between the device and the host."""
+    """Plans copies of KV blocks between the device and the host."""
 
     def __init__(
         self, tree: KvTree, pool: BlockPool, prefixes: PrefixCache, slots: HostSlots,
         policy: RankingPolicy, transfers: TransferTable, costs: ReloadCosts,
     ) -> None:  # fmt: skip
-        """Nothing has been copied.
+        """Start without copies.
 
         Args:
-            tree: What is kept, in blocks of ``pool`` and in ``slots``.
-            pool: The device's blocks.
-            prefixes: Frees what the tree gives back.
-            slots: On the host.
-            policy: Ranks what leaves the device.
-            transfers: Where copies are begun.
-            costs: Of copying and of computing.
+            tree: Nodes, with blocks of ``pool`` and ``slots``.
+            pool: Blocks on the device.
+            prefixes: Frees blocks and slots that the tree returns.
+            slots: Slots on the host.
+            policy: Ranks evictions from the device.
+            transfers: Begins copies.
+            costs: Costs of copying and of computing.
         """
         self._tree = tree
         self._pool = pool
@@ -54,27 +54,27 @@ class KvSwapper:
         self._policy = policy
         self._transfers = transfers
         self._costs = costs
-        self._coming: set[KvNode] = set()  # their blocks are not to be read yet
-        self.num_pinned_blocks = 0  # that can be evicted, or again, when copies have ended
+        self._coming: set[KvNode] = set()  # their blocks must not be read yet
+        self.num_pinned_blocks = 0  # evictable when copies have ended
         self._num_leaving = 0  # blocks of copies to the host
-        # When the order was last looked at: copied blocks at its beginning, and what there was.
-        self._num_reserved = 0
+        # As of the last reading of the order: copied blocks at its beginning, and counts.
+        self._num_copied_ahead = 0
         self._num_claims, self._num_unreferenced = 0, 0
-        self._has_more = True  # could have been copied
+        self._has_more = True  # more could have been copied
 
     def num_readable(self, path: Sequence[KvNode]) -> int:
-        """Blocks at the beginning of a match that have their KV on the device."""
+        """Return the number of blocks at the beginning of a path with KV on the device."""
         for number, node in enumerate(path):
             if node.block_id is None or node in self._coming:
                 return number
         return len(path)
 
     def is_coming(self, node: KvNode) -> bool:
-        """Whether a copy to its block is under way."""
+        """Whether a copy to the node's block is under way."""
         return node in self._coming
 
-    def is_worth_bringing(self, nodes: Sequence[KvNode]) -> bool:
-        """Whether copying them to the device is faster than computing them there again."""
+    def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
+        """Whether copying these nodes to the device is faster than computing them again."""
         num_bytes = len(nodes) * self._tree.block_bytes
         ahead_bytes = sum(
             min(num_bytes, sum(one.part_bytes[one.num_arrived :]))
@@ -85,13 +85,13 @@ class KvSwapper:
         compute_s = self._costs.compute_s(nodes[0].depth * size, len(nodes) * size)
         return self._costs.copy_s(num_bytes + ahead_bytes) < compute_s
 
-    def bring(self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float) -> None:
-        """Copy neighbours that only the host has, and that are held, to these blocks."""
+    def copy_in(self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float) -> None:
+        """Copy consecutive held nodes that only the host has to ``block_ids``."""
         slots: list[HostSlot] = []
         for node, block_id in zip(nodes, block_ids, strict=True):
             assert node.host_slot is not None, node
             slots.append(node.host_slot)
-            self._tree.give_block(node, block_id)
+            self._tree.assign_block(node, block_id)
         self._coming.update(nodes)
         self._slots.use(nodes)
         command = KvTransfer(
@@ -100,22 +100,22 @@ class KvSwapper:
         self._begin(command, nodes, len(nodes), now_s)
 
     def copy_ahead(self, max_history_blocks: int | None, now_s: float) -> None:
-        """Copy what would leave the device next, if little is free or copied already.
+        """Copy the next blocks to be evicted, if too few are free or copied already.
 
-        ``max_history_blocks``: that may be there although no request uses them; None = all.
+        ``max_history_blocks``: limit of unused blocks on the device; None = no limit.
         """
         num_blocks = self._pool.num_blocks
         num_free = self._pool.num_available_blocks
         if max_history_blocks is not None:
             num_free = min(num_free, max_history_blocks - self._tree.num_unreferenced_blocks)
-        num_wanted = max(1, round(_RESERVE_SHARE * num_blocks)) - num_free
+        num_wanted = max(1, round(_READY_SHARE * num_blocks)) - num_free
         if not self._is_short(num_wanted):
             return
         nodes, walked = self._next_to_copy(
             num_wanted + max(1, round(_CHANGE_SHARE * num_blocks)) - self._num_leaving,
             max(1, round(_PLAN_SHARE * num_blocks)),
         )
-        self._num_reserved = len(walked) - len(nodes)
+        self._num_copied_ahead = len(walked) - len(nodes)
         slots = self._take_slots(len(nodes), walked)
         self._has_more = len(slots) == len(nodes) > 0
         if slots:
@@ -124,29 +124,29 @@ class KvSwapper:
         self._num_unreferenced = self._tree.num_unreferenced_blocks
 
     def end(self, copy: OpenCopy, *, has_failed: bool) -> None:
-        """What was copied can be used, or, where nothing has come to a block, is forgotten."""
+        """Apply the end of a copy. The blocks and slots of a failed copy are dropped."""
         self.num_pinned_blocks -= copy.num_pinned_blocks
         if copy.direction is Direction.TO_DEVICE:
             self._coming.difference_update(copy.nodes)
-            if has_failed:  # with all behind it
-                self._prefixes.free(self._tree.forget_content(copy.nodes[0]))
-            self._prefixes.let_go(copy.nodes)
+            if has_failed:  # with descendants
+                self._prefixes.free(self._tree.drop_content(copy.nodes[0]))
+            self._prefixes.release(copy.nodes)
             return
         self._num_leaving -= len(copy.nodes)
         for node, slot in zip(copy.nodes, copy.command.host_slots, strict=True):
             if has_failed:
-                self._slots.put_back((slot,))
+                self._slots.return_unused((slot,))
             else:
                 self._tree.set_host_slot(node, slot)
                 self._slots.fill(slot, node)
-                self._num_reserved += 1
+                self._num_copied_ahead += 1
         self._slots.use(_with_ancestors(copy.nodes))
         for node in copy.nodes:
-            self._prefixes.let_go((node,))
+            self._prefixes.release((node,))
         self._has_more = True
 
     def held_blocks(self) -> set[BlockId]:
-        """Blocks that copies hold, and all before these."""
+        """Return the blocks that copies hold, including those of ancestors."""
         held = set()
         for copy in self._transfers:
             if isinstance(copy, OpenCopy):
@@ -154,7 +154,7 @@ class KvSwapper:
         return held
 
     def check_invariants(self) -> None:
-        """Assert that copies hold what they move, and that what is counted is what moves."""
+        """Assert that copies hold their blocks, and that counts agree with copies."""
         copies = [one for one in self._transfers if isinstance(one, OpenCopy)]
         for copy in copies:
             for node, block_id in zip(copy.nodes, copy.command.block_ids, strict=True):
@@ -167,16 +167,16 @@ class KvSwapper:
         assert sum(one.num_pinned_blocks for one in copies) == self.num_pinned_blocks
 
     def _is_short(self, num_wanted: int) -> bool:
-        """Whether so many copied blocks may be missing, and something can be done about it."""
+        """Whether too few blocks may be copied, and reading the order again may change that."""
         num_claimed = self._tree.num_claims - self._num_claims
-        num_left = max(0, self._num_reserved - num_claimed)
+        num_left = max(0, self._num_copied_ahead - num_claimed)
         if num_left + self._num_leaving >= num_wanted:
             return False
         num_changed = num_claimed + abs(self._tree.num_unreferenced_blocks - self._num_unreferenced)
         return self._has_more or num_changed >= max(1, _CHANGE_SHARE * self._pool.num_blocks)
 
     def _next_to_copy(self, num_wanted: int, max_nodes: int) -> tuple[list[KvNode], list[KvNode]]:
-        """Return what is not copied yet of the first blocks to go, and these."""
+        """Return nodes to copy among the next ``num_wanted`` to be evicted, and all of these."""
         nodes: list[KvNode] = []
         walked: list[KvNode] = []
         for node in self._next_to_go():
@@ -188,11 +188,11 @@ class KvSwapper:
         return nodes, walked
 
     def _next_to_go(self) -> Iterator[KvNode]:
-        """Yield blocks about as they would leave the device.
+        """Yield blocks approximately in order of eviction.
 
-        A parent is next when its last child has gone, since it was used when that was: how the
-        policy would rank it then, it does not say. What leaves with its adapter goes at once, so
-        its beginning is first: the rest is of no use alone.
+        A parent follows its last child, because both were used at the same time. The policy does
+        not rank the parent before that. KV that is tied to an adapter leaves with it at once, so
+        parents come first there: the end of a prefix is useless without its beginning.
         """
         num_gone: dict[KvNode, int] = {}
         seen: set[KvNode] = set()
@@ -213,7 +213,7 @@ class KvSwapper:
                 node = parent if num_gone[parent] == parent.num_device_children else None
 
     def _take_slots(self, num_slots: int, walked: Sequence[KvNode]) -> list[HostSlot]:
-        """As many as there are, or as can be freed: not of blocks that go as soon."""
+        """Take free slots, and slots of the oldest copies outside ``walked``."""
         slots: list[HostSlot] = []
         spared = set(walked)
         while len(slots) < num_slots:
@@ -231,8 +231,8 @@ class KvSwapper:
         num_unreferenced = self._tree.num_unreferenced_blocks
         for node in nodes:
             self._prefixes.hold((node,))
-        # What is held backs no promise.
-        self._pool.promise(self._pool.num_promised_blocks)
+        # Held blocks cannot be reserved.
+        self._pool.reserve_growth(self._pool.num_reserved_blocks)
         command = KvTransfer(
             self._transfers.new_id(), Direction.TO_HOST, tuple(map(_block_id, nodes)),
             tuple(slots), is_demand=False,
@@ -259,7 +259,7 @@ def _block_id(node: KvNode) -> BlockId:
 
 
 def _with_ancestors(nodes: Sequence[KvNode]) -> list[KvNode]:
-    """Each once, parents before their children."""
+    """Return the nodes and their ancestors, each once, parents before children."""
     found: dict[KvNode, None] = {}
     for node in nodes:
         one: KvNode | None = node

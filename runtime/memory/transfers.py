@@ -1,6 +1,6 @@
-"""What moves between host and device: the only record of it. Pure.
+"""The table of open transfers between host and device. Pure.
 
-Memory begins and ends transfers here; predictions of when they end read it.
+The memory begins and ends transfers here. Predictions of their ends read it.
 """
 
 import itertools
@@ -25,12 +25,12 @@ from .link_use import LinkKey, LinkUse
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenTransfer:
-    """A transfer that was commanded and has not ended. Only its table changes it."""
+    """A transfer that has not ended. Only the table changes it."""
 
     command: Transfer
-    part_bytes: tuple[int, ...]  # over the link, one part behind the other
+    part_bytes: tuple[int, ...]  # over the link, in order of transfer
     began_s: float = 0.0
-    is_demand: bool = field(init=False)  # by now
+    is_demand: bool = field(init=False)  # currently
     num_arrived: int = 0  # parts
 
     def __post_init__(self) -> None:
@@ -42,41 +42,41 @@ class OpenTransfer:
 
     @property
     def direction(self) -> Direction:
-        """Adapters are never written."""
+        """Direction of the transfer. Adapters are only copied to the device."""
         if isinstance(self.command, AdapterTransfer):
             return Direction.TO_DEVICE
         return self.command.direction
 
     @property
     def link_key(self) -> LinkKey:
-        """As which it is counted."""
+        """Key of its totals."""
         kind = "adapter" if isinstance(self.command, AdapterTransfer) else "kv"
         return LinkKey(self.direction, kind)
 
     @property
     def is_copying(self) -> bool:
-        """Whether anything is there to be copied."""
+        """Whether a part is ready to be copied."""
         return self.num_arrived < len(self.part_bytes)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenLoad(OpenTransfer):
-    """The load of an adapter; its parts are layer groups."""
+    """The load of an adapter. Its parts are layer groups."""
 
     command: AdapterTransfer
     adapter: AdapterFacts
-    num_read: int = 0  # layer groups, from files, of which it is known how long that took
-    read_s: float = 0.0  # all of these
+    num_read: int = 0  # layer groups that were reported as read from files
+    read_s: float = 0.0  # time to read them
 
     @property
     def is_from_files(self) -> bool:
-        """Whether its layer groups are on the host only when they have been read."""
+        """Whether its layer groups must be read from files first."""
         host = self.command.host
         return host is not None and not host.is_filled
 
     @property
     def num_on_host(self) -> int:
-        """Layer groups; what is on the device came by way of the host."""
+        """Layer groups that are on the host. Groups on the device passed through the host."""
         if not self.is_from_files:
             return len(self.part_bytes)
         return max(self.num_read, self.num_arrived)
@@ -87,12 +87,12 @@ class OpenLoad(OpenTransfer):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether nothing is left to be read."""
+        """Whether all layer groups are on the host."""
         return self.num_on_host >= len(self.part_bytes)
 
 
 class Change(NamedTuple):
-    """What moves in a direction is as it was then."""
+    """The last change of a direction's transfers."""
 
     number: int  # of changes so far
     at_s: float
@@ -104,29 +104,29 @@ class OpenCopy(OpenTransfer):
 
     command: KvTransfer
     nodes: tuple[KvNode, ...]  # parallel to the blocks, and held
-    num_pinned_blocks: int  # that can be evicted, or again, when it has ended
+    num_pinned_blocks: int  # evictable when the copy has ended
 
 
 class ReadingTurn(NamedTuple):
-    """The adapter that is read from files now, as far as is known."""
+    """The load with files that are presumably being read now."""
 
     load: OpenLoad
     since_s: float  # when its newest layer group was reported, or its turn began
 
 
 class TransferTable:
-    """Open transfers by id, and by adapter where they are loads; what the next plan says of them.
+    """Open transfers by id, loads also by adapter, and commands for the next plan.
 
-    Files are read one adapter after the other, each in the order of its layers; those that
-    requests wait for before prefetches, which give way between two layer groups.
+    Files are read one adapter after the other, each in the order of its layers. Loads that requests
+    wait for come before prefetches. A prefetch is interrupted between two layer groups.
     """
 
     def __init__(self) -> None:
         self.reading: ReadingTurn | None = None
         self.link_use = LinkUse()
-        self.changed: set[AdapterId] = set()  # with loads that have moved, until they are taken
+        self.changed: set[AdapterId] = set()  # adapters with progress of loads, until taken
         self._open: dict[TransferId, OpenTransfer] = {}  # oldest first
-        self._loads: dict[AdapterId, OpenLoad] = {}  # those among them
+        self._loads: dict[AdapterId, OpenLoad] = {}  # the loads among them
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
         self._commands: list[Transfer] = []  # not yet in a plan
         self._promoted: list[TransferId] = []  # not yet in a plan
@@ -136,42 +136,42 @@ class TransferTable:
         return len(self._open)
 
     def __iter__(self) -> Iterator[OpenTransfer]:
-        """The oldest first."""
+        """Iterate over open transfers, the oldest first."""
         return iter(self._open.values())
 
     def __contains__(self, transfer_id: object) -> bool:
         return transfer_id in self._open
 
     def load_of(self, adapter_id: AdapterId) -> OpenLoad | None:
-        """The load of an adapter that is under way."""
+        """Return the open load of an adapter, if any."""
         return self._loads.get(adapter_id)
 
     @property
     def num_loads(self) -> int:
-        """Under way, those that the next plan begins among them."""
+        """Number of open loads, including those that the next plan begins."""
         return len(self._loads)
 
     @property
     def num_loads_to_begin(self) -> int:
-        """By the next plan."""
+        """Number of loads that the next plan begins."""
         return sum(isinstance(command, AdapterTransfer) for command in self._commands)
 
     def last_change(self, direction: Direction) -> Change:
-        """Differs when something has begun, moved, become urgent or ended since."""
+        """Return the last begin, progress, promotion or end of a transfer in this direction."""
         return self._changes[direction]
 
     def files_in_turn(self) -> list[OpenLoad]:
-        """Loads with files to read: the one that is read, those that requests wait for, others."""
+        """Return loads with files to read in order: the current one, demand loads, prefetches."""
         reading = None if self.reading is None else self.reading.load
         unread = [load for load in self._loads.values() if not load.is_on_host]
         return sorted(unread, key=lambda load: (load is not reading, not load.is_demand))
 
     def new_id(self) -> TransferId:
-        """For the next transfer."""
+        """Return a new transfer id."""
         return TransferId(next(self._ids))
 
     def begin(self, transfer: OpenTransfer, now_s: float) -> None:
-        """A transfer is to be in the next plan."""
+        """Begin a transfer with the next plan."""
         assert transfer.transfer_id not in self._open, transfer
         transfer.began_s = now_s
         self._open[transfer.transfer_id] = transfer
@@ -182,10 +182,10 @@ class TransferTable:
             assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
             self._loads[adapter_id] = transfer
             if transfer.is_from_files:
-                self._take_turn(now_s)
+                self._start_next_read(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
-        """A request waits for an adapter; of interest if its load is under way as a prefetch."""
+        """Promote a prefetch of an adapter, which a request waits for now."""
         load = self._loads.get(adapter_id)
         if load is None or load.is_demand:
             return
@@ -193,10 +193,10 @@ class TransferTable:
         self._promoted.append(load.transfer_id)
         self._changed(load, now_s)
         if load.is_from_files:
-            self._take_turn(now_s)
+            self._start_next_read(now_s)
 
     def arrived(self, progress: TransferProgress, now_s: float) -> None:
-        """Take in what has arrived; old news, or of what has ended, change nothing."""
+        """Apply progress on the device. Outdated reports are ignored."""
         transfer = self._open.get(progress.transfer_id)
         if transfer is None or progress.num_groups <= transfer.num_arrived:
             return
@@ -205,13 +205,13 @@ class TransferTable:
         transfer.num_arrived = progress.num_groups
         self._changed(transfer, now_s, new_bytes)
         if isinstance(transfer, OpenLoad) and transfer.num_on_host > num_before:
-            self._heard_of(transfer, now_s)
+            self._record_progress(transfer, now_s)
 
     def read(self, progress: TransferRead, now_s: float) -> tuple[int, float]:
-        """Take in what has been read from files.
+        """Apply progress of reading files.
 
-        Returns the bytes among it that are new, and the seconds that these took; nothing where it
-        is old news or the load has ended.
+        Returns the newly read bytes and the seconds that they took; zeros for outdated reports and
+        ended loads.
         """
         load = self._open.get(progress.transfer_id)
         if load is None:
@@ -225,13 +225,13 @@ class TransferTable:
         load.num_read, load.read_s = progress.num_groups, progress.duration_s
         if load.num_on_host > num_before:
             self._use_link(load, now_s)
-            self._heard_of(load, now_s)
+            self._record_progress(load, now_s)
         return new_bytes, new_s
 
     def end(
         self, transfer_id: TransferId, now_s: float, *, has_failed: bool = False
     ) -> OpenTransfer | None:
-        """A transfer has ended, well or badly; return it, or None if it is not known (any more)."""
+        """End a transfer and return it; None if it is unknown or has ended."""
         transfer = self._open.pop(transfer_id, None)
         if transfer is None:
             return None
@@ -242,7 +242,7 @@ class TransferTable:
             if transfer.is_from_files:
                 if self.reading is not None and self.reading.load is transfer:
                     self.reading = None
-                self._take_turn(now_s)
+                self._start_next_read(now_s)
         return transfer
 
     def take_commands(self) -> tuple[Transfer, ...]:
@@ -251,12 +251,12 @@ class TransferTable:
         return commands
 
     def take_promoted(self) -> tuple[TransferId, ...]:
-        """Return the loads that have become urgent, for the next plan."""
+        """Return the promoted loads for the next plan."""
         promoted, self._promoted = tuple(self._promoted), []
         return promoted
 
     def check_invariants(self) -> None:
-        """Assert that what is kept by adapter, and what is read, is among what is open."""
+        """Assert that loads by adapter and the current reading agree with open transfers."""
         loads = [one for one in self._open.values() if isinstance(one, OpenLoad)]
         assert list(self._loads.values()) == loads
         for load in loads:
@@ -279,15 +279,15 @@ class TransferTable:
             transfer.link_key, transfer.transfer_id, now_s, is_busy=is_busy, new_bytes=new_bytes
         )
 
-    def _heard_of(self, load: OpenLoad, now_s: float) -> None:
-        """More of a load is on the host, so this is the one being read, in the order or not."""
+    def _record_progress(self, load: OpenLoad, now_s: float) -> None:
+        """Set the current reading: the load with new layer groups on the host."""
         self.reading = ReadingTurn(load, now_s)
         if load.is_on_host:
             self.reading = None
-            self._take_turn(now_s)
+            self._start_next_read(now_s)
 
-    def _take_turn(self, now_s: float) -> None:
-        """Begin with the next one if nothing is being read, or a prefetch that gives way."""
+    def _start_next_read(self, now_s: float) -> None:
+        """Choose the next load to read if none is being read, or if a prefetch is interrupted."""
         unread = self.files_in_turn()
         if not unread:
             return

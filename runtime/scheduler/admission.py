@@ -1,4 +1,4 @@
-"""Lets waiting requests in, as far as the step and the device have room, and loads adapters."""
+"""Admits waiting requests as far as the device has room, and loads adapters."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,11 @@ from .running_set import RunningSet
 from .step_draft import StepDraft
 from .waiting_work import WaitingWork
 
-_MAX_SWAP_INS = 2  # of a request that waits
+_MAX_SWAP_INS = 2  # of a waiting request; then it computes missing KV
 
 
 class Admission:
-    """Offers the device's room to a policy's candidates."""
+    """Admits the candidates of a policy for which the device has room."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Admission:
         counters: SchedulerCounters,
         forecast: ArrivalForecast | None = None,
     ) -> None:
-        """All are the scheduler's own. ``forecast``: None = nobody loads what is not asked for."""
+        """All parts belong to the scheduler. ``forecast``: None = load for known requests only."""
         self._config = config
         self._policy = policy
         self._queues = policy if isinstance(policy, PolicyWithQueues) else None
@@ -47,10 +47,10 @@ class Admission:
         self._headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
-        """Admit until no seat is left or the policy stops, into ``draft`` while it has room.
+        """Admit until no slot is left or the policy stops. Put rows into ``draft`` if it has room.
 
-        Before that load what is pinned, or others would have all room that comes free for as long
-        as some wait. After it load ahead, if there was room for all.
+        Pinned adapters load first: otherwise waiting requests would take all memory that becomes
+        free. Prefetches come last, and only if no request lacked memory.
         """
         self._load_pinned(now_s)
         verdict = Verdict.ADMITTED
@@ -60,29 +60,29 @@ class Admission:
             self._prefetch(now_s)
 
     def _admit(self, draft: StepDraft, now_s: float) -> Verdict:
-        """Return what became of the last one."""
+        """Offer memory to the policy's candidates. Return the verdict on the last one."""
         candidates = self._policy.candidates(now_s)
         request = next(candidates, None)
         is_first, verdict = True, Verdict.ADMITTED
-        while request is not None and self._has_seat():
+        while request is not None and self._has_slot():
             verdict = self._try(request, draft, now_s, is_first=is_first)
             is_first = False
             if verdict is not Verdict.ADMITTED:
-                self._waits(request, self._what_for(request, verdict), now_s)
+                self._record_wait(request, self._wait_reason(request, verdict), now_s)
             try:
                 request = candidates.send(verdict)
             except StopIteration:
                 request = None
         candidates.close()
         for request in () if self._queues is None else self._queues.lacking_quota():
-            self._waits(request, TimePart.QUEUE_QUOTA, now_s)
+            self._record_wait(request, TimePart.QUEUE_QUOTA, now_s)
         return verdict
 
-    def _waits(self, request: Request, part: TimePart, now_s: float) -> None:
+    def _record_wait(self, request: Request, part: TimePart, now_s: float) -> None:
         self._running.timelines.waits(request, part, len(self._running), now_s)
 
-    def _what_for(self, request: Request, verdict: Verdict) -> TimePart:
-        """What a request waits for that was not admitted."""
+    def _wait_reason(self, request: Request, verdict: Verdict) -> TimePart:
+        """Return what a refused request waits for."""
         if verdict is Verdict.NO_KV:
             return TimePart.KV_MEMORY
         if verdict is Verdict.NO_ADAPTER:
@@ -93,7 +93,7 @@ class Admission:
         return TimePart.ADAPTER_LOAD if load.is_on_host else TimePart.DISK_READ
 
     def arrived(self, request: Request, now_s: float) -> None:
-        """A request begins to wait for the first time."""
+        """Record a new request, which begins to wait."""
         self._running.timelines.arrived(request, now_s)
         request.num_known_prefix_tokens = len(self._match(request)) * self._config.block_size
         if self._forecast is not None:
@@ -102,23 +102,22 @@ class Admission:
                 request, now_s, is_on_device=state is not AdapterState.ABSENT
             )  # fmt: skip
 
-    def _has_seat(self) -> bool:
+    def _has_slot(self) -> bool:
         """Whether one more request may run.
 
-        The step may be full: who runs is in the order in which prompts are computed, where a short
-        one need not wait for the rest of a long one.
+        A full step does not matter: a request that runs takes part in the order of prefill, where a
+        short prompt passes the rest of a long one.
         """
         return len(self._running) < self._config.max_num_seqs
 
     def _try(self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool) -> Verdict:
-        """Admit ``request`` if its adapter is there and what all come to, it among them, fits.
+        """Admit ``request`` if its adapter is ready and the predicted growth of all requests fits.
 
-        What they have not yet is promised.
-        Only the first candidate may displace adapters that other waiting requests name:
-        otherwise two requests could displace each other's adapter for ever.
+        The growth is reserved. Only the first candidate may displace adapters that other waiting
+        requests name. Otherwise two requests could displace each other's adapter for ever.
         """
         if request.num_in_flight_steps:
-            return Verdict.NO_KV  # preempted just now, and what it held is still in use
+            return Verdict.NO_KV  # preempted just now; a step in flight still uses its memory
         verdict = self._ready_adapter(request, draft, now_s, is_first=is_first)
         if verdict is Verdict.NO_ADAPTER or (verdict and self._memory.swapper is None):
             return verdict
@@ -132,62 +131,62 @@ class Admission:
         if verdict is not None:
             return verdict
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size) - len(path)
-        num_to_come = self._running.num_blocks_to_come(request, len(path))
+        num_to_come = self._running.num_growth_blocks(request, len(path))
         if not self._has_room(request, path, num_blocks, num_to_come):
             return Verdict.NO_KV
         memory = self._memory
         memory.prefixes.hold(path)
-        # Anew: what was promised to who has ended since may be what the newcomer holds now.
-        memory.pool.promise(max(0, num_to_come - num_blocks))
+        # Renew the reservation: it may contain blocks of ended requests, or of the held path.
+        memory.pool.reserve_growth(max(0, num_to_come - num_blocks))
         if memory.pool.num_available_blocks < num_blocks:
             memory.reclaim(num_blocks, 0, include_waiting=is_first, keep=request.adapter_id)
-            if memory.pool.num_available_blocks < num_blocks:  # what drains is not there yet
-                memory.prefixes.let_go(path)
+            if memory.pool.num_available_blocks < num_blocks:  # some are still draining
+                memory.prefixes.release(path)
                 return Verdict.NO_KV
         self._start(request, path, num_blocks, draft, now_s)
-        memory.pool.promise(max(0, num_to_come - num_blocks))
+        memory.pool.reserve_growth(max(0, num_to_come - num_blocks))
         return Verdict.ADMITTED
 
     def _swap_in(
         self, request: Request, path: Sequence[KvNode], num_found: int, now_s: float,
         *, include_waiting: bool,
     ) -> Verdict | None:  # fmt: skip
-        """Bring what only the host has of ``path``; None = the request is to compute it.
+        """Copy to the device what only the host has of ``path``; None = the request computes it.
 
-        Nothing is kept for the request when it has come: who needs room may have it first, and
-        after a second time what is gone is computed.
+        The request does not hold the copied blocks, so other requests may evict them before it
+        runs. After two copies it computes what is missing.
         """
         memory, swapper, size = self._memory, self._memory.swapper, self._config.block_size
         assert swapper is not None
-        if swapper.is_coming(path[num_found]):  # for somebody else, perhaps
+        if swapper.is_coming(path[num_found]):  # maybe for another request
             request.coming_tokens = range(num_found * size, len(path) * size)
             return Verdict.LOADING
         nodes = path[num_found:]
-        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_worth_bringing(nodes):
+        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_copy_faster(nodes):
             return None
         num_blocks = blocks_for(request.num_known_tokens, size) - num_found
-        num_to_come = self._running.num_blocks_to_come(request, num_found)
+        num_to_come = self._running.num_growth_blocks(request, num_found)
         if not self._has_room(request, path[:num_found], num_blocks, num_to_come):
             return Verdict.NO_KV
         memory.prefixes.hold(path)
-        self._running.promise_growth()
+        self._running.reserve_growth()
         if memory.pool.num_available_blocks < len(nodes):
             memory.reclaim(len(nodes), 0, include_waiting=include_waiting, keep=request.adapter_id)
         block_ids = memory.pool.allocate(len(nodes))
         if block_ids is None:
-            memory.prefixes.let_go(path)
+            memory.prefixes.release(path)
             return Verdict.NO_KV
-        swapper.bring(nodes, block_ids, now_s)
-        self._running.promise_growth()
+        swapper.copy_in(nodes, block_ids, now_s)
+        self._running.reserve_growth()
         request.num_swap_ins += 1
         request.coming_tokens = range(num_found * size, len(path) * size)
         return Verdict.LOADING
 
     def _match(self, request: Request) -> Sequence[KvNode]:
-        """Find what has been computed of the known tokens.
+        """Return the blocks with KV of the request's known tokens.
 
-        Not of the last one, which is to be computed: so nobody ever writes to a block that others
-        may read. Whose prompt is scored computes all of it.
+        The last token is always computed, so no request writes to a block that others may read. A
+        request with a scored prompt computes all of it.
         """
         threshold = self._config.recompute_at_tokens
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
@@ -200,9 +199,10 @@ class Admission:
     def _has_room(
         self, request: Request, path: Sequence[KvNode], num_blocks: int, num_to_come: int
     ) -> bool:
-        """Whether the running requests may come to so many blocks more, with ``request``.
+        """Whether memory has room for ``request`` and for the growth of all running requests.
 
-        Alone it needs ``num_blocks`` for what is known, and is sure to find what it grows by.
+        If no request is running, ``num_blocks`` for the known tokens are enough: nothing competes
+        for its growth.
         """
         if len(self._running):
             num_blocks = num_to_come + self._headroom_blocks
@@ -211,7 +211,7 @@ class Admission:
     def _ready_adapter(
         self, request: Request, draft: StepDraft, now_s: float, *, is_first: bool
     ) -> Verdict | None:
-        """Return None if the request can run now; otherwise see to its adapter being loaded."""
+        """Return None if the request can run now; otherwise load its adapter if there is room."""
         state = self._memory.cache.state(request.adapter_id)
         if state is AdapterState.RESIDENT:
             return None
@@ -225,10 +225,10 @@ class Admission:
         return None if may_start else Verdict.LOADING
 
     def _make_room_and_load(self, request: Request, now_s: float, *, include_waiting: bool) -> bool:
-        """Command the load of a request's adapter, evicting what must go for it.
+        """Start the load of a request's adapter, with evictions on the device, then on the host.
 
-        First for room on the device, then for room on the host. Whatever goes here has to help at
-        once: a plan without anything else in it may not come to be.
+        Evict only if the load can then start: a plan that contains nothing but evictions may never
+        be issued. Return whether the load has started.
         """
         assert request.adapter is not None, request.request_id
         for _ in range(2):
@@ -239,9 +239,9 @@ class Admission:
         return self._load(request, now_s)
 
     def _load(self, request: Request, now_s: float) -> bool:
-        """Command the load of a request's adapter if it fits now; say whether it did."""
+        """Start the load of a request's adapter if it fits now. Return whether it did."""
         assert request.adapter is not None, request.request_id
-        self._running.promise_growth()  # which the load must leave alone
+        self._running.reserve_growth()  # the load must not take it
         return self._memory.load(request.adapter_id, request.adapter, now_s) is not None
 
     def _start(
@@ -275,13 +275,13 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _load_pinned(self, now_s: float) -> None:
-        # On demand: a prefetch gives way to all loads of requests and could wait for ever.
+        # On demand: a prefetch waits for the loads of all requests, perhaps for ever.
         for adapter_id, adapter in self._memory.pins.to_load():
             if not self._load_ahead(adapter_id, adapter, now_s, is_demand=True):
                 return
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a seat, and who is expected."""
+        """Load adapters of requests that wait for a slot, and of requests that are expected."""
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if not self._load_ahead(request.adapter_id, request.adapter, now_s):
                 return
@@ -299,16 +299,16 @@ class Admission:
         self, adapter_id: AdapterId, adapter: AdapterFacts | None, now_s: float,
         *, is_demand: bool = False,
     ) -> bool:  # fmt: skip
-        """Load an adapter unless it is there, leaving what is kept for growth; False: no room."""
+        """Load an absent adapter without using reserved memory. False if there is no room."""
         memory = self._memory
         if memory.cache.state(adapter_id) is not AdapterState.ABSENT:
             return True
         assert adapter is not None, adapter_id
         reserve_bytes = self._headroom_blocks * memory.pool.block_bytes
         if memory.cache.slab is not None:
-            reserve_bytes = 0  # blocks are not where adapters go
+            reserve_bytes = 0  # adapters do not compete with blocks
         needed_bytes = adapter.num_bytes + reserve_bytes
-        self._running.promise_growth()
+        self._running.reserve_growth()
         if not memory.has_adapter_room(needed_bytes):
             memory.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
             if not memory.has_adapter_room(needed_bytes):

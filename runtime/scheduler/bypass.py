@@ -1,7 +1,7 @@
-"""Who may pass a request that finds no room for its adapter, and who has outstayed that. Pure.
+"""Decides which requests may pass one that has no room for its adapter. Pure.
 
-Source: Chameleon, section 4.2 (Bypassing Adapter Blocking). How long the one in front has to wait
-is undefined there: until running requests that are predicted to end have freed what it lacks.
+Source: Chameleon, section 4.2 (Bypassing Adapter Blocking). The paper does not define how long the
+blocked request waits. Here: until enough running requests are predicted to have ended.
 """
 
 from collections.abc import Container
@@ -16,7 +16,7 @@ from .step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class _Passing:
-    """A running request that was admitted before another one for which there was no room."""
+    """A running request that passed ``head``, because ``head`` had no room."""
 
     request: Request
     head: Request
@@ -24,28 +24,28 @@ class _Passing:
 
 
 class Bypass:
-    """Predicts ends, and remembers who passed whom."""
+    """Predicts ends, and records which running request passed which waiting one."""
 
     def __init__(self, times: StepTimes, *, is_as_printed: bool) -> None:
-        """``is_as_printed``: who overruns is squashed, whether that helps or not."""
+        """``is_as_printed``: squash each request that overruns, even if that frees too little."""
         self._times = times
         self._is_as_printed = is_as_printed
-        self._passings: dict[RequestId, _Passing] = {}  # by those who run
-        self._squashed: set[RequestId] = set()  # these never pass again
-        self._decode_s: dict[int, float] = {}  # by rows, in this step: it is asked for often
+        self._passings: dict[RequestId, _Passing] = {}  # by running request
+        self._squashed: set[RequestId] = set()  # may not pass again
+        self._decode_s: dict[int, float] = {}  # by rows, cached for this step
         self._looked_at_s = 0.0
         self.num_squashed = 0
 
     def may_pass(self, request: Request, start_s: float, holdings: Holdings, now_s: float) -> bool:
-        """Whether ``request`` is predicted to end before somebody can start at ``start_s``."""
+        """Whether ``request`` is predicted to end by ``start_s``."""
         if request.request_id in self._squashed:
             return False
         return self.end_s(request, len(holdings) + 1, now_s) <= start_s
 
     def end_s(self, request: Request, num_rows: int, now_s: float) -> float:
-        """When a request is predicted to end that runs from now on beside others.
+        """Predict the end of a request that runs from now on in steps of ``num_rows`` rows.
 
-        One that has outgrown its prediction is taken to go on for as long again.
+        If a request has exceeded its predicted output by n tokens, n more are expected.
         """
         num_known_output = request.num_known_tokens - request.num_prompt_tokens
         num_left = max(1, abs(request.num_predicted_output_tokens - num_known_output))
@@ -59,7 +59,7 @@ class Bypass:
         return end_s
 
     def start_s(self, head: Request, holdings: Holdings, now_s: float) -> float:
-        """When ``head`` can start at the earliest: enough will have ended then."""
+        """Predict when enough running requests have ended for ``head`` to start."""
         lacking = _lacking_tokens(head, holdings, 1)
         num_rows = len(holdings)
         start_s = now_s
@@ -72,22 +72,22 @@ class Bypass:
         return start_s
 
     def passed(self, request: Request, head: Request, holdings: Holdings, now_s: float) -> None:
-        """``request``, which runs by now, was admitted before ``head``."""
+        """Record that ``request``, which runs now, was admitted before ``head``."""
         end_s = self.end_s(request, len(holdings), now_s)
         self._passings[request.request_id] = _Passing(request, head, end_s)
 
     def squash(
         self, holdings: Holdings, refused: Container[RequestId], now_s: float
     ) -> list[Request]:
-        """Choose who has to wait again for those they passed: the latest ones, as few as it takes.
+        """Choose overdue requests to preempt: as few as ``head`` needs, the latest first.
 
-        ``refused``: who waits for memory.
+        ``refused``: requests that wait for memory.
         """
         self._looked_at_s = now_s
         self._decode_s.clear()
         if not self._passings:
             return []
-        late: dict[RequestId, list[_Passing]] = {}  # by whom they passed
+        late: dict[RequestId, list[_Passing]] = {}  # by passed request
         for passing in reversed(self._passings.values()):
             if passing.end_s <= now_s and passing.head.request_id in refused:
                 late.setdefault(passing.head.request_id, []).append(passing)
@@ -99,20 +99,20 @@ class Bypass:
         return chosen
 
     def wake_at_s(self) -> float | None:
-        """When the next of those who passed somebody is late."""
+        """Return the next predicted end of a request that passed another."""
         ends_s = [one.end_s for one in self._passings.values() if one.end_s > self._looked_at_s]
         return min(ends_s, default=None)
 
     def stopped(self, request_id: RequestId) -> None:
-        """A request no longer runs."""
+        """Remove a request that no longer runs."""
         self._passings.pop(request_id, None)
 
-    def forget(self, request_id: RequestId) -> None:
-        """A request has ended."""
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the record of a request that has ended."""
         self._squashed.discard(request_id)
 
     def _choose(self, passings: list[_Passing], holdings: Holdings) -> list[Request]:
-        """Choose as many as let in the one whom they passed; nobody if they all do not."""
+        """Choose as many as ``head`` needs to start; none if all of them free too little."""
         requests = [passing.request for passing in passings]
         if self._is_as_printed:
             return requests
@@ -128,9 +128,10 @@ class Bypass:
 
 
 def _lacking_tokens(head: Request, holdings: Holdings, num_unseen: int) -> int:
-    """What ``head`` lacks to run; ``num_unseen`` where the account has room for it.
+    """Return the tokens that ``head`` lacks to run; ``num_unseen`` if the ledger lacks none.
 
-    It was refused none the less: memory is in pieces, or taken by adapters that nobody runs with.
+    Then the ledger does not see why memory refused ``head``: free memory is fragmented, or idle
+    adapters occupy it.
     """
     lacking = holdings.need_tokens(head) - holdings.ledger.free_tokens
     return lacking if lacking > 0 else num_unseen

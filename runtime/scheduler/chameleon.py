@@ -1,20 +1,19 @@
 """Queues by size with quotas of memory, so that short requests do not wait behind long ones.
 
-A request goes to a queue by its weighted size. A queue admits by arrival while its quota lasts
-(phase 1), then with what is left of it and what queues have to spare in which nobody waits (phase
-2). Quotas are memory; the tokens of a step go by ``ShortPrefillFirst``.
+A request joins a queue by its weighted size. In phase 1 a queue admits by arrival while its quota
+lasts. In phase 2 it combines the rest of its quota with loans from empty queues.
+Quotas are memory. ``ShortPrefillFirst`` divides the tokens of a step.
 
 How far a request can be overtaken by requests that arrived later:
 
-- Within its queue only while memory refuses it although its queue has quota: by those that can run
-  while its adapter is being loaded, or that will have ended before there is room for it. Queues
-  pass each other meanwhile, too. All this together comes to ``max_overtaking_tokens`` tokens and
-  one request; then nobody is admitted before it.
-- While its queue lacks quota, by as much as other queues admit until those have ended who hold what
-  it lacks. They are running, and nobody else can take it: only queues in which nobody waits lend.
-  Who needs more than the quota is admitted when its queue is idle, and overdraws it.
+- Its queue has quota, but memory refuses it: later requests pass if they can run while its adapter
+  is loaded, or are predicted to end before there is room for it. Other queues also admit. After
+  ``max_overtaking_tokens`` tokens and at most one more request, no other request is admitted first.
+- Its queue lacks quota: other queues admit until the running requests that hold the quota end.
+  No other request can take that quota, because only empty queues lend. A request that needs more
+  than the whole quota is admitted when its queue is idle, and overdraws it.
 
-``chameleon-paper`` has neither of the last two: see ``ChameleonPolicy``.
+The second bound does not hold for ``chameleon-paper``: see ``ChameleonPolicy``.
 
 Source: Chameleon, section 4.2 and algorithm 1.
 """
@@ -38,35 +37,35 @@ from .queues.recent import RecentRequests
 from .size_queues import SizeQueues
 
 _FIRST_REFRESH_REQUESTS = 64
-_OUTPUT_SHARE = 0.5  # that is charged: what running requests have put out on average
+_OUTPUT_SHARE = 0.5  # of the predicted output is charged: running requests are halfway on average
 
 
 class _End(enum.Enum):
-    """Why a queue offers nobody else."""
+    """Why a queue offers no further request."""
 
     DONE = enum.auto()
     NO_QUOTA = enum.auto()
-    CLOSED = enum.auto()  # and nobody else is admitted in this step
+    CLOSED = enum.auto()  # and no queue offers any more in this step
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is being admitted now."""
+    """State of the current round of admission."""
 
     now_s: float
-    lenders: Sequence[int] | None = None  # queues in which nobody waits; None = phase 1
-    loading: set[RequestId] = field(default_factory=set)  # were offered; their adapters come
+    lenders: Sequence[int] | None = None  # empty queues; None = phase 1
+    loading: set[RequestId] = field(default_factory=set)  # offered already; waiting for loads
 
 
 class ChameleonPolicy:
-    """Cuts queues by the requests of the last minutes; preempts the latest admitted.
+    """Divides queues by the requests of the last minutes; preempts the latest admitted request.
 
-    ``is_as_printed`` follows the paper where it does not contradict itself: as many queues as there
-    may be, no quota that is as large as a request, all of the predicted output is charged, a queue
-    has either its own remainder or what others spare, and who overruns is squashed in any case.
-    Then a request that is larger than both waits as long as others keep their queues busy: for ever
-    in overload. That it is admitted when nobody runs is not in the paper, nor that lenders are
-    debited.
+    ``is_as_printed`` follows the paper where it does not contradict itself. The number of queues is
+    the maximum. A quota may be smaller than a request. All of the predicted output is charged. A
+    request uses the rest of its queue's quota or loans, but not both. Each request that overruns
+    its prediction is squashed. A request that is larger than the quota and than the loans waits
+    until no request is running: in overload for ever. This way out is not in the paper, and neither
+    is the debit of lenders.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class ChameleonPolicy:
         output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
         self._holdings = Holdings(self._layout.quotas.tokens, facts.bytes_per_token, output_share)
         self._recent = RecentRequests()
-        self._refused: dict[RequestId, Request] = {}  # they wait for memory, not for quota
+        self._refused: dict[RequestId, Request] = {}  # wait for memory, not for quota
         self._lacking_quota: list[Request] = []
-        self._is_short = False  # the last time somebody was refused memory, not only made wait
-        self._has_freed = False  # somebody has ended since
+        self._is_short = False  # the last admission refused a request for lack of memory
+        self._has_freed = False  # a request has stopped since
         self._overtaking = Overtaking(facts.max_overtaking_tokens)
         self._bypass = Bypass(facts.times, is_as_printed=is_as_printed)
         self._prefill_order = ShortPrefillFirst(facts.times)
@@ -122,12 +121,12 @@ class ChameleonPolicy:
         if request in self._holdings:
             duration_s = now_s - self._stop(request)
         self._recent.ended(request.request_id, duration_s)
-        self._overtaking.forget(request.request_id)
-        self._bypass.forget(request.request_id)
-        self._prefill_order.forget(request.request_id)
+        self._overtaking.discard(request.request_id)
+        self._bypass.discard(request.request_id)
+        self._prefill_order.discard(request.request_id)
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
-        """Walk the queues twice, those of short requests first: with their quotas, with loans."""
+        """Walk the queues twice, short requests first: with their quotas, then with loans."""
         self._has_freed = False
         self._lacking_quota = []
         self._refresh(now_s)
@@ -156,7 +155,7 @@ class ChameleonPolicy:
                 return
 
     def lacking_quota(self) -> Sequence[Request]:
-        """The first of each queue that has nobody to borrow from."""
+        """Return the heads of queues with too little quota, loans included."""
         return self._lacking_quota
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:
@@ -166,16 +165,16 @@ class ChameleonPolicy:
         return self._prefill_order.sorted(requests)
 
     def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
-        """Choose those that were to end before somebody whom they passed, and have not."""
+        """Choose running requests that should have ended before a request that they passed."""
         self._holdings.grow()
-        refused = {} if self._has_freed else self._refused  # they may get in without that
+        refused = {} if self._has_freed else self._refused  # they may fit now
         return self._bypass.squash(self._holdings, refused, now_s)
 
     def wake_at_s(self) -> float | None:
         return self._bypass.wake_at_s()
 
     def victim(self, running: Collection[Request]) -> Request:
-        """Choose the latest admitted."""
+        """Choose the latest admitted request."""
         return deque(running, maxlen=1).pop()
 
     def counts(self) -> Mapping[str, float]:
@@ -187,7 +186,7 @@ class ChameleonPolicy:
         }
 
     def queue_counts(self) -> Sequence[Mapping[str, float]]:
-        """Free tokens are negative where a queue is overdrawn."""
+        """``free_tokens`` is negative if the queue is overdrawn."""
         queues = zip(
             self._queues.lengths(), self._layout.quotas.tokens, self._holdings.ledger.available,
             strict=True,
@@ -202,7 +201,7 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Cut queues anew if it is time to."""
+        """Divide the queues again if a refresh is due."""
         if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
@@ -244,7 +243,7 @@ class ChameleonPolicy:
     def _offer_behind(
         self, head: Request, walk: Iterator[Request], queue: int, step: _Step
     ) -> Generator[Request, Verdict, _End]:
-        """Offer those who will have ended before there is room for the adapter of ``head``."""
+        """Offer requests that are predicted to end before the adapter of ``head`` has room."""
         start_s = self._bypass.start_s(head, self._holdings, step.now_s)
         for request in islice(walk, MAX_PASSED_REQUESTS):
             if (
@@ -264,7 +263,7 @@ class ChameleonPolicy:
         return _End.DONE
 
     def _has_quota(self, request: Request, queue: int, lenders: Sequence[int] | None) -> bool:
-        """Whether a request may be admitted, as far as quotas go."""
+        """Whether quotas allow to admit a request."""
         ledger = self._holdings.ledger
         num_tokens = self._holdings.need_tokens(request)
         if lenders is None:
@@ -276,7 +275,7 @@ class ChameleonPolicy:
         )
 
     def _admit(self, request: Request, queue: int, step: _Step) -> bool:
-        """A request runs from now on; False if it was the last to pass somebody."""
+        """Charge an admitted request. Return False if no other request may be admitted."""
         self.remove(request)
         is_all_lent = self._is_as_printed and step.lenders is not None
         self._holdings.start(
@@ -287,16 +286,16 @@ class ChameleonPolicy:
         return self._overdue() is None
 
     def _favour_one_if_idle(self) -> None:
-        """Let nobody pass the earliest who waits for memory, where nobody runs who may free any.
+        """If no request is running, admit only the oldest request that waits for memory.
 
-        Adapters that are loaded for others could keep its own away, and its own theirs, for ever.
+        Otherwise two requests could evict each other's adapter for ever.
         """
         if self._is_short and self._refused and not len(self._holdings):
             self._overtaking.close(min(self._refused.values(), key=_arrival))
         self._is_short = False
 
     def _refuse_heads(self) -> None:
-        """Note who would be next in other queues, where memory has been refused to one."""
+        """Also count the heads of other queues as waiting for memory."""
         lenders = self._queues.empty_queues
         for queue in range(len(self._layout.quotas.tokens)):
             head = self._queues.first(queue)
@@ -304,17 +303,17 @@ class ChameleonPolicy:
                 self._refused[head.request_id] = head
 
     def _overdue(self) -> Request | None:
-        """Return who may not be passed any more, the earliest if there are several."""
+        """Return the oldest request that may not be passed any more."""
         overdue = filter(self._overtaking.is_at_bound, self._refused.values())
         return min(overdue, key=_arrival, default=None)
 
     def _stop(self, request: Request) -> float:
-        """A request no longer runs; return when it was admitted."""
+        """Record that a request no longer runs. Return when it was admitted."""
         self._has_freed = True
         self._bypass.stopped(request.request_id)
         return self._holdings.stop(request).admitted_s
 
 
 def _arrival(request: Request) -> tuple[float, RequestId]:
-    """Order by arrival."""
+    """Sort key: arrival."""
     return request.arrival_s, request.request_id

@@ -1,8 +1,7 @@
-"""How the scheduler asks when requests may start whose adapter is still being loaded.
+"""Interface for cold starts: requests that start while their adapter is being loaded.
 
-The scheduler knows rows, its ``ColdStarts`` knows times, and what is under way both read in the
-memory's table of transfers. Without one that predicts, every request waits for its adapter:
-``WarmStarts``.
+The scheduler knows rows, and its ``ColdStarts`` knows times. Both read the memory's table of
+transfers. With ``WarmStarts`` every request waits for its adapter.
 """
 
 from collections.abc import Mapping
@@ -13,77 +12,77 @@ from ..plan import RequestId, StepId
 from ..request import Request
 from .events import ColdStart
 
-# A low guess, because the first layer group that is read corrects it.
+# Low; the first layer group that is read corrects it.
 FIRST_FILE_BYTES_PER_S = 100e6
 
 
 @dataclass(frozen=True, slots=True)
 class ColdChunk:
-    """What the next step computes of a cold request."""
+    """Tokens of a cold request that the next step computes."""
 
     num_tokens: int
-    split_layer: int  # workers compute the deltas of the layers below
+    split_layer: int  # workers compute the deltas of layers below
 
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """The rows of a step, as far as it is put together. Changed by its draft alone."""
+    """The rows of a step so far. Only its draft changes them."""
 
-    max_cold_tokens: int  # that a step may have of all its cold requests
-    is_decode_apart: bool  # rows that decode have a forward of their own, before the others
+    max_cold_tokens: int  # limit of one step for all cold requests
+    is_decode_separate: bool  # decode rows have a separate forward pass, before the others
     decodes: list[Request] = field(default_factory=list)  # warm, with one token to compute
-    chunks: list[tuple[Request, int]] = field(default_factory=list)  # warm; and how many tokens
+    chunks: list[tuple[Request, int]] = field(default_factory=list)  # warm, with tokens
     cold_chunks: list[tuple[Request, ColdChunk]] = field(default_factory=list)
 
 
 class ColdStarts(Protocol):
-    """Decides for requests whose adapter is loading."""
+    """Decides when requests with a loading adapter start, and what they compute."""
 
     @property
     def file_bytes_per_s(self) -> float:
-        """At which adapters are read from files, as far as it is known."""
+        """Estimated rate at which adapter files are read."""
         ...
 
     def workers_changed(self, num_ready: int) -> None:
-        """So many CPU workers take jobs from now on; until the first call none does."""
+        """Set the number of CPU workers that take jobs. It is 0 until the first call."""
         ...
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """So many bytes of adapters have been read from files, which took so long."""
+        """Record that reading ``num_bytes`` from adapter files took ``duration_s``."""
         ...
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Whether ``request``, whose adapter is loading, runs from now on beside the others."""
+        """Whether ``request`` starts now, while its adapter is loading."""
         ...
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
-        """What to compute next of a cold running request; None = it skips this step."""
+        """Return the next chunk of a cold running request; None = it skips this step."""
         ...
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """A step has these rows, and no more; without rows it may not come to be."""
+        """Record the final rows of a step. A step without rows may not be issued."""
         ...
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Its result is there."""
+        """Record that the result of a step has arrived."""
         ...
 
-    def stops_everybody(self) -> bool:
-        """Whether nothing may be computed before a load has ended (the blocking baseline)."""
+    def blocks_all_requests(self) -> bool:
+        """Whether no request may compute until a load has ended (the blocking baseline)."""
         ...
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """The first token of a request has come back; how it was started if it came cold."""
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """Record the first token of a request. Return how it was started, if it was cold."""
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Requests that came cold, by strategy."""
+        """Return the number of cold requests by strategy."""
         ...
 
-    def forget(self, request_id: RequestId) -> None:
-        """The request has ended."""
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the record of a request that has ended."""
         ...
 
 
@@ -93,38 +92,38 @@ class WarmStarts:
     file_bytes_per_s = FIRST_FILE_BYTES_PER_S
 
     def workers_changed(self, num_ready: int) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """It may not."""
+        """Return False: requests wait for their adapters."""
         return False
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
-        """No request is cold."""
+        """There are no cold requests."""
         raise AssertionError("no request may start cold")
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
-    def stops_everybody(self) -> bool:
-        """Loads disturb nobody."""
+    def blocks_all_requests(self) -> bool:
+        """Return False: loads block no steps."""
         return False
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """No request is cold."""
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+        """There are no cold requests."""
         return None
 
     def counts(self) -> Mapping[str, int]:
-        """No request is cold."""
+        """There are no cold requests."""
         return {}
 
-    def forget(self, request_id: RequestId) -> None:
-        """Nothing is kept."""
+    def discard(self, request_id: RequestId) -> None:
+        """Do nothing."""

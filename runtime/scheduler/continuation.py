@@ -1,4 +1,4 @@
-"""Lets running requests go on: more memory for those that grow, rows for those that compute."""
+"""Continues running requests: allocates memory for their growth, and plans their rows."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from .step_draft import StepDraft
 
 
 class Continuation:
-    """Fills a step with what running requests have to compute, and preempts for their growth."""
+    """Fills a step with rows of running requests, and preempts if their growth lacks memory."""
 
     def __init__(
         self,
@@ -21,20 +21,21 @@ class Continuation:
         running: RunningSet,
         cold_starts: ColdStarts,
         counters: SchedulerCounters,
-        let_wait: Callable[[Request, float], None],
+        enqueue: Callable[[Request, float], None],
     ) -> None:
-        """All are the scheduler's own; ``let_wait`` puts a request into the policy's queue."""
+        """All parts belong to the scheduler. ``enqueue``: adds a request to the policy's queue."""
         self._config = config
         self._policy = policy
         self._running = running
         self._cold_starts = cold_starts
         self._counters = counters
-        self._let_wait = let_wait
+        self._enqueue = enqueue
 
     def reset_outgrown(self, draft: StepDraft, now_s: float) -> None:
-        """Recompute requests that have reached the length from which their KV is of no use.
+        """Recompute requests that have reached the length at which their KV becomes useless.
 
-        In their blocks, unless others may read some of these.
+        A request with blocks in the tree is preempted, because other requests may read them. The
+        others are recomputed in place.
         """
         threshold_tokens = self._config.recompute_at_tokens
         if threshold_tokens is None:
@@ -50,23 +51,23 @@ class Continuation:
                     request.num_lost_tokens = request.num_computed_tokens
                     request.num_computed_tokens = 0
 
-    def go_on(self, draft: StepDraft, now_s: float) -> bool:
+    def continue_requests(self, draft: StepDraft, now_s: float) -> bool:
         """Put decode rows, then prefill chunks of running requests into the step.
 
-        Returns False if somebody has to wait for memory or was preempted: then nobody new is
-        admitted, or those who grow could be starved.
+        Returns False if a request waits for memory or was preempted. No request is admitted then,
+        so that new requests do not take the memory that running ones need.
         """
         has_room = self._grow_running(draft, now_s)
         self._continue_running(draft, now_s)
         return has_room
 
     def squash(self, draft: StepDraft, now_s: float) -> None:
-        """Preempt those whom the policy wants to give way although nobody grows."""
+        """Preempt the requests that the policy squashes."""
         for request in self._policy.squash(self._running.requests, now_s):
             self._preempt(request, PreemptionCause.SQUASH, draft, now_s)
 
     def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
-        """Give requests the blocks that their known tokens need; False if memory was short."""
+        """Allocate the blocks that known tokens need; False if memory was short."""
         short = [
             r for r in self._running.requests
             if r.num_allocated_tokens < r.num_known_tokens < r.max_total_tokens  # else it only ends
@@ -79,9 +80,9 @@ class Continuation:
         return has_room
 
     def _grow(self, request: Request, draft: StepDraft, now_s: float) -> bool:
-        """Grow one request, preempting as many as it takes; False if memory was short.
+        """Grow one request, preempting as many as necessary; False if memory was short.
 
-        It is not short where what was promised still drains: nobody else can have that.
+        Memory is not short if reserved blocks are still draining: no other request can take them.
         """
         is_coming = has_preempted = False
         while request.status is RequestStatus.RUNNING:
@@ -90,7 +91,7 @@ class Continuation:
                 draft.append_blocks(request, first_index)
                 return not has_preempted
             if is_coming:
-                return self._running.is_growth_promised(request)
+                return self._running.is_growth_reserved(request)
             is_coming = self._running.reclaim_for((request,))
             if not is_coming:
                 victim = self._policy.victim(self._running.requests)
@@ -101,18 +102,18 @@ class Continuation:
     def _preempt(
         self, request: Request, cause: PreemptionCause, draft: StepDraft, now_s: float
     ) -> None:
-        """Take a running request's memory; it waits, keeps its tokens and is recomputed."""
-        draft.forget_blocks(request)
+        """Preempt a running request: it waits, keeps its tokens and is recomputed."""
+        draft.drop_blocks(request)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         self._running.stop(request, RequestStatus.WAITING)
         self._running.timelines.preempted(request, cause, len(self._running), now_s)
         request.num_preemptions += 1
         request.num_squashes += cause is PreemptionCause.SQUASH
         self._counters.preemptions[cause] += 1
-        self._let_wait(request, now_s)
+        self._enqueue(request, now_s)
 
     def _continue_running(self, draft: StepDraft, now_s: float) -> None:
-        """Put their rows into the step, those that decode first."""
+        """Put rows of running requests into the step, decode rows first."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._running.requests:
@@ -138,7 +139,7 @@ class Continuation:
                 draft.add_chunk(request)
 
     def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
-        """Put a chunk of a request into the step whose adapter is still being loaded."""
+        """Put a chunk of a request with a loading adapter into the step."""
         max_tokens = draft.cold_tokens_in_time(request)
         if not max_tokens:
             return

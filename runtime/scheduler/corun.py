@@ -1,12 +1,13 @@
-"""By arrival, with a bounded advantage of short prompts; within the step short prompts first.
+"""Order of arrival with a bounded advantage for short prompts. Short prompts first within a step.
 
-How far a request can be overtaken: see ``keyed``. It is passed by those with shorter prompts that
-arrive within W min(1, prompt / mean prompt) seconds of it: at most the tokens that come in that
-time, and ``max_overtaking_tokens`` and one request while its adapter is being loaded. W is 8 times
-the SLO of the first token.
+How far a request can be overtaken: see ``keyed``. Requests with shorter prompts pass it if they
+arrive within W min(1, prompt / mean prompt) seconds after it. W is 8 times the SLO of the first
+token. While its adapter is being loaded, other requests pass it, too: ``max_overtaking_tokens``
+tokens and one more request.
 
-Within a step (``prefill_order``) a running request's chunk waits for those with less left to
-compute, at most as long as 15 times what a mean prompt takes; admission does not depend on it.
+Within a step (``prefill_order``) chunks of requests with less left to compute come first. A chunk
+waits for them at most 15 times the prefill time of a mean prompt. Admission does not depend on this
+order.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from .means import RunningMean
 from .policy import PolicyFacts
 from .prefill_order import ShortPrefillFirst
 
-_SLOWDOWN = 5.0  # SLO of a first token, in times of an idle engine's
+_SLOWDOWN = 5.0  # SLO of a first token over the time on an idle engine
 _WINDOW_SLOS = 8.0  # W
 
 
@@ -32,7 +33,7 @@ class CorunPolicy(KeyedPolicy):
 
     def ended(self, request: Request, now_s: float) -> None:
         super().ended(request, now_s)
-        self._prefill_order.forget(request.request_id)
+        self._prefill_order.discard(request.request_id)
 
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
         return self._prefill_order.sorted(requests)

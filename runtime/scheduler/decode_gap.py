@@ -1,4 +1,4 @@
-"""Bounds in time what a step computes of prompts while requests that decode wait for it. Pure."""
+"""Bounds the prompt tokens of a step while other requests wait for their next token. Pure."""
 
 from ...profiles.models import MachineModel
 from ...profiles.step_time import RowCosts, pass_s, row_costs
@@ -8,27 +8,27 @@ from .config import SchedulerConfig
 from .step_pace import StepPace
 from .step_times import StepTimes
 
-_AIM = 0.9  # of the bound: steps are not equally long
+_AIM = 0.9  # of the bound, because durations of steps vary
 _DEFAULT_DECODE_STEPS = 5
 _KEPT_RATE = 0.97  # of prefill, by default
 _UNMEASURED_SHARE = 4  # of the tokens of a step, by default and without a profile
 
 
 class DecodeGap:
-    """Says how many prompt tokens a step may have beside rows that decode.
+    """Limits the prompt tokens of steps that have decode rows.
 
-    With ``--max-decode-gap-s`` as many as the step is predicted to compute in that time, and one
-    block at least. By default the time is that of five steps with only the rows that decode. A
-    step may have a number of tokens that hardly slows prefill even if it takes longer: with a
-    profile the fewest that keep 97 % of the rate, else a quarter of ``max_num_batched_tokens``.
-    Times are the profile's, at the pace of the last steps. Without a profile they are what steps
-    have taken; until something is known of these, there is no bound.
+    With ``--max-decode-gap-s`` a step gets as many prompt tokens as it is predicted to compute in
+    that time, at least one block. By default that time is five times a step with only the decode
+    rows. But each step may have as many prompt tokens as efficient prefill needs, even if it then
+    exceeds that time: with a profile the fewest that keep 97 % of the rate, else a quarter of
+    ``max_num_batched_tokens``. Times come from the profile, at the pace of the last steps. Without
+    a profile they are learned from steps, and there is no bound until one has been measured.
     """
 
     def __init__(
         self, config: SchedulerConfig, times: StepTimes | None, pace: StepPace | None
     ) -> None:
-        """``times`` and ``pace``: the scheduler's own; with neither there is no bound."""
+        """``times`` and ``pace``: those of the scheduler. Without both there is no bound."""
         self._max_gap_s = config.max_decode_gap_s
         self._max_tokens = config.max_num_batched_tokens
         self._block_size = config.block_size
@@ -38,28 +38,28 @@ class DecodeGap:
         self.bound_s = 0.0  # of the last step that had one
 
     def max_tokens(self, rows: StepRows, request: Request, num_tokens: int) -> int:
-        """How many of the next ``num_tokens`` tokens of ``request`` may join ``rows``.
+        """Return how many of the next ``num_tokens`` tokens of ``request`` may join ``rows``.
 
-        O(rows), and the logarithm of the tokens.
+        O(rows + log(tokens)).
         """
         model = self._model
         if model is None or num_tokens <= 1 or not _is_awaited(rows):
             return num_tokens
-        company = _Company(model, rows)
-        num_others = company.num_prefill_tokens
+        step = _StepCosts(model, rows)
+        num_others = step.num_prefill_tokens
         if self._max_gap_s is None:
             least_tokens = self._least_tokens(model, request.adapter_bytes)
-            aim_s = _DEFAULT_DECODE_STEPS * company.decode_s()
-            aim_s = max(aim_s, company.step_s(request, least_tokens))
+            aim_s = _DEFAULT_DECODE_STEPS * step.decode_s()
+            aim_s = max(aim_s, step.step_s(request, least_tokens))
             self.bound_s = self._slowness * aim_s / _AIM
         else:
             least_tokens = self._block_size
             self.bound_s = self._max_gap_s
             aim_s = _AIM * self._max_gap_s / self._slowness
         fewest = max(0, least_tokens - num_others)
-        if fewest >= num_tokens or company.step_s(request, num_tokens) <= aim_s:
+        if fewest >= num_tokens or step.step_s(request, num_tokens) <= aim_s:
             return num_tokens
-        return self._most_tokens(company, request, range(fewest, num_tokens), aim_s)
+        return self._most_tokens(step, request, range(fewest, num_tokens), aim_s)
 
     @property
     def _model(self) -> MachineModel | None:
@@ -69,25 +69,25 @@ class DecodeGap:
 
     @property
     def _slowness(self) -> float:
-        """Of the steps of late, over what the model says."""
+        """Measured over predicted time of the last steps."""
         return 1.0 if self._pace is None else self._pace.measured_over_predicted
 
     def _most_tokens(
-        self, company: "_Company", request: Request, tokens: range, aim_s: float
+        self, step: "_StepCosts", request: Request, tokens: range, aim_s: float
     ) -> int:
-        """The most of ``tokens`` in time, in whole blocks beyond the first; else the first."""
+        """Return the largest of ``tokens`` within ``aim_s``, in blocks above the smallest."""
         low, high = 0, (len(tokens) - 1) // self._block_size
         while low < high:
             middle = (low + high + 1) // 2
             num_tokens = tokens.start + middle * self._block_size
-            if company.step_s(request, num_tokens) <= aim_s:
+            if step.step_s(request, num_tokens) <= aim_s:
                 low = middle
             else:
                 high = middle - 1
         return tokens.start + low * self._block_size
 
     def _least_tokens(self, model: MachineModel, adapter_bytes: int) -> int:
-        """Of a step's prompts, whatever they take."""
+        """Return the prompt tokens that each step may have, even beyond the bound."""
         if self._pace is None and not (self._times is not None and self._times.is_measured):
             return max(self._block_size, self._max_tokens // _UNMEASURED_SHARE)
         if adapter_bytes not in self._efficient_tokens:
@@ -95,7 +95,7 @@ class DecodeGap:
         return self._efficient_tokens[adapter_bytes]
 
     def _find_efficient(self, model: MachineModel, adapter_bytes: int) -> int:
-        """The smallest chunk, in whole blocks, that keeps a prompt's rate."""
+        """Return the smallest chunk, in whole blocks, that keeps the rate of prefill."""
         size, whole = self._block_size, self._max_tokens
         most_s = _prefill_s(model, whole, whole, adapter_bytes) / _KEPT_RATE
         low, high = 1, -(-whole // size)
@@ -108,12 +108,12 @@ class DecodeGap:
         return min(low * size, whole)
 
 
-class _Company:
-    """The rows that a step has so far, as costs."""
+class _StepCosts:
+    """Predicted times of a step with the rows that it has so far."""
 
     def __init__(self, model: MachineModel, rows: StepRows) -> None:
         self._model = model
-        self._is_decode_apart = rows.is_decode_apart
+        self._is_decode_separate = rows.is_decode_separate
         self._num_rows = len(rows.decodes) + len(rows.chunks) + len(rows.cold_chunks)
         self._decodes = _costs(model, [(request, 1) for request in rows.decodes])
         chunks = rows.chunks + [(request, cold.num_tokens) for request, cold in rows.cold_chunks]
@@ -122,27 +122,27 @@ class _Company:
         self.num_prefill_tokens = self._chunks.num_prefill_tokens
 
     def decode_s(self) -> float:
-        """A step of the rows that decode alone."""
+        """Return the time of a step with only the decode rows."""
         return _step_s(self._model, self._num_decodes, self._decodes)
 
     def step_s(self, request: Request, num_tokens: int) -> float:
-        """With so many tokens of ``request`` beside all."""
+        """Return the time of the step with ``num_tokens`` tokens of ``request`` added."""
         model, num_rows = self._model, self._num_rows + 1
         chunks = self._chunks.plus(_costs(model, [(request, num_tokens)]))
-        if self._is_decode_apart and self._num_decodes:
+        if self._is_decode_separate and self._num_decodes:
             return _step_s(model, num_rows, chunks, self._decodes)
         return _step_s(model, num_rows, chunks.plus(self._decodes))
 
 
 def _is_awaited(rows: StepRows) -> bool:
-    """Whether the step computes the next token of a request that has had tokens."""
+    """Whether the step computes the next token of a request that already has output."""
     return bool(rows.decodes) or any(request.num_output_tokens for request, _ in rows.chunks)
 
 
 def _prefill_s(
     model: MachineModel, num_tokens: int, chunk_tokens: int, adapter_bytes: int
 ) -> float:
-    """A prompt alone, in chunks."""
+    """Return the time of a prompt alone, in chunks."""
     return sum(
         _step_s(
             model, 1,
@@ -162,6 +162,6 @@ def _costs(model: MachineModel, rows: list[tuple[Request, int]]) -> RowCosts:
 
 
 def _step_s(model: MachineModel, num_rows: int, *passes: RowCosts) -> float:
-    """A step of these passes, with what the engine takes around it."""
+    """Return the time of a step of these passes, including the engine's overhead."""
     around_s = model.host_step_s + model.turn_s + model.turn_row_s * num_rows
     return around_s + sum(pass_s(model, costs) for costs in passes)

@@ -1,4 +1,4 @@
-"""What the scheduler tells of requests, and the rules by which a request ends."""
+"""Events and counters of the scheduler, and the rules by which a request ends."""
 
 import enum
 from collections import Counter
@@ -20,43 +20,41 @@ class FinishReason(enum.StrEnum):
 
 
 class ColdStart(NamedTuple):
-    """How a request was started whose adapter was not on the device."""
+    """How a cold request was started."""
 
-    strategy: str  # a value of ``planner.strategy.LoadStrategy``
+    strategy: str  # a value of ``coldstart.strategy.LoadStrategy``
     reason: str  # why, for people
 
 
 class TimePart(enum.StrEnum):
-    """What a request waits for until its first token."""
+    """Reasons for which a request waits until its first token."""
 
-    ORDER = "order"  # others go first, or have all seats
-    QUEUE_QUOTA = "queue_quota"  # its queue has lent or spent its tokens
+    ORDER = "order"  # other requests go first, or have all slots
+    QUEUE_QUOTA = "queue_quota"  # the quota of its queue is used up or lent
     KV_MEMORY = "kv_memory"  # room for its KV
     ADAPTER_MEMORY = "adapter_memory"  # room for its adapter
-    DISK_READ = "disk_read"  # of its adapter
-    ADAPTER_LOAD = "adapter_load"  # from the host to the device
-    KV_SWAP_IN = "kv_swap_in"  # KV that is only on the host
-    STEP_BUDGET = "step_budget"  # it runs, and steps are full of others' tokens
+    DISK_READ = "disk_read"  # reading its adapter's files
+    ADAPTER_LOAD = "adapter_load"  # copying its adapter from the host to the device
+    KV_SWAP_IN = "kv_swap_in"  # copying KV that only the host has
+    STEP_BUDGET = "step_budget"  # it runs, but steps are full of other requests' tokens
     COMPUTE = "compute"  # its own share of steps, by tokens
-    COMPANY = "company"  # what others in these steps take
-    COLD_WAIT = "cold_wait"  # what steps take longer because its adapter is still coming
+    COMPANY = "company"  # the share of other requests in these steps
+    COLD_WAIT = "cold_wait"  # additional time of steps because its adapter is still loading
     CPU_WAIT = "cpu_wait"  # in steps, for CPU cores that other processes use
-    RECOMPUTE = "recompute"  # its share of what was computed before, and lost
+    RECOMPUTE = "recompute"  # its share of steps, for tokens that were computed before
 
 
 class TimeParts(NamedTuple):
-    """Where a request's time went until its first token, or its end without one."""
+    """How a request spent the time until its first token, or its end without one."""
 
-    parts: Mapping[TimePart, float]  # seconds, those that are not 0
-    num_in_the_way: Mapping[
-        TimePart, int
-    ]  # requests that ran when it was last told to wait for memory
+    parts: Mapping[TimePart, float]  # seconds, without zeros
+    num_in_the_way: Mapping[TimePart, int]  # running requests when it last waited for memory
     num_predicted_output_tokens: int
     adapter_version: str = ""  # as of ``Request``
 
 
 class RequestEvent(NamedTuple):
-    """New tokens of one request, and whether it ended. Every request has one final event."""
+    """New tokens of one request, and whether it ended. Each request has one final event."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
@@ -66,21 +64,21 @@ class RequestEvent(NamedTuple):
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None
     num_preemptions: int = 0  # of a request that has ended, squashes included
-    num_squashes: int = 0  # of these
-    num_cached_tokens: int = 0  # of the prompt, found in the KV of others; with the first token
-    num_host_cached_tokens: int = 0  # of these, from the host; with the first token
+    num_squashes: int = 0  # of the preemptions
+    num_cached_tokens: int = 0  # of the prompt, found in KV; with the first token
+    num_host_cached_tokens: int = 0  # of the cached tokens, from the host; with the first token
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if asked for
     # With the first token, or the end of a request without one.
     timing: TimeParts | None = None
-    cold_start: ColdStart | None = None  # with the first token, of a request that came cold
+    cold_start: ColdStart | None = None  # with the first token of a cold request
 
 
 class PreemptionCause(enum.StrEnum):
-    """Why a running request had to give its memory back."""
+    """Why a running request was preempted."""
 
-    KV_MEMORY = "kv_memory"  # others, or it, grew
-    SQUASH = "squash"  # it overran what it was admitted for
-    ROPE = "rope"  # its KV is of no use in a context that is as long as its own has become
+    KV_MEMORY = "kv_memory"  # it or another request grew
+    SQUASH = "squash"  # it ran longer than predicted at its admission
+    ROPE = "rope"  # its KV is useless in a context of its present length
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ class SchedulerCounters:
 
     preemptions: Counter[PreemptionCause] = field(default_factory=Counter)
     num_failed_steps: int = 0
-    num_retried_rows: int = 0  # came to nothing, whoever was to blame, and were planned again
+    num_retried_rows: int = 0  # without a result, and planned again
     # Each prompt token counts once: computed, found on the device, or copied from the host.
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
@@ -98,16 +96,16 @@ class SchedulerCounters:
 
     @property
     def num_preemptions(self) -> int:
-        """Whatever the cause."""
+        """Total over all causes."""
         return self.preemptions.total()
 
 
 def finish_reason_of(
     request: Request, token_id: int, eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Say whether ``token_id``, already the last output token, ends ``request``.
+    """Return why ``token_id``, the last output token, ends ``request``; None = it does not.
 
-    The sampler draws no end or stop token among the first ``min_tokens``; here neither counts.
+    End and stop tokens among the first ``min_tokens`` do not count. The sampler draws none there.
     """
     sampling = request.sampling
     num_output_tokens = len(request.output_token_ids)

@@ -1,8 +1,8 @@
-"""Which adapters are asked for soon, by when they were asked for before. Pure.
+"""Forecasts which adapters will be requested soon, by the gaps between earlier requests. Pure.
 
-Source: Chameleon section 4.1, which takes it from Shahrad et al., Serverless in the Wild (2020),
-section 4.2: a histogram of the gaps between an adapter's requests says between which percentiles of
-them the next one is expected. Bins here are geometric: adapters are asked for again after seconds.
+Source: Chameleon section 4.1, after Shahrad et al., Serverless in the Wild (2020), section 4.2: the
+next request for an adapter is expected between two percentiles of a histogram of gaps. Bins are
+geometric here, because gaps may be as short as seconds.
 """
 
 import heapq
@@ -14,31 +14,31 @@ from ..adapter import AdapterFacts
 from ..plan import AdapterId
 from ..request import Request
 
-_FIRST_GAP_S, _RATIO, _NUM_BINS = 0.1, 1.25, 54  # up to 4 hours, as there
+_FIRST_GAP_S, _RATIO, _NUM_BINS = 0.1, 1.25, 54  # up to 4 hours, as in the source
 _HEAD, _TAIL = 0.05, 0.99  # percentiles
-_MARGIN = 0.1  # by which the time between them is widened
-_MIN_GAPS = 8  # with fewer a histogram says nothing
-# Longest over shortest gap that still says something. There it is the variation of the bins, which
-# is high for any few gaps in geometric ones.
+_MARGIN = 0.1  # by which the window between them is widened
+_MIN_GAPS = 8  # for a forecast
+# Largest ratio of the window's ends for a forecast. The source uses the variation of the bins.
+# In geometric bins that is high whenever there are few gaps.
 _MAX_SPREAD = 8.0
 
 
 @dataclass(slots=True)
 class _History:
-    """Of one adapter."""
+    """Gaps between the requests of one adapter."""
 
     adapter: AdapterFacts
     last_s: float
     bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
     num_gaps: int = 0
-    expected_s: tuple[float, float] | None = None  # from when until when; None = no saying
+    expected_s: tuple[float, float] | None = None  # from, until; None = no forecast
 
     def add(self, gap_s: float) -> None:
         self.bins[_bin_of(gap_s)] += 1
         self.num_gaps += 1
 
     def window_s(self) -> tuple[float, float] | None:
-        """After how long it is expected, and for how long; None if there is no saying."""
+        """Return begin and end of the window, in seconds after the last request, or None."""
         if self.num_gaps < _MIN_GAPS:
             return None
         head, tail = self._percentile(_HEAD), self._percentile(_TAIL)
@@ -47,7 +47,7 @@ class _History:
         return (begin_s, end_s) if end_s <= _MAX_SPREAD * begin_s else None
 
     def _percentile(self, share: float) -> int:
-        """The bin that so many of the gaps are in or before."""
+        """Return the bin that this share of the gaps lies in or before."""
         left = share * self.num_gaps
         for index, count in enumerate(self.bins):
             left -= count
@@ -63,20 +63,20 @@ def _bin_of(gap_s: float) -> int:
 
 
 class ArrivalForecast:
-    """Told of requests and of loads that it led to; says who is expected."""
+    """Forecasts adapters from the arrivals of requests, and counts hits of loads ahead."""
 
     def __init__(self) -> None:
         self._histories: dict[AdapterId, _History] = {}
-        # When each is expected from; of those that have been asked for since, out of date.
+        # Heap of begins of windows; outdated for adapters that were requested since.
         self._begins: list[tuple[float, AdapterId]] = []
         self._expected: dict[AdapterId, _History] = {}
-        self._loaded: dict[AdapterId, int] = {}  # ahead, and not asked for yet; bytes
-        self.num_hits = 0  # loads ahead whose adapter was asked for, and still there
-        self.num_misses = 0  # and the others
+        self._loaded: dict[AdapterId, int] = {}  # ahead, not requested yet; bytes
+        self.num_hits = 0  # loads ahead; the adapter was still on the device when requested
+        self.num_misses = 0  # other loads ahead
         self.missed_bytes = 0
 
     def arrived(self, request: Request, now_s: float, *, is_on_device: bool) -> None:
-        """A request has come; whether its adapter is on the device, or on its way."""
+        """Record a request. ``is_on_device``: its adapter is on the device, or loading."""
         adapter_id = request.adapter_id
         if request.adapter is None:
             return
@@ -94,7 +94,7 @@ class ArrivalForecast:
             heapq.heappush(self._begins, (history.expected_s[0], adapter_id))
 
     def expected(self, now_s: float) -> Iterator[tuple[AdapterId, AdapterFacts]]:
-        """Adapters that may be asked for at any moment, the longest expected first."""
+        """Yield adapters with an open window, the earliest begin first."""
         while self._begins and self._begins[0][0] <= now_s:
             begin_s, adapter_id = heapq.heappop(self._begins)
             history = self._histories.get(adapter_id)
@@ -108,16 +108,16 @@ class ArrivalForecast:
                 yield adapter_id, history.adapter
 
     def wake_at_s(self) -> float | None:
-        """When somebody else is expected; None = never."""
+        """Return when the next window opens; None = never."""
         return self._begins[0][0] if self._begins else None
 
     def loads(self, adapter_id: AdapterId, num_bytes: int) -> None:
-        """It is loaded because it is expected, which it is not a second time."""
+        """Record that an expected adapter is being loaded. It is not expected a second time."""
         del self._expected[adapter_id]
         self._loaded[adapter_id] = num_bytes
 
-    def forget(self, adapter_id: AdapterId) -> None:
-        """No request names it any more."""
+    def discard(self, adapter_id: AdapterId) -> None:
+        """Drop the record of an adapter that no later request can name."""
         self._histories.pop(adapter_id, None)
         self._expected.pop(adapter_id, None)
         self._end_load(adapter_id, is_hit=False)

@@ -1,17 +1,16 @@
-"""Order by a key that a request gets when it arrives: what such policies have in common. Pure.
+"""Base of policies that order requests by a key, fixed at arrival. Pure.
 
-How far a request can be overtaken is the same for all, but for its head start:
+How far a request can be overtaken, apart from the difference of keys:
 
-- Nothing with a larger key passes a request that finds no memory.
-- One whose adapter is being loaded is passed by requests that can run meanwhile, 64 in a step at
-  most, until ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
-  before it, over all its loads; from then on nobody with a larger key passes it. The bound is
-  exceeded by at most one request.
-- A key is never less than the arrival, in seconds. So who arrives later than a request's key, that
-  is more than key − arrival after it, has a larger key. What arrives in between may go before it,
-  however much that is.
+- No request with a larger key passes one that lacks memory.
+- A request that waits for its adapter's load is passed by requests that can run, at most 64 a step.
+  This ends when ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
+  before it, over all its loads. At most one request exceeds the bound.
+- A key is a time in seconds, at or after the arrival of its request. Requests that arrive after
+  this time have larger keys. Before it, any number of requests may arrive that have smaller keys
+  and pass.
 
-A key is kept when its request is preempted.
+A preempted request keeps its key.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +26,7 @@ from .waiting_queue import WaitingQueue
 
 
 class KeyedPolicy(ABC):
-    """Admits the smallest key first; preempts the latest admitted."""
+    """Admits the smallest key first; preempts the latest admitted request."""
 
     def __init__(self, facts: PolicyFacts) -> None:
         self._waiting = WaitingQueue()
@@ -36,7 +35,7 @@ class KeyedPolicy(ABC):
 
     @abstractmethod
     def _key_s(self, request: Request) -> float:
-        """Return the key of a request that arrives: its arrival or later."""
+        """Return the key of a request that arrives, which is at least its arrival."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -52,10 +51,10 @@ class KeyedPolicy(ABC):
 
     def ended(self, request: Request, now_s: float) -> None:
         del self._keys[request.request_id]
-        self._overtaking.forget(request.request_id)
+        self._overtaking.discard(request.request_id)
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
-        """Offer requests by key; one without memory blocks those behind."""
+        """Offer requests by key. A request that lacks memory blocks those behind it."""
         passed: list[Request] = []
         for request in self._waiting:
             verdict = yield request
@@ -85,5 +84,5 @@ class KeyedPolicy(ABC):
         return None
 
     def victim(self, running: Collection[Request]) -> Request:
-        """Choose the latest admitted."""
+        """Choose the latest admitted request."""
         return deque(running, maxlen=1).pop()

@@ -1,4 +1,4 @@
-"""Whether a request can be served at all. Refusals name the limit and the flag that moves it."""
+"""Checks whether a request can be served at all. Errors name the limit and its flag."""
 
 from collections.abc import Iterable
 
@@ -11,10 +11,10 @@ from .config import SchedulerConfig
 
 
 def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMemory) -> int:
-    """Return the most tokens, prompt and output, that ``request`` can come to.
+    """Return the most tokens, prompt and output, that ``request`` can have.
 
     Raises ``RequestError`` if the prompt is empty or leaves no room for output, or if the request
-    would not fit the device even alone: it could then never be completed.
+    would not fit the device even alone.
     """
     num_prompt_tokens = request.num_prompt_tokens
     check_prompt_length(num_prompt_tokens, config.max_model_len)
@@ -29,10 +29,10 @@ def check_pin(
     num_bytes: int, pinned_bytes: int, other_bytes: int, open_requests: Iterable[Request],
     config: SchedulerConfig, memory: DeviceMemory,
 ) -> None:  # fmt: skip
-    """Raise ``RequestError`` unless so many bytes may be pinned beside what is.
+    """Raise ``RequestError`` unless ``num_bytes`` more may be pinned.
 
-    What is left must hold a request of the full context with an adapter of ``other_bytes``, and
-    each that is open: what is pinned never makes way.
+    Pinned adapters are never evicted. So the rest of the memory must hold a request of the full
+    context with an adapter of ``other_bytes``, and each open request by itself.
     """
     block_bytes = memory.pool.block_bytes
     full_bytes = blocks_for(config.max_model_len - 1, config.block_size) * block_bytes
@@ -58,14 +58,14 @@ def check_pin(
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold the KV of ``num_tokens`` tokens."""
+    """Return the number of blocks that hold ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)
 
 
 def _check_memory(
     request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory
 ) -> None:
-    """Raise ``RequestError`` unless the request fits when it is alone on the device."""
+    """Raise ``RequestError`` unless the request fits the device alone."""
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
     if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id):
         return

@@ -1,16 +1,16 @@
-"""A mean that follows its values. Pure."""
+"""A running mean. Pure."""
 
-_MEAN_OF = 1000  # newest values that a mean goes by, about
+_MEAN_OF = 1000  # the newest values, approximately
 
 
 class RunningMean:
-    """Of all values at first, then with little weight on old ones; 0 before the first."""
+    """Mean of the first 1000 values, then exponentially weighted. 0 before the first value."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self._num_values = 0
 
     def add(self, value: float) -> None:
-        """Count a value in."""
+        """Include a value."""
         self._num_values = min(self._num_values + 1, _MEAN_OF)
         self.value += (value - self.value) / self._num_values

@@ -1,8 +1,8 @@
-"""What a scheduling policy decides: who is admitted next, and who gives way.
+"""Interface of scheduling policies: which request is admitted next, and which is preempted.
 
-The scheduler does the mechanics (blocks, adapters, steps, results) and asks a policy for order.
-A policy knows requests and time; it sees room on the device only through the verdicts on the
-candidates it offers.
+The scheduler handles blocks, adapters, steps and results, and asks a policy for order. A policy
+knows requests and time. It sees room on the device only through verdicts on the candidates that it
+offers.
 """
 
 import enum
@@ -18,12 +18,12 @@ from .step_times import StepTimes
 
 
 class Verdict(enum.Enum):
-    """What came of a candidate for admission."""
+    """Answer to a candidate for admission."""
 
-    ADMITTED = "admitted"  # it runs; the policy no longer holds it
-    LOADING = "loading"  # its adapter, or KV of it, is on the way, with its bytes taken
-    NO_KV = "no_kv"  # there is no room for its tokens, known and predicted
-    NO_ADAPTER = "no_adapter"  # there is no room for its adapter, or it is leaving the device
+    ADMITTED = "admitted"  # it runs, and no longer waits in the policy
+    LOADING = "loading"  # its adapter or its KV is being copied to allocated memory
+    NO_KV = "no_kv"  # no room for its known and predicted tokens
+    NO_ADAPTER = "no_adapter"  # no room for its adapter, or the adapter is leaving the device
 
 
 NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
@@ -31,14 +31,14 @@ NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What a policy is told once. Raises ``ConfigError`` that names the flag."""
+    """Facts that a policy gets at its start. Raises ``ConfigError`` that names the flag."""
 
     times: StepTimes
-    capacity_tokens: int  # KV that would fit into all memory of KV and adapters
+    capacity_tokens: int  # KV that fits into the memory of KV and adapters
     bytes_per_token: float  # of KV
-    slo_ttft_s: float | None = None  # None = 5 times what first tokens take on an idle engine
-    refresh_s: float = 300.0  # how often queues are cut anew, by policies that have them
-    num_queues: int | None = None  # queues; None = as many as the sizes of requests suggest
+    slo_ttft_s: float | None = None  # None = 5 times the first token of an idle engine
+    refresh_s: float = 300.0  # interval between divisions of the queues
+    num_queues: int | None = None  # None = chosen by the sizes of requests
     max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
 
     def __post_init__(self) -> None:
@@ -51,76 +51,76 @@ class PolicyFacts:
 
 
 class SchedulerPolicy(Protocol):
-    """Order among waiting requests. Every implementation states how far one can be overtaken.
+    """Orders waiting requests. Each implementation states how far a request can be overtaken.
 
-    Overload has no bound in seconds, so the bound is in work: the tokens of later-arrived
-    requests that are admitted before a request which fits the device.
+    In overload no bound in seconds holds. The bound is the number of tokens of later requests that
+    are admitted before a request that fits the device.
     """
 
     def __len__(self) -> int:
-        """Waiting requests."""
+        """Return the number of waiting requests."""
         ...
 
     def add(self, request: Request, now_s: float) -> None:
-        """A request waits: it has arrived, or was preempted (then it may have output tokens)."""
+        """Add a request that has arrived, or was preempted (it may have output tokens then)."""
         ...
 
     def remove(self, request: Request) -> None:
-        """A waiting request has ended."""
+        """Remove a waiting request that has ended."""
         ...
 
     def ended(self, request: Request, now_s: float) -> None:
-        """A request that was running or waiting has ended; ``remove`` was called if it waited."""
+        """Drop the record of a request that has ended. If it waited, ``remove`` came first."""
         ...
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
-        """Offer waiting requests one by one; each ``send`` brings the verdict on the last one.
+        """Yield waiting requests. Each ``send`` passes the verdict on the last one.
 
-        The policy stops where a verdict blocks those behind. The scheduler stops asking when the
-        step is full. The first one offered may displace adapters of other waiting requests.
+        The policy stops if a verdict blocks the requests behind. The scheduler stops when no
+        further request may run. Only the first candidate may displace adapters of other waiting
+        requests.
         """
         ...
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:
-        """Return the first waiting requests in order of admission: their adapters load ahead."""
+        """Return the first waiting requests in order of admission, to load their adapters ahead."""
         ...
 
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
-        """Order running requests with more than one token to compute within a step."""
+        """Order the running requests that have more than one token to compute."""
         ...
 
     def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
-        """Choose running requests that give their memory back now, without anybody growing.
+        """Choose running requests to preempt now, even if memory is not short.
 
         They wait again (``add``), keep their tokens and are recomputed.
         """
         ...
 
     def wake_at_s(self) -> float | None:
-        """When the policy may decide otherwise although nothing has happened; None = never."""
+        """Return when the policy may decide differently without an event; None = never."""
         ...
 
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the running request that is preempted when memory runs out.
 
-        For progress, repeated choices must never come upon the same request as long as there
-        are others: one request has to be the last for every policy.
+        One request must always progress: no sequence of choices may preempt them all.
         """
         ...
 
 
 @runtime_checkable
 class PolicyWithQueues(Protocol):
-    """What a policy with several queues shows beside."""
+    """Additional interface of policies with several queues."""
 
     def counts(self) -> Mapping[str, float]:
-        """What the policy shows of itself: gauges by name."""
+        """Return the gauges of the policy by name."""
         ...
 
     def queue_counts(self) -> Sequence[Mapping[str, float]]:
-        """What it shows of each queue: the same gauges for all of them."""
+        """Return the gauges of each queue by name, the same names for all queues."""
         ...
 
     def lacking_quota(self) -> Sequence[Request]:
-        """Return those whom only their queue's quota kept from being offered the last time."""
+        """Return requests that the last ``candidates`` did not offer because of a queue's quota."""
         ...

@@ -1,4 +1,4 @@
-"""How many tokens a request will put out: what admission reserves and policies order by. Pure."""
+"""Predicts output lengths, for the reservations of admission and the order of policies. Pure."""
 
 import itertools
 import random
@@ -11,9 +11,9 @@ from ..errors import ConfigError
 from ..plan import AdapterId, RequestId
 from ..request import Request
 
-_MIN_ENDS = 20  # of an adapter's own requests, before they are believed
-_WINDOW = 500  # newest ends that count
-_UNKNOWN_TOKENS = 256  # while nothing has ended
+_MIN_ENDS = 20  # ended requests of an adapter before its own mean is used
+_WINDOW = 500  # newest ended requests that count
+_UNKNOWN_TOKENS = 256  # before any request has ended
 _NUM_BUCKETS = 5
 
 
@@ -21,19 +21,19 @@ Key = TypeVar("Key")
 
 
 class OutputPredictor(Protocol):
-    """Predicts when a request arrives; the scheduler cuts it to the request's limit."""
+    """Predicts output lengths. The scheduler limits predictions to the request's limit."""
 
     def predict(self, request: Request) -> int:
-        """Output tokens of a request that arrives now."""
+        """Return the predicted output tokens of a request that arrives now."""
         ...
 
     def ended(self, request: Request) -> None:
-        """A request has ended by itself."""
+        """Learn from a request that has ended by itself."""
         ...
 
 
 class _Lengths:
-    """Mean of the newest lengths, in O(1)."""
+    """The mean of the newest lengths, in O(1)."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque()
@@ -54,27 +54,27 @@ class _Lengths:
 
 
 class OutputHistory(Generic[Key]):
-    """The mean of what requests of a key came to, of all while these are few."""
+    """The mean output length of a key's requests, or of all requests while these are few."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
         self._by_key: dict[Key, _Lengths] = {}
 
     def predict(self, key: Key) -> int:
-        """Output tokens of a request that arrives now."""
+        """Return the predicted output tokens of a request that arrives now."""
         own = self._by_key.get(key)
         if own is not None and len(own) >= _MIN_ENDS:
             return own.mean
         return self._all.mean if len(self._all) else _UNKNOWN_TOKENS
 
     def ended(self, key: Key, num_tokens: int) -> None:
-        """A request has ended by itself."""
+        """Include a request that has ended by itself."""
         self._all.add(num_tokens)
         self._by_key.setdefault(key, _Lengths()).add(num_tokens)
 
 
 class HistoryPredictor:
-    """What requests for the same adapter came to."""
+    """Predicts the mean output length of requests for the same adapter."""
 
     def __init__(self) -> None:
         self._history = OutputHistory[AdapterId]()
@@ -87,24 +87,23 @@ class HistoryPredictor:
 
 
 class LimitPredictor:
-    """As much as the request may put out: nothing is ever preempted, and much memory lies idle."""
+    """Predicts the request's limit: no preemptions, but much unused memory."""
 
     def predict(self, request: Request) -> int:
         return request.max_total_tokens - request.num_prompt_tokens
 
     def ended(self, request: Request) -> None:
-        """Nothing is learned."""
+        """Do nothing."""
 
 
 class OraclePredictor:
-    """Knows the true lengths, as well as it is told to.
+    """Predicts from the true lengths, with a given accuracy.
 
-    ``accuracy`` is the probability that the bucket is right, of five with as many requests each; a
-    wrong one is a neighbour. What is predicted is the bucket's mean, so even a right bucket does
-    not give the length away.
+    Lengths are divided into five buckets of equally many requests. ``accuracy`` is the probability
+    of the right bucket; a wrong one is a neighbour. The prediction is the mean of the bucket.
 
-    Source: the buckets are those of uServe's proxy model (Chameleon, section 4.2); how accuracy is
-    meant is not defined there.
+    Source: the buckets are those of uServe's proxy model (Chameleon, section 4.2), where accuracy
+    is not defined.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class OraclePredictor:
         return self.predicted(request.request_id)
 
     def predicted(self, request_id: RequestId) -> int:
-        """What it says of this one, drawn anew each time."""
+        """Return a prediction, drawn independently on each call."""
         length = self._output_tokens[request_id]
         index = bisect_left(self._uppers, length)
         if self._rng.random() >= self._accuracy:
@@ -133,11 +132,11 @@ class OraclePredictor:
         return round(sum(bucket) / len(bucket))
 
     def ended(self, request: Request) -> None:
-        """It knew."""
+        """Do nothing."""
 
 
 def _buckets(lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Cut sorted lengths into buckets of as many each; fewer than asked for if there are few."""
+    """Divide sorted lengths into buckets of equal size; fewer buckets if there are few lengths."""
     edges = sorted({len(lengths) * index // _NUM_BUCKETS for index in range(_NUM_BUCKETS + 1)})
     return [lengths[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -149,7 +148,7 @@ OUTPUT_PREDICTORS: Mapping[str, Callable[[], OutputPredictor]] = {
 
 
 def make_predictor(name: str) -> OutputPredictor:
-    """Return a new predictor. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new predictor. Raises ``ConfigError`` for an unknown name."""
     try:
         return OUTPUT_PREDICTORS[name]()
     except KeyError:

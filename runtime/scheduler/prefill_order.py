@@ -1,4 +1,4 @@
-"""Order within a step: short prompts first, with ageing and up to a bound. Pure."""
+"""Order of prefill within a step: short prompts first, with ageing and a bound. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,42 +8,42 @@ from .means import RunningMean
 from .step_times import StepTimes
 
 _AGEING = 10.0  # seconds of waiting that weigh as much as a second of prefill
-# Mean prompts, beyond which a long one is not put off further: without a bound the longest ones pay
-# for all others, and they are the slowest already.
+# Longer prompts count as this many mean prompts. Without a bound the longest prompts, which are the
+# slowest already, would wait for all others.
 _MAX_MEANS = 1.5
 
 
 class ShortPrefillFirst:
-    """Orders by arrival + 10 times the predicted seconds that are left, at most 1.5 mean prompts'.
+    """Orders by arrival + 10 times the remaining prefill time, capped at 1.5 mean prompts.
 
-    Requests with little left pass those with much, at most as long as 15 times what a mean prompt
-    takes. The order changes only as chunks are computed, not as time goes by.
+    Requests with little left pass those with much left, for at most 15 times the prefill time of a
+    mean prompt. The order changes only when chunks are computed, not with time.
     """
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._mean_s = RunningMean()
-        self._keys: dict[RequestId, tuple[int, float]] = {}  # with the tokens that were left
+        self._keys: dict[RequestId, tuple[int, float]] = {}  # tokens left, and key
 
     @property
     def mean_s(self) -> float:
-        """What a prompt takes on an idle engine, in seconds; 0 while nothing is known."""
+        """Mean prefill time on an idle engine, in seconds; 0 while unknown."""
         return self._mean_s.value
 
     def arrived(self, request: Request) -> None:
-        """Count a new request's prompt in."""
+        """Include the prompt of a new request in the mean."""
         prefill_s = self._times.prefill_s(request.num_uncached_prompt_tokens, request.adapter_bytes)
-        if prefill_s:  # 0 = nothing is known yet
+        if prefill_s:  # 0 = unknown
             self._mean_s.add(prefill_s)
 
     def sorted(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Requests with more than one token to compute, the smallest key first."""
+        """Return requests with more than one token to compute, the smallest key first."""
         if len(requests) < 2:
             return requests
         return sorted(requests, key=self._key)
 
-    def forget(self, request_id: RequestId) -> None:
-        """The request has ended."""
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the key of a request that has ended."""
         self._keys.pop(request_id, None)
 
     def _key(self, request: Request) -> tuple[float, RequestId]:

@@ -1,15 +1,16 @@
-"""Decides how rows are planned again whose results do not count: the only place that does.
+"""Decides how rows without a result are planned again. No other part decides this.
 
-An executor says why a row came to nothing (``RetryCause``) and does nothing about it. What was, or
-may have been, the row's own fault counts: from the first time on a cold row goes without workers,
-from the second on it waits for its whole adapter. A request ends only by what it did alone, or by
-its own deltas; a fault of its company costs it a step and nothing else:
+The executor reports the cause (``RetryCause``) and does not retry. Failures that the row may have
+caused itself are counted. After the first one a cold row runs without workers, after the second it
+waits for its whole adapter. A request fails only after failures of its own deltas, or in
+sub-batches without other rows. Failures caused by other rows cost a step each:
 
-- A row of a sub-batch that other rows have spoiled goes without cold rows next, then alone.
-- A row that may have made its forward pass fail goes alone next.
+- After a failure caused by another row, the row's next sub-batch has no cold rows; after a second
+  one it has no other rows.
+- After a failed forward pass that the row may have caused, its next sub-batch has no other rows.
 
-So a position is computed at most ``MAX_RETRIES`` + 1 times by the fault of its row, and twice more
-by that of others.
+So a position is computed at most ``MAX_RETRIES`` + 1 times because of its own row, and twice more
+because of others.
 """
 
 import enum
@@ -17,33 +18,33 @@ import enum
 from ..plan import RequestId, RetryCause
 from ..request import Request
 
-# Of one position. A cold row goes with workers, then without them, then with its whole adapter on
-# the device; what still comes to nothing fails.
+# Of one position. A cold row runs with workers, then without, then with its whole adapter on the
+# device. If that fails too, the request ends.
 MAX_RETRIES = 2
 
 
-class _Company(enum.Enum):
-    """Who may share the next sub-batch of a row that came to nothing."""
+class _Separation(enum.Enum):
+    """Which rows the next sub-batch of a row without a result excludes."""
 
-    WARM = enum.auto()  # rows whose adapters are on the device
-    NONE = enum.auto()
+    FROM_COLD = enum.auto()  # only rows with adapters on the device may share it
+    FROM_ALL = enum.auto()  # it has no other rows
 
 
 class Recovery:
-    """Remembers which rows go apart from others, until they have been computed."""
+    """Records which rows must be separated from others, until they have been computed."""
 
     def __init__(self) -> None:
-        self._company: dict[RequestId, _Company] = {}
+        self._separated: dict[RequestId, _Separation] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._company)
+        return bool(self._separated)
 
     def may_retry(
         self, request: Request, start: int, cause: RetryCause | None, *, was_alone: bool
     ) -> bool:
-        """Note that a row that starts at ``start`` came to nothing; False = its request ends.
+        """Record that a row starting at ``start`` has no result. False = its request fails.
 
-        ``was_alone``: its sub-batch had no other row.
+        ``was_alone``: its sub-batch had no other rows.
         """
         is_own = was_alone or cause is RetryCause.DELTAS
         num_retries = request.retried_positions[start]
@@ -51,31 +52,33 @@ class Recovery:
             return False
         if is_own or cause is RetryCause.FORWARD:
             request.retried_positions[start] = num_retries + 1
-        if cause is RetryCause.COMPANY and request.request_id not in self._company:
-            self._company[request.request_id] = _Company.WARM
+        if cause is RetryCause.OTHER_ROW and request.request_id not in self._separated:
+            self._separated[request.request_id] = _Separation.FROM_COLD
         elif cause is not RetryCause.DELTAS:
-            self._company[request.request_id] = _Company.NONE
+            self._separated[request.request_id] = _Separation.FROM_ALL
         return True
 
-    def forget(self, request_id: RequestId) -> None:
-        """A row of the request has been computed, or the request has ended."""
-        self._company.pop(request_id, None)
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the record of a request: a row was computed, or the request has ended."""
+        self._separated.pop(request_id, None)
 
     def goes_alone(self, request: Request, *, is_cold: bool) -> bool:
-        """Whether the request's next row has a sub-batch of its own."""
-        company = self._company.get(request.request_id)
-        return company is _Company.NONE or (is_cold and company is _Company.WARM)
+        """Whether the request's next row must have a sub-batch of its own."""
+        separation = self._separated.get(request.request_id)
+        return separation is _Separation.FROM_ALL or (
+            is_cold and separation is _Separation.FROM_COLD
+        )
 
     def avoids_cold_rows(self, request: Request) -> bool:
-        """Whether no cold row may be in the sub-batch of the request's next row."""
-        return request.request_id in self._company
+        """Whether the sub-batch of the request's next row must not have cold rows."""
+        return request.request_id in self._separated
 
 
 def may_use_workers(request: Request) -> bool:
-    """Whether CPU workers may compute deltas of a cold row: not once something has gone wrong."""
+    """Whether CPU workers may compute deltas of a cold row: not after a failure."""
     return not request.retried_positions
 
 
 def needs_whole_adapter(request: Request) -> bool:
-    """Whether the next row waits until its adapter is on the device: nothing else has helped."""
+    """Whether the next row must wait for its whole adapter, after ``MAX_RETRIES`` failures."""
     return request.retried_positions[request.num_computed_tokens] >= MAX_RETRIES

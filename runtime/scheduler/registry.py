@@ -12,7 +12,7 @@ from .sjf import SjfPolicy
 
 
 def _chameleon(facts: PolicyFacts, **options: Any) -> SchedulerPolicy:
-    """Loaded when asked for: it needs numpy, which reading options does not."""
+    """Import the policy on use: it needs numpy, which reading options does not."""
     from .chameleon import ChameleonPolicy
 
     return ChameleonPolicy(facts, **options)
@@ -35,7 +35,7 @@ SCHEDULER_POLICIES: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {
 
 
 def make_policy(name: str, facts: PolicyFacts) -> SchedulerPolicy:
-    """Return a new policy. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new policy. Raises ``ConfigError`` for an unknown name."""
     try:
         make = SCHEDULER_POLICIES[name]
     except KeyError:

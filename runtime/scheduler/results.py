@@ -1,4 +1,4 @@
-"""Reads step results into requests: tokens, retries and failures, row by row."""
+"""Applies step results to requests: tokens, retries and failures, row by row."""
 
 from collections.abc import Collection, Iterable, Iterator
 
@@ -14,30 +14,32 @@ _Row = tuple[Request, int, int, bool, bool]
 
 
 class ResultReader:
-    """Applies what came back to requests. Who ends is said in events and done by the caller.
+    """Applies results, and returns events. The caller ends the requests of final events.
 
-    Results of requests that have ended, and of rows that build on a row which is to be retried,
-    are dropped.
+    Results are dropped if the request has ended, or if the row follows one that is retried.
     """
 
     def __init__(
         self, eos_token_ids: frozenset[int], running: RunningSet, recovery: Recovery,
         counters: SchedulerCounters,
     ) -> None:  # fmt: skip
-        """``running`` learns which rows have returned, ``recovery`` which came to nothing."""
+        """``running``: records returned rows. ``recovery``: records rows without a result."""
         self._eos_token_ids = eos_token_ids
         self._running = running
         self._recovery = recovery
         self._counters = counters
 
-    def read(
+    def apply(
         self,
         step: InFlightStep,
         results: Iterable[RowResult],
         later_steps: Collection[InFlightStep],
         now_s: float,
     ) -> list[RequestEvent]:
-        """Return the events of one step; ``later_steps`` are those still in flight."""
+        """Apply the results of one step. Return its events.
+
+        ``later_steps``: steps that are still in flight.
+        """
         result_of = {result.request_id: result for result in results}
         events: list[RequestEvent] = []
         for request, start, num_tokens, has_sample, was_alone in _rows(step):
@@ -48,7 +50,7 @@ class ResultReader:
             result = result_of.get(request_id)
             if result is None or result.outcome is Outcome.TOKENS:
                 if self._recovery:
-                    self._recovery.forget(request_id)
+                    self._recovery.discard(request_id)
                 self._count_prompt(request, start + num_tokens)
                 self._running.computed(request, start + num_tokens, now_s)
                 if has_sample:
@@ -64,7 +66,7 @@ class ResultReader:
         return events
 
     def fail(self, step: InFlightStep, error: str) -> list[RequestEvent]:
-        """Return the events of a step that never returns: each of its requests fails."""
+        """Fail all requests of a step that never returns. Return their events."""
         events: list[RequestEvent] = []
         for request, *_ in _rows(step):
             self._running.end_step(request)
@@ -73,7 +75,7 @@ class ResultReader:
         return events
 
     def _take_token(self, request: Request, result: RowResult | None) -> RequestEvent:
-        """Append the sampled token; the event is final if it ends the request."""
+        """Append the sampled token. The event is final if the token ends the request."""
         if result is None or len(result.token_ids) != 1:
             return _failure(request, "the executor returned no token for a row that samples")
         token_id = result.token_ids[0]
@@ -88,7 +90,7 @@ class ResultReader:
         )  # fmt: skip
 
     def _count_prompt(self, request: Request, end: int) -> None:
-        """Count the prompt tokens before position ``end`` that were not counted before."""
+        """Count prompt tokens before position ``end``, each once."""
         num_counted = request.num_counted_prompt_tokens
         num_tokens = len(request.prompt_token_ids)
         if num_counted < num_tokens and num_counted < end:
@@ -106,9 +108,9 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
 
 
 def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]) -> None:
-    """Compute ``request`` again from position ``start`` on, once nothing in flight refers to it.
+    """Compute ``request`` again from position ``start``, once no step in flight uses it.
 
-    Later rows of it in flight were computed from what does not count, so they do not either.
+    Its rows in ``later_steps`` were computed from invalid values, so their results are void.
     """
     request.num_known_tokens -= request.num_in_flight_samples
     request.num_in_flight_samples = 0
@@ -121,7 +123,7 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
 
 
 def _failure(request: Request, error: str, kind: str | None = None) -> RequestEvent:
-    """Return the final event of a request whose row failed."""
+    """Return the final event of a request with a failed row."""
     return RequestEvent(
         request.request_id,
         finish_reason=FinishReason.ERROR,

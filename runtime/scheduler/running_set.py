@@ -1,11 +1,11 @@
-"""The requests that hold device memory, and when they give it back.
+"""The requests that hold device memory, and when they release it.
 
-A request that ends or is preempted while steps in flight refer to its blocks keeps them, and its
-hold on its adapter, until the last of these steps has returned.
+A request may end or be preempted while steps in flight use its blocks. It then keeps the blocks,
+and its reference to the adapter, until the last of these steps has returned.
 
-Whole blocks that have been computed are entered into the tree of prefixes and held there; all other
-blocks are a request's own. Nobody writes to a block in the tree: a request begins behind what it
-has found, and enters a block when the step that filled it has come back.
+Computed whole blocks are stored in the prefix tree and held there. All other blocks are the
+request's own. No request writes to a block in the tree: it begins behind the blocks that it found,
+and stores a block when the step that filled it has returned.
 """
 
 from bisect import bisect_left, insort
@@ -22,14 +22,14 @@ from .timeline import Timelines
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A request with its blocks in the tree, in order, and what of its own drains."""
+    """A request with its blocks in the tree, in order."""
 
     request: Request
     path: list[KvNode] = field(default_factory=list)
     num_retired_blocks: int = 0
 
     def own_block_ids(self) -> list[BlockId]:
-        """Blocks that are not in the tree: others may have computed the same before."""
+        """Blocks that are not in the tree, for example because the tree had equal blocks."""
         block_ids, path = self.request.block_ids, self.path
         own = [
             block_id
@@ -43,12 +43,12 @@ class RunningSet:
     """Running requests in order of admission, and those that still drain."""
 
     def __init__(self, memory: DeviceMemory, block_size: int, timelines: Timelines) -> None:
-        """``block_size``: tokens in one KV block; ``timelines``: are told who begins to run."""
+        """``block_size``: tokens in one KV block; ``timelines``: record starts."""
         self.timelines = timelines
         self._memory = memory
         self._block_size = block_size
         self._requests: dict[RequestId, Request] = {}
-        self._holders: dict[RequestId, _Holder] = {}  # those that run, and those that drain
+        self._holders: dict[RequestId, _Holder] = {}  # running and draining ones
         self._draining: set[RequestId] = set()
 
     def __len__(self) -> int:
@@ -60,14 +60,14 @@ class RunningSet:
         return self._requests.values()
 
     def is_draining(self, request_id: RequestId) -> bool:
-        """Whether the request no longer runs and its memory is not free yet."""
+        """Whether the request has stopped and steps in flight still use its memory."""
         return request_id in self._draining
 
     def start(
         self, request: Request, path: Sequence[KvNode], block_ids: tuple[BlockId, ...],
         now_s: float,
     ) -> None:  # fmt: skip
-        """Run ``request`` behind the blocks of ``path``, which are held for it, and in these."""
+        """Run ``request`` with the held blocks of ``path``, followed by ``block_ids``."""
         assert not request.block_ids, request.request_id
         assert request.num_in_flight_steps == 0, request.request_id
         self._memory.cache.acquire(request.adapter_id, now_s)
@@ -82,20 +82,19 @@ class RunningSet:
         self._holders[request.request_id] = _Holder(request, list(path))
         self.timelines.starts(request)
 
-    def num_blocks_to_come(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
-        """Blocks that all need at once, at most, beyond those that they have.
+    def num_growth_blocks(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
+        """Return the most blocks that running requests need at a time, beyond those they have.
 
-        The newcomer is about to have ``num_found_blocks``.
-
-        If they end as predicted: each gives its blocks back then, so the need is highest just
-        before one of them ends. What others will have given back by then, is not needed twice.
+        Each request is taken to end as predicted and to free its blocks then, so the need is
+        largest just before one of the ends. ``newcomer``: a request about to run, behind
+        ``num_found_blocks`` blocks of a prefix.
         """
         requests = [*self._requests.values()]
         if newcomer is not None:
             requests.append(newcomer)
         size = self._block_size
         ends = sorted([(r.num_tokens_to_come, r.num_known_tokens) for r in requests], reverse=True)
-        rooms: list[int] = []  # tokens that their last known blocks still take, ascending
+        rooms: list[int] = []  # free tokens in their last known blocks, ascending
         needs = [0]  # blocks just before each of them ends
         num_blocks = 0
         for number, (num_tokens, num_known_tokens) in enumerate(ends, start=1):
@@ -107,12 +106,12 @@ class RunningSet:
         num_held_blocks = sum(len(request.block_ids) for request in requests) + num_found_blocks
         return max(0, max(needs) - num_held_blocks)
 
-    def promise_growth(self) -> None:
-        """Keep for running requests what they are predicted to need."""
-        self._memory.pool.promise(self.num_blocks_to_come())
+    def reserve_growth(self) -> None:
+        """Reserve the blocks that running requests are predicted to need."""
+        self._memory.pool.reserve_growth(self.num_growth_blocks())
 
     def grow(self, request: Request) -> bool:
-        """Allocate what the known tokens lack if it is free; say whether it was."""
+        """Allocate the blocks that the known tokens lack, if free. Return whether they were."""
         block_ids = self._memory.pool.allocate(self._num_missing_blocks(request))
         if block_ids is None:
             return False
@@ -121,19 +120,19 @@ class RunningSet:
         return True
 
     def reclaim_for(self, requests: Iterable[Request]) -> bool:
-        """Whether room for the growth of all these comes without preempting anybody."""
+        """Evict for the growth of these requests. Return whether it has room, or will have."""
         num_blocks = sum(map(self._num_missing_blocks, requests))
         return self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
-    def is_growth_promised(self, request: Request) -> bool:
-        """Whether the blocks that the known tokens lack were promised."""
-        return self._num_missing_blocks(request) <= self._memory.pool.num_promised_blocks
+    def is_growth_reserved(self, request: Request) -> bool:
+        """Whether the blocks that the known tokens lack are reserved."""
+        return self._num_missing_blocks(request) <= self._memory.pool.num_reserved_blocks
 
     def stop(self, request: Request, status: RequestStatus) -> None:
-        """Let ``request`` no longer run; its memory is freed once no step refers to it."""
+        """Stop ``request``. Its memory is freed once no step in flight uses it."""
         del self._requests[request.request_id]
-        if not self._requests:  # nobody may ask before the next one begins
-            self._memory.pool.promise(0)
+        if not self._requests:  # without requests no step renews the reservation
+            self._memory.pool.reserve_growth(0)
         request.status = status
         request.num_computed_tokens = 0
         request.num_allocated_tokens = 0
@@ -142,10 +141,10 @@ class RunningSet:
             holder.num_retired_blocks = self._memory.retire(holder.path, holder.own_block_ids())
             self._draining.add(request.request_id)
         else:
-            self._let_go(holder)
+            self._release(holder)
 
     def computed(self, request: Request, num_tokens: int, now_s: float) -> None:
-        """So many of the first tokens have been computed well: keep the whole blocks of them."""
+        """Store the whole blocks of the first ``num_tokens`` tokens, which have been computed."""
         size = self._block_size
         if request.num_kept_tokens + size > num_tokens or not self._memory.prefixes.is_on:
             return
@@ -154,7 +153,7 @@ class RunningSet:
         path = self._holders[request.request_id].path
         while request.num_kept_tokens + size <= num_tokens:
             start = request.num_kept_tokens
-            node = self._memory.prefixes.keep(
+            node = self._memory.prefixes.store(
                 request.adapter_id,
                 request.kv_namespace,
                 path[-1] if path else None,
@@ -166,13 +165,13 @@ class RunningSet:
             request.num_kept_tokens += size
 
     def end_step(self, request: Request) -> None:
-        """One step in flight with a row of ``request`` has returned."""
+        """Record that a step with a row of ``request`` has returned."""
         request.num_in_flight_steps -= 1
         if request.num_in_flight_steps == 0:
             request.is_held = False
             if request.request_id in self._draining:
                 self._draining.remove(request.request_id)
-                self._let_go(self._holders[request.request_id])
+                self._release(self._holders[request.request_id])
 
     def check_invariants(self) -> None:
         """Assert that blocks, tokens and states of all requests agree."""
@@ -182,7 +181,7 @@ class RunningSet:
         if self._memory.swapper is not None:
             shared |= self._memory.swapper.held_blocks()
         assert len(set(own)) == len(own), "a block has two owners"
-        assert not shared.intersection(own), "a block of the tree is somebody's own"
+        assert not shared.intersection(own), "a block of the tree is a request's own"
         assert len(own) + len(shared) == self._memory.pool.num_used_blocks
         for request in self._requests.values():
             assert request.status is RequestStatus.RUNNING
@@ -198,11 +197,11 @@ class RunningSet:
         """Blocks between what is allocated and what the known tokens need."""
         return blocks_for(request.num_known_tokens, self._block_size) - len(request.block_ids)
 
-    def _let_go(self, holder: _Holder) -> None:
-        """Give the blocks back and end the hold on the adapter."""
+    def _release(self, holder: _Holder) -> None:
+        """Free the blocks and release the adapter."""
         request = holder.request
         del self._holders[request.request_id]
-        self._memory.let_go(
+        self._memory.release(
             holder.path, holder.own_block_ids(), num_retired_blocks=holder.num_retired_blocks
         )
         request.block_ids.clear()

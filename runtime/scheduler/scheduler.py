@@ -1,8 +1,8 @@
-"""Decides what each step computes, and learns from results what became of it.
+"""Plans steps, and applies their results.
 
 Pure policy: no clock, no randomness, no I/O, no tensors. ``schedule`` may be called again before
-the results of earlier steps have come back. Who is admitted and who is preempted is the
-``SchedulerPolicy``'s choice; room on the device is the ``DeviceMemory``'s account.
+the results of earlier steps have returned. The ``SchedulerPolicy`` chooses which requests are
+admitted and preempted. The ``DeviceMemory`` keeps account of room on the device.
 """
 
 import math
@@ -59,17 +59,17 @@ class Scheduler:
         times: StepTimes | None = None,
         pace: StepPace | None = None,
     ) -> None:
-        """Put a scheduler together.
+        """Assemble a scheduler.
 
         Args:
             config: Limits.
             policy: Orders requests.
-            memory: Is changed by this scheduler alone.
+            memory: Changed by this scheduler alone.
             eos_token_ids: End a request, unless it ignores them.
-            cold_starts: Without, every request waits for its adapter.
-            predictor: Of outputs; by default their history.
-            times: Told how long steps took; what the policy was given.
-            pace: Told, too; without, steps are taken to last as long as predicted.
+            cold_starts: None = every request waits until its adapter is on the device.
+            predictor: Predicts output lengths; None = by history.
+            times: Predicts steps, as in ``PolicyFacts``; gets the duration of each step.
+            pace: Corrects predictions by durations of steps; None = no correction.
         """
         self.config = config
         self.memory = memory
@@ -82,16 +82,16 @@ class Scheduler:
         self._last_end_s = -math.inf  # of a step
         self.timelines = Timelines(times)
         self._running = RunningSet(memory, config.block_size, self.timelines)
-        self.running = self._running.requests  # as they are at any time
+        self.running = self._running.requests  # a live view
         self.cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
-            config, policy, self._running, self.cold_starts, self.counters, self._wait
+            config, policy, self._running, self.cold_starts, self.counters, self._enqueue
         )
         self.forecast = ArrivalForecast() if config.prefetch_expected else None
         self._admission = Admission(
             config, policy, memory, self._running, self.cold_starts, self.counters, self.forecast
         )
-        self.waiting = self._admission.waiting  # in sums
+        self.waiting = self._admission.waiting  # sums over requests
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery()
         self._results = ResultReader(
@@ -99,36 +99,36 @@ class Scheduler:
         )
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
-        self._forget: list[RequestId] = []  # ended, and the executor does not know yet
+        self._ended_requests: list[RequestId] = []  # for the next plan
         self._next_step_id = 1
 
     @property
     def num_running(self) -> int:
-        """Requests that hold memory and compute."""
+        """Running requests."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for admission, preempted ones included."""
+        """Waiting requests, preempted ones included."""
         return len(self._policy)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were scheduled and have not returned."""
+        """Steps without a result yet."""
         return len(self._in_flight)
 
     @property
     def oldest_step_in_flight(self) -> StepId | None:
-        """The step whose result comes next."""
+        """The step with the next result."""
         return next(iter(self._in_flight), None)
 
     def cold_start_counts(self) -> Mapping[str, int]:
-        """Requests so far whose adapter was not on the device, by how they were started."""
+        """Return the number of requests without their adapter on the device, by start strategy."""
         return self.cold_starts.counts()
 
     @property
     def queues(self) -> PolicyWithQueues | None:
-        """What the policy shows beside, if it has queues."""
+        """The policy, if it has several queues."""
         return self._policy if isinstance(self._policy, PolicyWithQueues) else None
 
     @property
@@ -146,7 +146,7 @@ class Scheduler:
         )
 
     def add_request(self, request: Request, now_s: float) -> None:
-        """Let ``request`` wait.
+        """Add a request, which waits from now on.
 
         Raises ``OverloadedError`` if too many wait, ``RequestError`` if it can never be served.
         """
@@ -159,40 +159,40 @@ class Scheduler:
         self._admission.arrived(request, now_s)
         self._requests[request_id] = request
         self._queue_time.arrived(request)
-        self._wait(request, now_s)
+        self._enqueue(request, now_s)
 
     def abort(self, request_id: RequestId, now_s: float) -> RequestEvent | None:
-        """End a request; None if it is not known (any more)."""
+        """Abort a request. Return its last event; None if the request is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is None:
             return None
         event = RequestEvent(request_id, finish_reason=FinishReason.ABORT)
-        return self._settle([event], now_s)[0]
+        return self._finish_events([event], now_s)[0]
 
     def end_overdue(self, now_s: float) -> list[RequestEvent]:
-        """End the requests that have waited too long for their first turn."""
+        """End requests that have waited longer than ``max_queue_s`` to begin."""
         overdue = list(self._queue_time.take_overdue(now_s))
         if not overdue:
             return []
         assert self.config.max_queue_s is not None
         error = overdue_error(self.config.max_queue_s)
-        return self._settle(
+        return self._finish_events(
             [_error_event(request.request_id, error.kind, str(error)) for request in overdue], now_s
         )
 
     def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Evict an adapter version that no request will name any more."""
+        """Evict an adapter version that no later request can name."""
         self.memory.drop(adapter_id)
         if self.forecast is not None:
-            self.forecast.forget(adapter_id)
+            self.forecast.discard(adapter_id)
 
     def check_pin(
         self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None
     ) -> None:
-        """Raise ``RequestError`` unless an adapter of so many bytes may be pinned.
+        """Raise ``RequestError`` unless an adapter of ``num_bytes`` may be pinned.
 
-        ``other_bytes``: of an adapter that a request may need beside; ``replaced``: a version that
-        will not be pinned any more.
+        ``other_bytes``: size of the largest adapter that a request may need at the same time.
+        ``replaced``: a version that will be unpinned.
         """
         pinned_bytes = self.memory.pins.num_bytes(without=replaced)
         check_pin(
@@ -207,10 +207,11 @@ class Scheduler:
         draft = StepDraft(self.config, self._recovery, self.decode_gap)
         self.memory.begin_plan(self.num_running, now_s)
         self._continuation.reset_outgrown(draft, now_s)
-        if not self.cold_starts.stops_everybody():
+        if not self.cold_starts.blocks_all_requests():
             self._continuation.squash(draft, now_s)
-            may_admit = self._continuation.go_on(draft, now_s)
-            # Who ran alone and had to give way may begin again: no step would ever wake it.
+            may_admit = self._continuation.continue_requests(draft, now_s)
+            # If the only running request was preempted, admit it again: no result will come that
+            # would lead to another ``schedule``.
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
         self.memory.copy_ahead(now_s)
@@ -226,18 +227,18 @@ class Scheduler:
             transfers=transfers,
             host_evictions=self.memory.take_host_evictions(),
             promoted_transfers=self.memory.transfers.take_promoted(),
-            forget_requests=tuple(self._forget),
+            ended_requests=tuple(self._ended_requests),
         )
         self.timelines.planned(draft.rows, now_s)
         if step is None:
             return None
         self._next_step_id += 1
-        self._forget.clear()
+        self._ended_requests.clear()
         self._in_flight[step.plan.step_id] = step
         return step.plan
 
     def update(self, result: Result, now_s: float) -> list[RequestEvent]:
-        """Take in a result; return the new tokens and ends that come of it."""
+        """Apply a result. Return events of new tokens and ended requests."""
         if isinstance(result, TransferResult):
             return self._end_transfer(result, now_s)
         if isinstance(result, TransferProgress):
@@ -251,43 +252,43 @@ class Scheduler:
             return []
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
-            return []  # it was given up
+            return []  # after ``fail_step``
         self.cold_starts.step_ended(result.step_id, now_s)
         if step.plan.sub_batches:
-            self._timed(step, now_s)
+            self._record_duration(step, now_s)
         self._last_end_s = now_s
         self.timelines.computed(result.cpu_wait_s)
-        events = self._results.read(step, result.rows, self._in_flight.values(), now_s)
-        return self._settle(events, now_s)
+        events = self._results.apply(step, result.rows, self._in_flight.values(), now_s)
+        return self._finish_events(events, now_s)
 
     def fail_step(self, step_id: StepId, error: str, now_s: float) -> list[RequestEvent]:
-        """Give up a step that will not return: its requests end with ``error``."""
+        """Abandon a step that will not return. Its requests end with ``error``."""
         step = self._in_flight.pop(step_id, None)
         if step is None:
             return []
         self.counters.num_failed_steps += 1
         events = self._results.fail(step, error)
         failed = {event.request_id for event in events}
-        for update in step.plan.block_updates:  # also those without a row: their table is lost
+        for update in step.plan.block_updates:  # also without a row: their block table is lost
             request = self._requests.get(update.request_id)
             if request is not None and request.request_id not in failed:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
-        events = self._settle(events, now_s)
-        self._forget.extend(step.plan.forget_requests)
+        events = self._finish_events(events, now_s)
+        self._ended_requests.extend(step.plan.ended_requests)
         self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
         return events
 
     def wake_at_s(self) -> float | None:
-        """When ``schedule`` may decide otherwise although nothing has happened; None = never."""
+        """Return when ``schedule`` may decide differently without an event; None = never."""
         times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s()]
         if self.forecast is not None:
             times_s.append(self.forecast.wake_at_s())
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def check_invariants(self) -> None:
-        """Assert that all parts agree; for tests and idle moments."""
+        """Assert that all parts agree."""
         self.memory.check_invariants()
         self._running.check_invariants()
         self.timelines.check_invariants(self._requests)
@@ -302,8 +303,8 @@ class Scheduler:
         if not self.has_work():
             assert self.memory.pool.num_used_blocks == 0
 
-    def _timed(self, step: InFlightStep, now_s: float) -> None:
-        """Tell how long a step took: of two in flight one waits first."""
+    def _record_duration(self, step: InFlightStep, now_s: float) -> None:
+        """Record how long a step took. Of two in flight, the second begins as the first ends."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
         if self.times is not None:
             self.times.step_ended(step.plan.num_tokens, duration_s)
@@ -311,23 +312,23 @@ class Scheduler:
             self.pace.step_ended(step.plan, step.rows, duration_s)
 
     def _predict(self, request: Request) -> None:
-        """Fix the prediction of the output, within the request's limit."""
-        if request.num_predicted_output_tokens < 1:  # else its client knows better
+        """Set the predicted output length, within the request's limit."""
+        if request.num_predicted_output_tokens < 1:  # else the client gave one
             request.num_predicted_output_tokens = self._predictor.predict(request)
         most_tokens = request.max_total_tokens - request.num_prompt_tokens
         request.num_predicted_output_tokens = min(
             max(1, request.num_predicted_output_tokens), most_tokens
         )
 
-    def _wait(self, request: Request, now_s: float) -> None:
-        """Put a request into the policy's queue."""
+    def _enqueue(self, request: Request, now_s: float) -> None:
+        """Add a request to the waiting ones."""
         self.memory.cache.add_waiting(request.adapter_id)
         self.waiting.add(request)
         self._policy.add(request, now_s)
 
-    def _settle(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
-        """Return events with all that is to be told, and end the requests whose last they are."""
-        events = [self._completed(event, now_s) for event in events]
+    def _finish_events(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
+        """Complete events, and end the requests of final ones."""
+        events = [self._complete(event, now_s) for event in events]
         for event in events:
             if event.finish_reason is not None:
                 request = self._requests[event.request_id]
@@ -337,7 +338,7 @@ class Scheduler:
         return events
 
     def _end(self, request: Request, now_s: float) -> None:
-        """Let go of a request in any state."""
+        """Remove a request in any state."""
         del self._requests[request.request_id]
         if request.status is RequestStatus.WAITING:
             self._policy.remove(request)
@@ -347,13 +348,13 @@ class Scheduler:
         else:
             self._running.stop(request, RequestStatus.ENDED)
         self._policy.ended(request, now_s)
-        self.cold_starts.forget(request.request_id)
-        self._recovery.forget(request.request_id)
+        self.cold_starts.discard(request.request_id)
+        self._recovery.discard(request.request_id)
         if request.is_announced:
-            self._forget.append(request.request_id)
+            self._ended_requests.append(request.request_id)
 
-    def _completed(self, event: RequestEvent, now_s: float) -> RequestEvent:
-        """Add to a first token how its request was started, to the last how it has fared."""
+    def _complete(self, event: RequestEvent, now_s: float) -> RequestEvent:
+        """Add timing and cache hits to events with the first token, and totals to final events."""
         request = self._requests[event.request_id]
         is_first = bool(event.token_ids) and request.num_output_tokens == 1
         if event.finish_reason is not None:
@@ -368,12 +369,12 @@ class Scheduler:
         return event._replace(
             num_cached_tokens=request.num_cached_tokens or 0,
             num_host_cached_tokens=request.num_host_cached_tokens,
-            cold_start=self.cold_starts.first_token(event.request_id, now_s),
+            cold_start=self.cold_starts.on_first_token(event.request_id, now_s),
         )
 
     def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
-        """Note a transfer's end; a failed load fails the requests that wait for it."""
-        transfer = self.memory.settle(result, now_s)
+        """Apply the end of a transfer. A failed load fails all requests of the adapter."""
+        transfer = self.memory.end_transfer(result, now_s)
         if not isinstance(transfer, OpenLoad):
             return []
         adapter_id = transfer.command.adapter_id
@@ -389,7 +390,7 @@ class Scheduler:
             for request in self._requests.values()
             if request.adapter_id == adapter_id
         ]
-        return self._settle(events, now_s)
+        return self._finish_events(events, now_s)
 
 
 def _error_event(request_id: RequestId, kind: str, error: str) -> RequestEvent:

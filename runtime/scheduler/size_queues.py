@@ -7,18 +7,18 @@ from itertools import chain, islice, zip_longest
 from ..request import Request
 from .waiting_queue import WaitingQueue
 
-# After a refresh any number of requests may wait in the queues of before. They move to the new
+# After a refresh any number of requests may wait in the previous queues. They move to the new
 # queues by arrival, while a new queue has fewer than 16 requests, and at most 32 in a step.
 _MIN_QUEUE_REQUESTS = 16
 _MAX_MOVED_REQUESTS = 32
 
 
 class SizeQueues:
-    """One queue by arrival for each size, and the queues of before the last refresh."""
+    """One queue by arrival for each size, and the queues before the last refresh."""
 
     def __init__(self) -> None:
         self._queues = [WaitingQueue()]
-        self._old: list[WaitingQueue] = []  # of before; new requests join the last of them
+        self._old: list[WaitingQueue] = []  # before the refresh; new requests join the last of them
 
     def __len__(self) -> int:
         return sum(map(len, self._all()))

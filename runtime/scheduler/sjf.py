@@ -1,16 +1,16 @@
 """Shortest job first by predicted output, with ageing: uServe's order.
 
-How far a request can be overtaken: see ``keyed``. It is passed by the shorter ones that arrive
-within 20 ms per predicted output token of it: at most the tokens that come in that time, and
-``max_overtaking_tokens`` and one request while its adapter is being loaded.
+How far a request can be overtaken: see ``keyed``. Shorter requests pass it if they arrive within
+20 ms per predicted output token after it. While its adapter is being loaded, other requests pass
+it, too: ``max_overtaking_tokens`` tokens and one more request.
 
-Source: Chameleon, section 5.3, compares with uServe's order; how a request ages is defined nowhere.
+Source: Chameleon, section 5.3, compares with uServe's order. Ageing is not defined there.
 """
 
 from ..request import Request
 from .keyed import KeyedPolicy
 
-_AGEING_S_PER_TOKEN = 0.02  # about what a token takes: who has waited that long is as short
+_AGEING_S_PER_TOKEN = 0.02  # about the time of one token
 
 
 class SjfPolicy(KeyedPolicy):

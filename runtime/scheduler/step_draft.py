@@ -1,4 +1,4 @@
-"""A step while it is put together, and what is kept of it until its result comes back."""
+"""A step while it is assembled, and the record of it while it is in flight."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,7 +23,7 @@ from .config import SchedulerConfig
 from .decode_gap import DecodeGap
 from .recovery import Recovery
 
-_Row = tuple[Request, int, int]  # how many of its tokens to compute, and the split layer
+_Row = tuple[Request, int, int]  # tokens to compute, split layer
 _Pass = tuple[SubBatchKind, list[_Row]]
 
 _adapter_id = attrgetter("adapter_id")
@@ -36,10 +36,10 @@ class InFlightStep:
     plan: StepPlan
     rows: list[list[Request]]  # parallel to the plan's sub-batches
     scheduled_at_s: float
-    voided: set[RequestId] = field(default_factory=set)  # rows whose result must not count
+    voided: set[RequestId] = field(default_factory=set)  # rows with void results
 
 
-# Of a chunk whose prompt is scored: each has logits over the whole vocabulary.
+# Of a chunk of a prompt that is scored: each token has logits over the whole vocabulary.
 _MAX_SCORED_TOKENS = 128
 
 
@@ -52,9 +52,9 @@ class StepDraft:
     )  # fmt: skip
 
     def __init__(self, config: SchedulerConfig, recovery: Recovery, gap: DecodeGap) -> None:
-        """``config``: how much a step may compute, and ``gap`` beside rows that decode.
+        """``config`` limits the step, and ``gap`` its prompt tokens beside decode rows.
 
-        ``recovery``: which rows share no forward.
+        ``recovery``: rows that must not share a forward pass.
         """
         self._recovery = recovery
         self._gap = gap
@@ -63,19 +63,19 @@ class StepDraft:
         self._num_free_cold_rows = config.max_assisted_rows_per_step
         self.rows = StepRows(
             config.max_assisted_tokens_per_step,
-            is_decode_apart=not config.mix_decode_with_prefill,
+            is_decode_separate=not config.mix_decode_with_prefill,
         )
         self._new_requests: list[NewRequest] = []
         self._block_updates: dict[RequestId, BlockUpdate] = {}
 
     def add_decodes(self, requests: list[Request]) -> None:
-        """Compute the one pending token of each request, as far as the step has room."""
+        """Add decode rows of these requests, as far as the step has room."""
         decodes = requests[: self.num_free_tokens]
         self.num_free_tokens -= len(decodes)
         self.rows.decodes += decodes
 
     def add_chunk(self, request: Request) -> None:
-        """Compute as many pending tokens of ``request`` as the step has room and time for."""
+        """Add as many pending tokens of ``request`` as the step has room and time for."""
         num_tokens = min(request.num_pending_tokens, self.num_free_tokens)
         if request.sampling.prompt_logprobs is not None:
             num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
@@ -90,7 +90,7 @@ class StepDraft:
             self.rows.chunks.append((request, num_tokens))
 
     def _in_time(self, request: Request, num_tokens: int) -> int:
-        """How many of so many tokens may join; if not all may, no other request joins after it."""
+        """Return how many of these tokens may join. If not all may, close the step for others."""
         in_time = self._gap.max_tokens(self.rows, request, num_tokens)
         if in_time < num_tokens:
             self.num_free_tokens = in_time
@@ -98,17 +98,17 @@ class StepDraft:
 
     @property
     def max_cold_tokens(self) -> int:
-        """Tokens that one more request may bring whose adapter is still being loaded."""
+        """Tokens that one more cold request may add."""
         if not self._num_free_cold_rows:
             return 0
         return min(self.num_free_tokens, self._num_free_cold_tokens)
 
     def cold_tokens_in_time(self, request: Request) -> int:
-        """Of these, those of ``request`` that rows that decode have time for."""
+        """Return how many tokens of a cold ``request`` the step has room and time for."""
         return self._in_time(request, min(request.num_pending_tokens, self.max_cold_tokens))
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
-        """Compute ``chunk`` of a request whose adapter is not wholly on the device."""
+        """Add ``chunk`` of a cold request."""
         assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.max_cold_tokens)
         self.num_free_tokens -= chunk.num_tokens
         self._num_free_cold_tokens -= chunk.num_tokens
@@ -116,7 +116,7 @@ class StepDraft:
         self.rows.cold_chunks.append((request, chunk))
 
     def announce(self, request: Request) -> None:
-        """Tell the executor of ``request``, once."""
+        """Announce ``request`` to the executor, once."""
         if request.is_announced:
             return
         request.is_announced = True
@@ -127,13 +127,13 @@ class StepDraft:
         )
 
     def append_blocks(self, request: Request, first_index: int) -> None:
-        """Tell the executor of the blocks of ``request`` from ``first_index`` on."""
+        """Send the executor the blocks of ``request`` from ``first_index`` on."""
         self._block_updates[request.request_id] = BlockUpdate(
             request.request_id, first_index, tuple(request.block_ids[first_index:])
         )
 
-    def forget_blocks(self, request: Request) -> None:
-        """``request`` was preempted: its blocks belong to others now."""
+    def drop_blocks(self, request: Request) -> None:
+        """Drop the block update of a request that was preempted."""
         self._block_updates.pop(request.request_id, None)
 
     def build(
@@ -145,10 +145,10 @@ class StepDraft:
         freed_blocks: tuple[BlockId, ...],
         transfers: tuple[Transfer, ...],
         promoted_transfers: tuple[TransferId, ...],
-        forget_requests: tuple[RequestId, ...],
+        ended_requests: tuple[RequestId, ...],
         host_evictions: tuple[HostPlaceId, ...],
     ) -> InFlightStep | None:
-        """Close the draft and note in the requests what the step computes; None if it is idle."""
+        """Build the plan, and advance the requests by its rows. None if there is nothing to do."""
         decodes, passes = self._lay_out()
         commands = (
             evict_adapters or freed_blocks or transfers or promoted_transfers or host_evictions
@@ -168,7 +168,7 @@ class StepDraft:
             tuple(sub_batches),
             tuple(self._new_requests),
             tuple(self._block_updates.values()),
-            forget_requests,
+            ended_requests,
             evict_adapters,
             freed_blocks,
             transfers,
@@ -178,12 +178,11 @@ class StepDraft:
         return InFlightStep(plan, rows, now_s)
 
     def _lay_out(self) -> tuple[list[Request], list[_Pass]]:
-        """Rows that decode in a forward of their own, and the other forwards.
+        """Return the decode rows with a separate forward pass, and the other passes.
 
-        Rows of one adapter are side by side, which makes their products fewer and larger. Results
-        come at the end of the step, so a forward of their own gains nobody anything, and each
-        reads all weights again. Only rows that decode may have one, which can be captured; and
-        rows that are computed again, for the others' sake or their own.
+        Rows of one adapter are adjacent, which makes their products fewer and larger. Each pass
+        reads all weights, and all results return at the end of the step, so rows share a pass. Two
+        kinds may be separate: decode rows, because their pass can be captured, and retried rows.
         """
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
@@ -191,48 +190,51 @@ class StepDraft:
             (request, chunk.num_tokens, chunk.split_layer)
             for request, chunk in self.rows.cold_chunks
         ]
-        apart: list[_Pass] = []
+        separate: list[_Pass] = []
         if self._recovery:
-            decodes, warm, cold, apart = self._set_apart(decodes, warm, cold)
-        if (warm or cold) and not self.rows.is_decode_apart:
+            decodes, warm, cold, separate = self._separate(decodes, warm, cold)
+        if (warm or cold) and not self.rows.is_decode_separate:
             warm = [(request, 1, 0) for request in decodes] + warm
             decodes = []
         passes = []
         if warm or cold:
             kind = SubBatchKind.ASSISTED if cold else SubBatchKind.MIXED
             passes.append((kind, warm + cold))
-        passes += apart
+        passes += separate
         decodes.sort(key=_adapter_id)
         for _, rows in passes:
             rows.sort(key=lambda row: row[0].adapter_id)
         return decodes, passes
 
-    def _set_apart(
+    def _separate(
         self, decodes: list[Request], warm: list[_Row], cold: list[_Row]
     ) -> tuple[list[Request], list[_Row], list[_Row], list[_Pass]]:
-        """Take out rows that must not share a forward with all others; the last are these."""
+        """Separate rows that ``recovery`` isolates.
+
+        Returns the other decode, warm and cold rows, and the passes of the separated ones.
+        """
         goes_alone = self._recovery.goes_alone
         rows = [(SubBatchKind.DECODE, (request, 1, 0)) for request in decodes]
         rows += [(SubBatchKind.MIXED, row) for row in warm]
         rows += [(SubBatchKind.ASSISTED, row) for row in cold]
         left: dict[SubBatchKind, list[_Row]] = {kind: [] for kind in SubBatchKind}
-        apart: list[_Pass] = []
+        separate: list[_Pass] = []
         for kind, row in rows:
             if goes_alone(row[0], is_cold=kind is SubBatchKind.ASSISTED):
-                apart.append((kind, [row]))
+                separate.append((kind, [row]))
             else:
                 left[kind].append(row)
         decodes = [request for request, _, _ in left[SubBatchKind.DECODE]]
         warm, cold = left[SubBatchKind.MIXED], left[SubBatchKind.ASSISTED]
         others = [*decodes, *(request for request, _, _ in warm)]
         if cold and any(self._recovery.avoids_cold_rows(request) for request in others):
-            apart.append((SubBatchKind.ASSISTED, cold))
+            separate.append((SubBatchKind.ASSISTED, cold))
             cold = []
-        return decodes, warm, cold, apart
+        return decodes, warm, cold, separate
 
 
 def _decode_batch(requests: list[Request]) -> SubBatch:
-    """Lay out rows of one token and advance their requests."""
+    """Return a sub-batch of decode rows, and advance their requests."""
     num_rows = len(requests)
     batch = SubBatch(
         SubBatchKind.DECODE,
@@ -250,7 +252,7 @@ def _decode_batch(requests: list[Request]) -> SubBatch:
 
 
 def _batch_of(kind: SubBatchKind, rows: list[_Row]) -> SubBatch:
-    """Lay out rows of any length and advance their requests."""
+    """Return a sub-batch of rows of any length, and advance their requests."""
     starts = [request.num_computed_tokens for request, _, _ in rows]
     samples = [number == request.num_pending_tokens for request, number, _ in rows]
     for (request, number, _), has_sample in zip(rows, samples, strict=True):

@@ -1,4 +1,4 @@
-"""How long steps take against what a model of the machine says, lately. Pure."""
+"""Compares the duration of recent steps with the model of the machine. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from ...profiles.step_time import pass_s, row_costs
 from ..plan import StepPlan, SubBatchKind
 from ..request import Request
 
-_MEMORY_S = 5.0  # of computing, after which a step counts for 1/e
+_MEMORY_S = 5.0  # of computing time, after which the weight of a step is 1/e
 
 
 class StepPace:
-    """A running ratio, of sums: a long step counts for as many short ones as it takes time."""
+    """A running ratio of sums, so steps are weighted by their duration."""
 
     def __init__(self, model: MachineModel) -> None:
         self.model = model
@@ -21,15 +21,15 @@ class StepPace:
 
     @property
     def measured_over_predicted(self) -> float:
-        """1 while nothing has been measured."""
+        """The ratio; 1 before the first measurement."""
         return self._measured_s / self._predicted_s if self._predicted_s > 0.0 else 1.0
 
     def step_ended(
         self, plan: StepPlan, rows: Sequence[Sequence[Request]], duration_s: float
     ) -> None:
-        """A step took so long; ``rows``: of its sub-batches. O(rows).
+        """Include a step. ``rows``: requests of its sub-batches. O(rows).
 
-        One that waited for workers or a load tells nothing.
+        Steps that wait for workers or loads are ignored.
         """
         if any(batch.kind is SubBatchKind.ASSISTED for batch in plan.sub_batches):
             return

@@ -1,4 +1,4 @@
-"""How long steps take, for policies: from the machine's profile, or learned from steps. Pure."""
+"""Predicts durations of steps, from the machine's profile or from earlier steps. Pure."""
 
 from typing import Protocol
 
@@ -7,36 +7,36 @@ from ...profiles.models import LinkModel, LoraModel, MachineModel
 from ...profiles.step_time import forward_s
 
 _SMOOTHING = 0.1  # weight of the newest step of a size
-_NO_LINK_BYTES_PER_S = 1e15  # so fast that nothing is to be waited for
+_NO_LINK_BYTES_PER_S = 1e15  # copies take no time
 
 
 class StepTimes(Protocol):
-    """Seconds of one request's steps while nothing else runs."""
+    """Predicted seconds of steps on an otherwise idle engine."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether the times are a profile's."""
+        """Whether the times come from a profile."""
         ...
 
     def machine_model(self) -> MachineModel:
-        """All that is known; all times are 0 while nothing is."""
+        """Return a model of the machine. Its times are 0 while nothing is known."""
         ...
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
-        """All steps that compute so many tokens of a prompt; 0 while nothing is known."""
+        """Return the time of prefilling ``num_tokens`` tokens; 0 while unknown."""
         ...
 
     def decode_step_s(self, num_rows: int) -> float:
-        """One step of so many rows that decode; 0 while nothing is known."""
+        """Return the time of a step of ``num_rows`` decode rows; 0 while unknown."""
         ...
 
     def step_ended(self, num_tokens: int, duration_s: float) -> None:
-        """A step of so many tokens took so long."""
+        """Learn from a step of ``num_tokens`` tokens."""
         ...
 
 
 class ProfiledTimes:
-    """What a profile predicts."""
+    """Predictions of a profile."""
 
     def __init__(self, model: MachineModel, max_step_tokens: int) -> None:
         self._model = model
@@ -63,17 +63,17 @@ class ProfiledTimes:
         return forward_s(self._model, (1,) * num_rows, (0,) * num_rows, (0,) * num_rows)
 
     def step_ended(self, num_tokens: int, duration_s: float) -> None:
-        """The profile has been measured without haste."""
+        """Do nothing: the profile does not change."""
 
 
 class LearnedTimes:
-    """What steps of like size have taken, for machines without a profile."""
+    """Mean times of steps of similar size, for machines without a profile."""
 
     def __init__(self, max_step_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
-        # By the octave of their tokens: mean tokens and mean seconds, both fading.
+        # By octave of tokens: running means of tokens and seconds.
         self._means: dict[int, tuple[float, float]] = {}
-        self._curve: Curve | None = None  # through them; None = to be made
+        self._curve: Curve | None = None  # through the means; None = outdated
 
     @property
     def is_measured(self) -> bool:
@@ -97,10 +97,9 @@ class LearnedTimes:
         self._curve = None
 
     def machine_model(self) -> MachineModel:
-        """Return what has been learned as if it were measured: steps by their tokens, no more.
+        """Return a model in which the time of a step depends on its tokens only.
 
-        Nothing is known of what adapters and contexts add, which is in the steps, and nothing is
-        copied to a device: that is for machines with a profile.
+        The costs of adapters and contexts are included in the times of steps. Copies take no time.
         """
         return MachineModel(
             num_layers=1,
@@ -121,7 +120,7 @@ class LearnedTimes:
         return 0.0 if curve is None else curve.at(num_tokens)
 
     def _steps(self) -> Curve | None:
-        """Seconds over tokens; None while nothing is known."""
+        """Return the curve of seconds over tokens; None while unknown."""
         if self._curve is None and self._means:
             self._curve = Curve.rising(dict(self._means.values()))
         return self._curve

@@ -1,7 +1,7 @@
-"""What each request waits for until its first token, by what the scheduler last said of it. Pure.
+"""Records what each request waits for until its first token. Pure.
 
-Kept where something changes, never for all who wait: a request that nobody looks at waits for what
-it was last told. The parts of a request add up to its time in the engine.
+Records change with events and never for all waiting requests at once: a request keeps the reason
+that the scheduler gave last. The parts of a request add up to its time in the engine.
 """
 
 from collections.abc import Mapping
@@ -14,62 +14,62 @@ from .events import PreemptionCause, TimePart, TimeParts
 from .step_times import StepTimes
 
 _WORDS = {
-    TimePart.ORDER: "others to go first",
+    TimePart.ORDER: "other requests to go first",
     TimePart.QUEUE_QUOTA: "its queue's quota",
     TimePart.KV_MEMORY: "KV memory",
     TimePart.ADAPTER_MEMORY: "memory for its adapter",
     TimePart.DISK_READ: "its adapter's files to be read",
     TimePart.ADAPTER_LOAD: "its adapter to be loaded",
-    TimePart.KV_SWAP_IN: "KV to come back from the host",
+    TimePart.KV_SWAP_IN: "KV to be copied back from the host",
     TimePart.STEP_BUDGET: "room in steps that were full",
     TimePart.COMPUTE: "its own tokens to be computed",
-    TimePart.COMPANY: "others' tokens in the same steps",
-    TimePart.COLD_WAIT: "layers of its adapter that were still coming",
+    TimePart.COMPANY: "other requests' tokens in the same steps",
+    TimePart.COLD_WAIT: "layers of its adapter that were still loading",
     TimePart.CPU_WAIT: "CPU cores that other processes used",
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
-_NUM_TOLD = 2
-# Of what requests wait for to be admitted: what memory and seats would not end.
+_NUM_SHOWN = 2
+# Reasons for waiting that more memory and more slots would not change.
 _DEFERRED = (
     TimePart.QUEUE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
 )  # fmt: skip
 
 
 def describe(timing: TimeParts) -> str:
-    """Say in words what took the most."""
-    largest = sorted(timing.parts.items(), key=lambda item: -item[1])[:_NUM_TOLD]
-    told = []
+    """Describe the largest parts in words."""
+    largest = sorted(timing.parts.items(), key=lambda item: -item[1])[:_NUM_SHOWN]
+    shown = []
     for part, seconds in largest:
         text = f"{seconds:.3g} s for {_WORDS[part]}"
         number = timing.num_in_the_way.get(part)
         if number:
             text += f", which {number} running request{'s' * (number > 1)} held"
-        told.append(text)
-    return "waited " + " and ".join(told) if told else "waited for nothing"
+        shown.append(text)
+    return "waited " + " and ".join(shown) if shown else "waited for nothing"
 
 
-_Shares = tuple[tuple[TimePart, float], ...]  # of the time that passes; they add up to 1
+_Shares = tuple[tuple[TimePart, float], ...]  # of the current time; their sum is 1
 
 
 @dataclass(slots=True, eq=False)
 class _Timeline:
-    """Of one request."""
+    """Parts of the time of one request."""
 
     request: Request
     since_s: float
     shares: _Shares = ((TimePart.ORDER, 1.0),)
-    warm_s: float | None = None  # what the step would take if the adapter were there
-    cpu_wait_s: float = 0.0  # of the time since then
+    warm_s: float | None = None  # time of the current step if the adapter were on the device
+    cpu_wait_s: float = 0.0  # since ``since_s``
     parts: dict[TimePart, float] = field(default_factory=dict)
     num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
 
     def waits(self, part: TimePart, now_s: float) -> None:
-        """From now on all time passes for this, if it does not already."""
+        """Count all time from now on as ``part``."""
         if self.shares[0][0] is not part:
             self.turn(now_s, ((part, 1.0),))
 
     def turn(self, now_s: float, shares: _Shares, warm_s: float | None = None) -> None:
-        """From now on time passes for something else."""
+        """Add the time that has passed to its parts, and divide time from now on by ``shares``."""
         passed_s = now_s - self.since_s
         cpu_wait_s = min(passed_s, self.cpu_wait_s)
         self._add(TimePart.CPU_WAIT, cpu_wait_s)
@@ -87,24 +87,24 @@ class _Timeline:
 
 
 class Timelines:
-    """Of all requests that have not had a first token."""
+    """Timelines of all requests without a first token."""
 
     def __init__(self, times: StepTimes | None = None) -> None:
-        """``times``: say what a step of a cold request would take warm; None = as long."""
-        self.total_s: dict[TimePart, float] = {}  # of all that have ended here
+        """``times``: predict steps of cold requests if they were warm; None = no ``COLD_WAIT``."""
+        self.total_s: dict[TimePart, float] = {}  # of all closed timelines
         self._times = times
         self._open: dict[RequestId, _Timeline] = {}
         self._running: dict[RequestId, _Timeline] = {}  # those among them
 
     def arrived(self, request: Request, now_s: float) -> None:
-        """It waits for the first time; until now it has for its adapter's files, if at all."""
+        """Begin with a new request. The time since its arrival was spent on ``DISK_READ``."""
         since_s = min(request.arrival_s, now_s)
         timeline = _Timeline(request, since_s, ((TimePart.DISK_READ, 1.0),))
         timeline.waits(TimePart.ORDER, now_s)
         self._open[request.request_id] = timeline
 
     def waits(self, request: Request, part: TimePart, num_running: int, now_s: float) -> None:
-        """The scheduler has looked at it, and this is what it waits for."""
+        """Record what a waiting request waits for from now on."""
         timeline = self._open.get(request.request_id)
         if timeline is None:
             return
@@ -115,19 +115,19 @@ class Timelines:
     def preempted(
         self, request: Request, cause: PreemptionCause, num_running: int, now_s: float
     ) -> None:
-        """It has given its memory back, and waits again."""
+        """Record that a request was preempted, and waits again."""
         self._running.pop(request.request_id, None)
         short = cause is PreemptionCause.KV_MEMORY
         self.waits(request, TimePart.KV_MEMORY if short else TimePart.ORDER, num_running, now_s)
 
     def starts(self, request: Request) -> None:
-        """It runs from the next step on."""
+        """Record that a request runs from the next step on."""
         timeline = self._open.get(request.request_id)
         if timeline is not None:
             self._running[request.request_id] = timeline
 
     def planned(self, rows: StepRows, now_s: float) -> None:
-        """A step has these rows. O(running requests without a first token), and its rows."""
+        """Record the rows of a step. O(rows + running requests without a first token)."""
         if not self._running:
             return
         own = {request.request_id: 1 for request in rows.decodes}
@@ -141,13 +141,13 @@ class Timelines:
                 timeline.waits(_why_not_planned(timeline.request), now_s)
 
     def computed(self, cpu_wait_s: float) -> None:
-        """A step has ended, which has waited so long for CPU cores."""
+        """Record that a step has ended, which waited ``cpu_wait_s`` for CPU cores."""
         if cpu_wait_s:
             for timeline in self._running.values():
                 timeline.cpu_wait_s += cpu_wait_s
 
     def end(self, request_id: RequestId, now_s: float) -> TimeParts | None:
-        """Its first token is there, or it has ended without; None if that was told before."""
+        """Close a timeline at the first token, or at the end without one. None = closed before."""
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return None
@@ -162,11 +162,11 @@ class Timelines:
         )  # fmt: skip
 
     def num_deferred(self) -> int:
-        """How many wait for their adapter or KV to come, or their queue. O(without first token)."""
+        """Return how many wait for a load, a copy or a quota. O(requests without a first token)."""
         return sum(timeline.shares[0][0] in _DEFERRED for timeline in self._open.values())
 
     def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:
-        """Assert that they are of requests that have not ended, and which of these run."""
+        """Assert that timelines belong to requests that have not ended, and agree on states."""
         for request_id, timeline in self._open.items():
             assert requests[request_id] is timeline.request
             is_running = timeline.request.status is RequestStatus.RUNNING
@@ -174,10 +174,11 @@ class Timelines:
             assert abs(sum(share for _, share in timeline.shares) - 1) < 1e-9, timeline
 
     def _computes(self, timeline: _Timeline, num_own: int, num_tokens: int, now_s: float) -> None:
-        """It has rows of so many tokens in a step of so many."""
+        """Record that a step of ``num_tokens`` tokens computes ``num_own`` of the request."""
         request = timeline.request
         share = num_own / num_tokens
-        # What begins below was computed before; by now the request counts its rows as computed.
+        # Tokens below ``num_lost_tokens`` were computed before. The request already counts the rows
+        # of this step as computed.
         is_again = request.num_computed_tokens - num_own < request.num_lost_tokens
         part = TimePart.RECOMPUTE if is_again else TimePart.COMPUTE
         warm_s = None
@@ -187,7 +188,7 @@ class Timelines:
 
 
 def _why_not_planned(request: Request) -> TimePart:
-    """Why a running request has no row, and none in flight."""
+    """Return why a running request without a row in flight has no row in this step."""
     if request.num_known_tokens > request.num_allocated_tokens:
         return TimePart.KV_MEMORY
     return TimePart.COLD_WAIT if request.is_cold else TimePart.STEP_BUDGET

@@ -1,4 +1,4 @@
-"""Waiting requests by a key, whose first ones cost no more to see where many wait. Pure."""
+"""Waiting requests by a key. Reading the first ones costs the same however many wait. Pure."""
 
 import heapq
 from bisect import insort
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from ..plan import RequestId
 from ..request import Request
 
-# Key, id, number of the entry. No two entries have one number: requests are never compared.
+# Key, id, number of the entry. Numbers are unique, so requests are never compared.
 _Entry = tuple[float, RequestId, int, Request]
 
-_MAX_FRONT = 256  # more than are looked at in a step
+_MAX_FRONT = 256  # entries; a step reads fewer
 
 
 class WaitingQueue:
-    """A heap, and sorted what has been seen of it. The smallest key is first, then the smaller id.
+    """A sorted front of entries that were read, and a heap of the rest. Ties go by request id.
 
-    To add takes O(log n), to remove O(1) and O(log n) later, to see the first k O(k) as long as
-    they have been seen before and O(k log n) otherwise.
+    Adding takes O(log n), removing O(1) and O(log n) later. Reading the first k entries takes O(k)
+    if they were read before, otherwise O(k log n).
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[RequestId, int] = {}  # of the entries of those that wait
-        self._front: list[_Entry] = []  # sorted; entries of some that do not wait among them
-        self._rest: list[_Entry] = []  # heap; none of it comes before one of the front
+        self._numbers: dict[RequestId, int] = {}  # entry of each waiting request
+        self._front: list[_Entry] = []  # sorted; may contain removed requests
+        self._rest: list[_Entry] = []  # heap of entries behind the front
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -33,9 +33,9 @@ class WaitingQueue:
         return request.request_id in self._numbers
 
     def __iter__(self) -> Iterator[Request]:
-        """In order, each as it waits then; meanwhile requests may be removed, but not added.
+        """Iterate in order. Meanwhile requests may be removed, but not added.
 
-        One walk at a time: a new one ends what was left of the last.
+        Only one iteration at a time: a new one invalidates the previous.
         """
         self._front = [entry for entry in self._front if self._is_waiting(entry)]
         index = 0
@@ -46,7 +46,7 @@ class WaitingQueue:
                 yield entry[-1]
 
     def add(self, request: Request, key: float) -> None:
-        """Let ``request`` wait."""
+        """Add ``request``."""
         assert request not in self, request.request_id
         self._num_added += 1
         self._numbers[request.request_id] = self._num_added
@@ -59,18 +59,18 @@ class WaitingQueue:
             heapq.heappush(self._rest, self._front.pop())
 
     def remove(self, request: Request) -> None:
-        """``request`` no longer waits."""
+        """Remove ``request``."""
         del self._numbers[request.request_id]
         if len(self._rest) > 2 * len(self._numbers) + _MAX_FRONT:
             self._rest = [entry for entry in self._rest if self._is_waiting(entry)]
             heapq.heapify(self._rest)
 
     def first(self) -> Request | None:
-        """The one that ``remove`` and ``first`` would go on after."""
+        """Return the request with the smallest key, if any."""
         return next(iter(self), None)
 
     def _see_next(self) -> bool:
-        """Move the first of the rest to the front; False if nobody is left."""
+        """Move the first waiting request of the rest to the front; False if there is none."""
         while self._rest:
             entry = heapq.heappop(self._rest)
             if self._is_waiting(entry):
@@ -79,5 +79,5 @@ class WaitingQueue:
         return False
 
     def _is_waiting(self, entry: _Entry) -> bool:
-        """Whether it has not been removed."""
+        """Whether the entry's request has not been removed since."""
         return self._numbers.get(entry[1]) == entry[2]

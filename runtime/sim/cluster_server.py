@@ -167,7 +167,7 @@ class ClusterServer:
             if one.needs_file:
                 work.wait(one.route.rank, one.route.num_prompt_tokens)
         free_blocks = min(
-            memory.pool.num_unused_blocks, memory.budget.backed_bytes // memory.pool.block_bytes
+            memory.pool.num_unused_blocks, memory.budget.reservable_bytes // memory.pool.block_bytes
         )
         loading = (one.command for one in memory.transfers)
         return ServerReport(

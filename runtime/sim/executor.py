@@ -218,7 +218,7 @@ class LatencyExecutor:
     def _begin_step(self, now_s: float) -> None:
         step = self._steps[0]
         step.start_s = now_s + self._turn_s(step.plan)
-        for request_id in step.plan.forget_requests:  # steps before this one may have had its rows
+        for request_id in step.plan.ended_requests:  # steps before this one may have had its rows
             self._known.pop(request_id, None)
         self._expect_end()
 

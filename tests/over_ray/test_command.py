@@ -1,4 +1,4 @@
-"""``corun cluster --ray`` as users run it: real engines, answers, ends, and starts after that."""
+"""``corun cluster --ray`` with real engines: answers, ends and restarts."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wa
 
 pytestmark = pytest.mark.ray
 NUM_ENGINES = 2
-# Nothing is compiled, so that engines are soon there.
+# Without compilation engines start fast.
 PLAIN = (
     "--linear-backend", "plain", "--attention-backend", "torch", "--lora-backend", "torch",
     "--fused-kernels", "off", "--decode-graphs", "off", "--unpinned", "--device", "cpu",
@@ -30,7 +30,7 @@ _URL = re.compile(r"serving .* at (http://\S+)/v1$", re.MULTILINE)
 
 
 class Command:
-    """The command in a process of its own, its log in a file."""
+    """The command as a process, with its log in a file."""
 
     def __init__(self, state_dir: Path, address: str, *arguments: str) -> None:
         self.state_dir = state_dir
@@ -46,7 +46,7 @@ class Command:
         return self._log_path.read_text(encoding="utf-8")
 
     def ready(self) -> str:
-        """The URL, once all engines are there."""
+        """Return the URL once all engines are ready."""
         wait_until(lambda: self.process.poll() is not None or bool(_URL.search(self.log())),
                    START_TIMEOUT_S)  # fmt: skip
         found = _URL.search(self.log())
@@ -55,33 +55,33 @@ class Command:
         return found[1]
 
     def status(self) -> ClusterStatus:
-        """What the controller says."""
+        """Return the controller's status."""
         place = msgspec.json.decode((self.state_dir / "cluster.json").read_bytes())
         url = place["controller_url"] + STATUS_PATH
         answer = httpx.get(url, headers=self.headers(), timeout=ANSWER_TIMEOUT_S)
         return msgspec.json.decode(answer.content, type=ClusterStatus)
 
     def headers(self) -> dict[str, str]:
-        """The cluster's key."""
+        """Return headers with the cluster's key."""
         key = (self.state_dir / "cluster.key").read_text(encoding="ascii").strip()
         return {"Authorization": f"Bearer {key}"}
 
     def keeper(self) -> psutil.Process:
-        """Its process that speaks to Ray."""
+        """Return its process that connects to Ray."""
         module = "corun.runtime.cluster.machines.nodes"
         children = psutil.Process(self.process.pid).children(recursive=True)
         (found,) = [one for one in children if module in one.cmdline()]
         return found
 
     def error(self) -> str:
-        """The one line with which it ends, with 2."""
+        """Wait for exit status 2, and return the one line of its error."""
         assert self.process.wait(START_TIMEOUT_S) == 2, self.log()
         lines = [line for line in self.log().splitlines() if line.startswith("corun: error: ")]
         assert len(lines) == 1, self.log()
         return lines[0]
 
     def close(self) -> None:
-        """End it in order."""
+        """End the cluster in order."""
         if self.process.poll() is None:
             self.process.terminate()
         assert self.process.wait(START_TIMEOUT_S) == 0, self.log()
@@ -94,7 +94,7 @@ def ray() -> Iterator[RayCluster]:
 
 
 def tokens(url: str, headers: dict[str, str], model: str, text: str) -> list[str]:
-    """What a model answers, token by token."""
+    """Return the tokens of an answer."""
     body = {
         "model": model, "prompt": chat_prompt(text), "max_tokens": MAX_TOKENS, "temperature": 0,
         "logprobs": 0,

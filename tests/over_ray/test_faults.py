@@ -1,6 +1,6 @@
-"""Ray fails in part under a load, once each way: ``bench/ray_faults.py``, which has the bounds.
+"""Parts of Ray fail under load, once each, with the bounds of ``bench/ray_faults.py``.
 
-How fast a first token is, only a quiet machine can say, and so the benchmark.
+Times to first token are not tested: they need a quiet machine, so the benchmark has them.
 """
 
 import os
@@ -22,7 +22,7 @@ def test_only_streams_of_what_died_are_cut(fault: str, monkeypatch: pytest.Monke
         pytest.skip("network namespaces need root, and ip of iproute2")
     if fault in _WITH_REDIS and shutil.which("redis-server") is None:
         pytest.skip("needs redis-server")
-    for name, value in os.environ.items():  # run_of sets some, for all processes of Ray
+    for name, value in os.environ.items():  # run_of sets variables for all processes of Ray
         monkeypatch.setenv(name, value)
     figures = run_of(fault)
     assert [text for text in exceeded_by(fault, figures) if "p99" not in text] == []

@@ -71,7 +71,7 @@ def test_evicted_and_loaded_again(engine: ColdEngine, case: ParityCase) -> None:
 
 
 def test_aborted_while_loading(engine: ColdEngine, case: ParityCase) -> None:
-    """In prefill, in decode, and while waiting for a seat."""
+    """In prefill, in decode, and while waiting for a slot."""
     prompt = prompts(1, seed=12)[0]
     with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 4)):
         decoding = engine.ask("patterns", prompt[:5], max_tokens=20)

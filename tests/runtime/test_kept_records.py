@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from corun.runtime.kept_records import keep, read_kept
+from corun.runtime.kept_records import read_record, write_record
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Answer:
 
 def test_what_is_kept_is_read(tmp_path: Path) -> None:
     path = tmp_path / "made" / "answer.json"
-    assert read_kept(path, Answer) is None
-    keep(path, Answer(3, ("a",)), "again")
-    assert read_kept(path, Answer) == Answer(3, ("a",))
+    assert read_record(path, Answer) is None
+    write_record(path, Answer(3, ("a",)), "again")
+    assert read_record(path, Answer) == Answer(3, ("a",))
     assert [each.name for each in path.parent.iterdir()] == ["answer.json"]
 
 
@@ -25,12 +25,12 @@ def test_what_is_kept_is_read(tmp_path: Path) -> None:
 def test_something_else_is_no_record(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "answer.json"
     path.write_bytes(content)
-    assert read_kept(path, Answer) is None
+    assert read_record(path, Answer) is None
 
 
 def test_what_cannot_be_written_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    keep(tmp_path / "file" / "answer.json", Answer(1), "it is asked again")
+    write_record(tmp_path / "file" / "answer.json", Answer(1), "it is asked again")
     assert "it is asked again" in caplog.text

@@ -223,7 +223,7 @@ class ColdEngine:
     def use_strategy(self, strategy: LoadStrategy | None) -> Planner:
         """Force it; None = let the planner choose. Returns the planner, which knows nothing yet."""
         planner = Planner(self.coexecution.profile.model, PlannerConfig(forced=strategy))
-        self.coexecution.cold_starts.use(planner)
+        self.coexecution.cold_starts.set_planner(planner)
         return planner
 
     @contextlib.contextmanager

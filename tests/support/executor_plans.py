@@ -87,7 +87,7 @@ class Device:
         self.step(row, new=[new], tables={request_id: block_ids})
 
     def end(self, request_id: int, **fields: Any) -> None:
-        self.step(forget_requests=(RequestId(request_id),), **fields)
+        self.step(ended_requests=(RequestId(request_id),), **fields)
 
     def load(self, adapter_id: int) -> None:
         self.num_transfers += 1

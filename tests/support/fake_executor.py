@@ -145,7 +145,7 @@ class FakeExecutor:
         self.plans.append(plan)
         for adapter_id in plan.evict_adapters:
             self._evict(adapter_id)
-        for request_id in plan.forget_requests:
+        for request_id in plan.ended_requests:
             self._known.pop(request_id, None)
             self.kv.forget(request_id)
         for new in plan.new_requests:
@@ -353,7 +353,7 @@ class FakeExecutor:
         return [
             RowResult(
                 row.request_id, Outcome.RETRY, error="the pass failed",
-                cause=RetryCause.COMPANY if has_cold and not row.is_cold else RetryCause.FORWARD,
+                cause=RetryCause.OTHER_ROW if has_cold and not row.is_cold else RetryCause.FORWARD,
             )
             for row in rows
         ]  # fmt: skip

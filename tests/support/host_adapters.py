@@ -110,7 +110,7 @@ class Host:
 
     def remove_content(self, digest: str) -> None:
         """No version has this content any more."""
-        self.cache.forget(digest)
+        self.cache.drop(digest)
         self.adapters.remove_content(digest)
         self.carry_out()
 

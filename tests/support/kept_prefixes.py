@@ -19,9 +19,9 @@ def keep(
     for number, block_id in enumerate(block_ids):
         tokens = (first_token + number,) * BLOCK_SIZE
         parent = path[-1] if path else None
-        node = memory.prefixes.keep(adapter_id, namespace, parent, tokens, block_id, 0.0)
+        node = memory.prefixes.store(adapter_id, namespace, parent, tokens, block_id, 0.0)
         path.append(node)
-    memory.let_go(path, ())
+    memory.release(path, ())
     memory.check_invariants()
     return path
 
@@ -37,4 +37,4 @@ def num_found(memory: DeviceMemory, first_token: int, namespace: bytes = NAMESPA
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
     assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
     (transfer,) = memory.transfers.take_commands()
-    memory.settle(TransferResult(transfer.transfer_id), 0.0)
+    memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)

@@ -327,10 +327,10 @@ class LoadingEngine:
             self._note(self.scheduler.update(result, self._now_s))
         self.scheduler.check_invariants()
         self._check_host()
-        for adapter_id in self.scheduler.memory.take_gone():
+        for adapter_id in self.scheduler.memory.take_removed():
             name = self.contents.pop(adapter_id)
             if name not in self.contents.values():
-                self.memory.forget_content(self.digests[name])
+                self.memory.drop_content(self.digests[name])
                 self.host.remove_content(self.digests[name])
 
     def drain(self) -> None:

@@ -54,18 +54,18 @@ class RandomColdStarts:
     def step_ended(self, step_id: StepId, now_s: float) -> None:
         pass
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         under_way = [transfer.transfer_id for transfer in self._transfers]
         for transfer_id in under_way:
             if transfer_id not in self._is_blocking:
                 self._is_blocking[transfer_id] = self._rng.random() < self._blocking_share
         return any(self._is_blocking[transfer_id] for transfer_id in under_way)
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> None:
         return None
 
     def counts(self) -> dict[str, int]:
         return {}
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         pass

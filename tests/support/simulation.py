@@ -81,7 +81,7 @@ class DrivenExecutor:
         plan = StepPlan(
             StepId(self._next_step_id), batches, new, transfers=transfers,
             evict_adapters=tuple(AdapterId(number) for number in evict),
-            forget_requests=tuple(RequestId(number) for number in forget),
+            ended_requests=tuple(RequestId(number) for number in forget),
             promoted_transfers=tuple(TransferId(number) for number in promoted),
         )  # fmt: skip
         self._next_step_id += 1

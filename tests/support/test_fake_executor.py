@@ -257,7 +257,7 @@ class TestRowsThatCameToNothing:
         device.submit((1, 4, 4))
         if is_lost:
             device.executor.lose_step()
-        device.submit(forget_requests=(RequestId(1),))
+        device.submit(ended_requests=(RequestId(1),))
         while device.executor.steps:
             device.executor.finish_step()
         with pytest.raises(AssertionError, match=f"{FOREIGN}.* at 4 of request 2"):

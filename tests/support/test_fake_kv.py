@@ -211,7 +211,7 @@ class TestFreedBlocks:
         device.compute()
         device.submit((1, 10, 1))
         with pytest.raises(AssertionError, match="freed while a step uses it"):
-            device.submit(forget_requests=(RequestId(1),), freed_blocks=(BlockId(0),))
+            device.submit(ended_requests=(RequestId(1),), freed_blocks=(BlockId(0),))
 
     @pytest.mark.parametrize("direction", Direction)
     def test_of_a_copy_are_caught(self, device: Device, direction: Direction) -> None:

@@ -177,9 +177,9 @@ class RoutingTable:
 
     def _next(self) -> int:
         # Forget removals that were sent to all subscribers.
-        told = min((one.sent for one in self.subscribers.values()), default=self.sequence)
+        sent = min((one.sent for one in self.subscribers.values()), default=self.sequence)
         gone = [
-            key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= told
+            key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= sent
         ]
         for key in gone:
             del self._cells[key]

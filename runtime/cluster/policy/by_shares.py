@@ -1,4 +1,4 @@
-"""LoRAServe's routing by its placement's table (section IV-A, figure 11). Pure."""
+"""LoRAServe's routing by the shares of its placement (section IV-A, figure 11). Pure."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from .views import ServerView
 
 
 class LoraServeRouter(Router):
-    """A server of the adapter's row in the table, by its share.
+    """Chooses a server by the shares in the adapter's row of the table.
 
-    As printed every request draws its server, so the prefix of a session is on another one most
-    of the time; else the session's hash chooses within the shares. If the adapter is not in the
+    As printed every request draws its server, so the prefix of its session is mostly on another
+    one. Otherwise the session's hash chooses within the shares. If the adapter is not in the
     table yet, or only at servers that are not ready, the adapter's hash chooses the server. A
     request of the base model goes to the server with the fewest tokens. The paper has neither.
     """
@@ -29,7 +29,7 @@ class LoraServeRouter(Router):
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        """Those with a share first."""
+        """Rank servers with a share first."""
         views = [view for view in servers if view.report.is_ready]
         name = request.adapter_name
         if name is None:

@@ -1,7 +1,7 @@
-"""dLoRA's way across servers: spread what comes, move what waits when that turned out badly.
+"""dLoRA across servers: spread requests, and move waiting ones when queues are uneven.
 
 Source: Toppings, section 7.4, which compares with it ("reactive request migration"). Engines
-cannot hand waiting requests over, so this is for simulations, and clusters refuse it. Pure.
+cannot hand over waiting requests, so only simulations support this. Pure.
 """
 
 import random
@@ -13,7 +13,7 @@ from .views import ServerView
 
 
 class DloraRouter(Router):
-    """To the server with the fewest requests; ties are drawn."""
+    """Chooses the server with the fewest requests; ties are drawn."""
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
@@ -29,10 +29,9 @@ class DloraRouter(Router):
     def moves(
         self, waiting: Mapping[ServerId, Sequence[RouteRequest]], servers: Sequence[ServerView]
     ) -> Sequence[Move]:
-        """From the longest queue in tokens to the shortest, last come first, while that helps.
+        """Move the newest request of the longest queue (in tokens) to the shortest, repeatedly.
 
-        Each move leaves the pair's longer queue shorter than it was, so it ends. O(moves x
-        servers).
+        A move must leave the longer queue of the pair shorter, so this ends. O(moves x servers).
         """
         ready = {view.server_id for view in servers if view.report.is_ready}
         queues = {server_id: list(waiting.get(server_id, ())) for server_id in sorted(ready)}

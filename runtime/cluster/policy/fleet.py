@@ -1,6 +1,6 @@
-"""Many servers' loads as arrays, so that a request is scored for all of them at once. Pure.
+"""Loads of many servers as arrays, to score a request for all servers at once. Pure.
 
-One cell per server; all times are seconds. Only what changed since the last request is read again.
+Arrays have one cell per server; times are seconds. Only changes since the last request are read.
 """
 
 import random
@@ -22,21 +22,21 @@ _NOTHING: Mapping[int, int] = {}
 
 
 class Padding(NamedTuple):
-    """By how many bytes a request's adapter is larger than a server's largest, and smaller."""
+    """Bytes by which a request's adapter is larger, or smaller, than a server's largest."""
 
     larger: Floats
     smaller: Floats
 
 
 class Fleet:
-    """Those of a router's servers that are ready."""
+    """The ready servers of a router."""
 
     def __init__(self) -> None:
         self.views: list[ServerView] = []
         self._ids: list[ServerId] = []
         self._index_of: dict[ServerId, int] = {}
         self._loads: list[ServerLoad[float]] = []
-        self._kinds: list[ServerCosts] = []  # each kind of server once
+        self._kinds: list[ServerCosts] = []  # distinct costs
         self._kind_of = np.zeros(0, dtype=np.intp)
         self._columns = np.zeros((0, len(ServerLoad._fields)))
         self.load: ServerLoad[Floats] = ServerLoad(*self._columns.T)
@@ -51,7 +51,7 @@ class Fleet:
         return len(self.views)
 
     def update(self, servers: Sequence[ServerView]) -> None:
-        """Read what changed. O(servers) comparisons, and what is new."""
+        """Read changes. O(servers) comparisons, plus O(changed servers)."""
         views = [view for view in servers if view.report.is_ready]
         if views != self.views:
             self._rebuild(views)
@@ -69,7 +69,7 @@ class Fleet:
         self._loads = [view.load for view in views]
         columns = np.array(self._loads, dtype=np.float64)
         self._columns = columns.reshape(len(views), len(ServerLoad._fields)).T.copy()
-        self.load = ServerLoad(*self._columns)  # views of the rows, which change with them
+        self.load = ServerLoad(*self._columns)  # array views of the rows
         kinds = {id(view.costs): view.costs for view in views}
         self._kinds = list(kinds.values())
         index_of = {kind: index for index, kind in enumerate(kinds)}
@@ -85,16 +85,16 @@ class Fleet:
         )
 
     def ids(self, order: npt.NDArray[np.intp]) -> list[ServerId]:
-        """The servers of these cells."""
+        """Return the servers of cells."""
         return [self._ids[index] for index in order.tolist()]
 
     def ties(self, rng: random.Random) -> Floats:
-        """A number drawn for each, for the order of those that are equal else."""
+        """Return a random number per server, to break ties."""
         draw = rng.random
         return np.array([draw() for _ in self._ids])
 
     def whole_blocks(self, kept: Mapping[ServerId, int]) -> dict[int, int]:
-        """Of tokens by server those that are found again, by cell of those that are ready."""
+        """Round cached tokens down to whole blocks; return them by cell of ready servers."""
         cells = ((self._index_of.get(server_id), number) for server_id, number in kept.items())
         return {
             index: number - number % self.views[index].costs.block_size
@@ -103,13 +103,13 @@ class Fleet:
         }
 
     def num_chunks(self, num_tokens: int) -> Floats | int:
-        """Steps that so many tokens of a prompt are computed in."""
+        """Return the number of steps for a prompt."""
         if len(self._kinds) == 1:
             return -(-num_tokens // self._kinds[0].max_num_batched_tokens)
         return np.ceil(num_tokens / self.max_num_batched_tokens)
 
     def padding(self, num_bytes: int) -> Padding | None:
-        """What kernels that pad make of an adapter of ``num_bytes``; None where none pad."""
+        """Return the padding of an adapter of ``num_bytes``; None if no kernels pad."""
         if not self.has_padded:
             return None
         more: Floats = num_bytes - self.load.largest_bytes
@@ -119,9 +119,9 @@ class Fleet:
     def prefill_s(
         self, request: RouteRequest, padding: Padding | None, cached: Mapping[int, int] = _NOTHING
     ) -> Floats:
-        """Of the request's prompt, of which some servers, by cell, have so many tokens.
+        """Return the prefill time of a request; ``cached``: cached tokens by cell.
 
-        With padded kernels at the largest adapter that is there: chunks wait for its rows.
+        With padded kernels chunks take as long as with the largest adapter of the server.
         """
         num_tokens = request.num_prompt_tokens
         by_kind = [_prompt_s(kind, request, 0) for kind in self._kinds]
@@ -130,7 +130,7 @@ class Fleet:
         tokens: Floats | int = num_tokens
         if any(cached.values()):
             tokens = np.full(len(self), float(num_tokens))
-            known: dict[tuple[int, int], float] = {}  # many have as much, and are of one kind
+            known: dict[tuple[int, int], float] = {}  # many cells have the same tokens and costs
             for index, num_cached in cached.items():
                 key = int(self._kind_of[index]), num_cached
                 if key not in known:
@@ -146,7 +146,7 @@ class Fleet:
         load = self.load
         added_bytes: Floats | float = float(num_bytes)
         if padding is not None:
-            # The new row's, and by what it makes all others larger.
+            # The new row's bytes, and the padding that it adds to other rows.
             padded_bytes = padding.larger * load.num_rows + padding.smaller + num_bytes
             added_bytes = (
                 padded_bytes if self.are_all_padded
@@ -159,7 +159,7 @@ class Fleet:
         return result
 
     def cold_s(self, request: RouteRequest) -> Floats:
-        """Until the adapter is on the device: 0 where it is; from host, files or a peer else."""
+        """Return the time until the adapter is on the device, from where its nearest copy is."""
         name, num_bytes = request.adapter_name, request.num_bytes
         if name is None:
             return np.zeros(len(self))
@@ -174,7 +174,7 @@ class Fleet:
 
 def _cold_times_s(costs: ServerCosts, num_bytes: int) -> tuple[float, float, float, float]:
     link = costs.model.link
-    # By where it is: see ``views``.
+    # By tier, see ``views``.
     host_s = link.latency_s + num_bytes / link.bytes_per_s
     file_s = host_s + num_bytes / costs.file_bytes_per_s
     return 0.0, host_s, file_s, file_s + num_bytes / costs.peer_bytes_per_s

@@ -24,7 +24,7 @@ def _hash(text: str) -> int:
 
 
 def units_of(key: str, servers: Iterable[ServerId]) -> dict[ServerId, float]:
-    """A number in (0, 1) for each server that it always has for this key, as if drawn."""
+    """Return a pseudorandom number in (0, 1) per server, fixed for this key."""
     key_hash = _hash(f"key {key}")
     return {server_id: _unit(key_hash ^ _hash(server_id)) for server_id in servers}
 
@@ -37,13 +37,13 @@ def _unit(mixed: int) -> float:
 
 
 def hashed_order(key: str, servers: Iterable[ServerId]) -> list[ServerId]:
-    """All of ``servers`` in the key's own order."""
+    """Return ``servers`` in the order of ``key``."""
     return list(_hashed_order(key, tuple(servers)))
 
 
-@lru_cache(maxsize=4096)  # keys come again, and servers seldom change
+@lru_cache(maxsize=4096)  # keys repeat, and servers seldom change
 def _hashed_order(key: str, servers: tuple[ServerId, ...]) -> tuple[ServerId, ...]:
-    """By ``_unit``, of all at once."""
+    """Compute ``_unit`` of all servers at once."""
     mixed = np.array([_hash(one) for one in servers], dtype=np.uint64)
     mixed ^= np.uint64(_hash(f"key {key}"))
     mixed = (mixed ^ mixed >> _30) * _FACTOR_1
@@ -55,7 +55,7 @@ def _hashed_order(key: str, servers: tuple[ServerId, ...]) -> tuple[ServerId, ..
 def weighted_order(
     units: Mapping[ServerId, float], shares: Mapping[ServerId, float]
 ) -> list[ServerId]:
-    """Servers with a share, so that each is first for its share of all keys.
+    """Return servers such that each is first for its share of all keys.
 
     ``units``: a number in (0, 1) for each server with a share > 0, drawn or hashed.
     """

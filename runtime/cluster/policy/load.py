@@ -1,7 +1,7 @@
-"""What a server has to do, by its last report and what was sent since: for the scores of routers.
+"""The load of a server, from its last report and the requests sent since. For routers' scores.
 
-Servers are taken to compute in steps, each with all rows that decode and, while prompts wait, a
-chunk of them. All times are seconds.
+The model: a server computes in steps, each with all decoding rows and, while prompts wait, a chunk.
+All times are seconds.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ....profiles.step_time import RowCosts, pass_s
 from .reports import RouteRequest, ServerCosts, ServerReport
 
-# A report may say anything of a server that has just begun, or is stuck: scores stay finite.
+# A server that has just started, or is stuck, may report any ratio: scores stay finite.
 _MIN_CORRECTION, _MAX_CORRECTION = 0.05, 1000.0
 
 
@@ -18,31 +18,30 @@ Value = TypeVar("Value")  # a number, or an array with one cell per server
 
 
 class ServerLoad(NamedTuple, Generic[Value]):
-    """Of one server, or of many; all times as measured there, not as modelled."""
+    """The load of one server, or of many. Times are modelled and corrected by measurements."""
 
     num_requests: Value
-    num_rows: Value  # that decode at once, in the end
-    largest_bytes: Value  # of these rows' adapters
-    step_s: Value  # in which all rows decode
-    row_s: Value  # by which one more row of the base model makes it longer
-    chunk_step_s: Value  # what a step takes with a chunk in it, beside the chunk
-    busy_until_s: Value  # all is computed that waits
+    num_rows: Value  # that decode at once, after all prefills
+    largest_bytes: Value  # the largest adapter of these rows
+    step_s: Value  # time of a step in which all rows decode
+    row_s: Value  # added by one more row of the base model
+    chunk_step_s: Value  # time of a step with a chunk, without the chunk
+    busy_until_s: Value  # until all queued tokens are computed
     queued_tokens: Value
-    free_kv_tokens: Value  # when those that wait have theirs; negative: so many lack
+    free_kv_tokens: Value  # after all queued tokens have theirs; may be negative
     context_tokens: Value
     correction: Value  # measured / modelled
-    decode_s_per_byte: Value  # of adapters, of each row; padded: of the largest's
-    # By which chunks are longer per token and byte of an adapter that is larger than their own; 0
-    # where kernels do not pad.
+    decode_s_per_byte: Value  # per byte of each row's adapter; padded: of the largest
+    # Added to chunks per token and byte of an adapter larger than theirs; 0 if kernels do not pad.
     padded_s_per_token_byte: Value
-    # How long to wait for a row of the batch, and for each token of KV that lacks, per token of
-    # the mean output: of n rows n / mean output end in a step, each with its share of the context.
+    # Wait for a row of the batch, and for each missing token of KV, per token of the mean output:
+    # of n rows, n / mean output end in a step, each with its share of the context.
     row_wait_s: Value
     kv_wait_s: Value
 
 
 class _Rows(NamedTuple):
-    """Requests that decode in one step."""
+    """The requests that decode in one step."""
 
     number: int
     adapter_bytes: float
@@ -53,7 +52,7 @@ class _Rows(NamedTuple):
 def load_of(
     costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]]
 ) -> ServerLoad[float]:
-    """Return what ``report`` and the requests ``sent`` since, each when, come to.
+    """Return the load of ``report`` plus ``sent``: requests since, with times.
 
     O(ranks + sent).
     """
@@ -100,9 +99,9 @@ def _rows(
     costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]],
     context_tokens: int,
 ) -> tuple[int, _Rows]:  # fmt: skip
-    """How many requests there are, and of them those that a step takes; by loops, for speed.
+    """Return the number of requests, and the rows of a step. Loops are for speed.
 
-    With padded kernels all rows are as the largest.
+    With padded kernels all rows count as the largest.
     """
     num_requests, sum_of_ranks, largest_rank = len(sent), 0, 0
     for by_rank in (report.num_running_by_rank, report.num_waiting_by_rank):
@@ -124,7 +123,7 @@ def _rows(
 
 
 def prefill_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float:
-    """What chunks of so many tokens add to steps that decode, without their attention."""
+    """Return the time that chunks add to decode steps, without attention."""
     num_full, num_rest = divmod(num_tokens, costs.max_num_batched_tokens)
     full_s = rest_s = 0.0
     if num_full:
@@ -142,7 +141,7 @@ def _chunk_s(costs: ServerCosts, num_tokens: int, adapter_bytes: float) -> float
 
 
 def _decode_step_s(costs: ServerCosts, rows: _Rows, number: int) -> float:
-    """A step of ``number`` rows with the adapters and the context of ``rows``."""
+    """Return the time of a step of ``number`` rows, with adapters and context of ``rows``."""
     model = costs.model
     keys_s = model.decode_s_per_key * (rows.context_tokens + number)
     row_costs = RowCosts(0, number, 0, 0.0, keys_s + model.host_row_s * number)

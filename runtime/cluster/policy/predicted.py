@@ -1,6 +1,6 @@
-"""Routing by predicted latency: to the server where a request costs the least, others included.
+"""Routing by predicted latency: to the server where a request costs itself and others least.
 
-corun's own; Toppings, section 5, has the idea of a step's predicted time. Pure.
+corun's own router. Predicted step times are from Toppings, section 5. Pure.
 """
 
 import math
@@ -15,21 +15,22 @@ from .router import Router
 from .sessions import Sessions
 from .views import ServerView
 
-# What a second of each counts against a second before the first token.
+# Weights of a second, relative to a second before the first token.
 _DECODE_WEIGHT = 0.1
-_COLD_WEIGHT = 0.2  # a load takes others' time on the link, and evicts, even if it is hidden
+_COLD_WEIGHT = 0.2  # even a hidden load uses the link and evicts others
 _NUM_DRAWN = 3
-_MEAN_SHARE = 0.02  # of a new request in the running means
+_MEAN_SHARE = 0.02  # weight of a new request in the running means
 
 
 class PredictedRouter(Router):
-    """Seconds to the first token, a tenth of those after it, and what the others lose.
+    """Minimizes time to first token, a tenth of the time after it, and delays of others.
 
     Score = max(queued work + the steps of its own chunks + wait for KV or for a row, cold cost)
     + own prefill after the prefix that is kept + 0.1 x output x step after + 0.2 x cold cost
-    + what padding costs the others; all but the cold cost as measured there. Routers that share
-    servers herd on what looks best to all of them, so each looks at 3 drawn at random first;
-    where kernels pad, to keep ranks apart is worth more.
+    + what padding costs the others. All but the cold cost is corrected by measurements.
+
+    Routers that share servers would all choose the same one, so each prefers 3 servers drawn at
+    random. Where kernels pad, separating ranks is worth more.
     """
 
     def __init__(self, *, num_routers: int = 1) -> None:
@@ -84,7 +85,7 @@ class PredictedRouter(Router):
         return scores
 
     def _room_wait_s(self, request: RouteRequest) -> Floats:
-        """Until there is KV for all of it, and a row in the batch."""
+        """Return the wait for enough KV and a row in the batch."""
         load = self._fleet.load
         need_tokens = request.num_prompt_tokens + request.predicted_output_tokens
         lack = np.maximum(need_tokens - load.free_kv_tokens, 0.0)
@@ -93,11 +94,10 @@ class PredictedRouter(Router):
         return result
 
     def _padding_s(self, request: RouteRequest, padding: Padding) -> Floats:
-        """What padded kernels cost the others while the request is there.
+        """Return what padded kernels cost other requests while this one runs.
 
-        Their steps are longer by more than its own adapter, and the prompts that wait, and those
-        that come while it decodes (as many as there are rows now, as long as the mean), are
-        computed with a larger adapter.
+        A larger adapter pads their decode steps. It also pads waiting prompts, and prompts that
+        arrive meanwhile (estimated as one of mean length per current row).
         """
         fleet, load = self._fleet, self._fleet.load
         outputs = request.predicted_output_tokens / max(self._mean_output_tokens, 1.0)

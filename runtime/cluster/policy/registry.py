@@ -20,15 +20,15 @@ from .simple import (
 )
 from .toppings import ToppingsPaperRouter, ToppingsRouter
 
-_SLO_FACTOR = 1.5  # Toppings, section 7.4: of the time per token without adapters
+_SLO_FACTOR = 1.5  # of the time per token without adapters: Toppings, section 7.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFacts:
-    """What routers are made with."""
+    """Inputs for new routers."""
 
-    num_routers: int = 1  # that send to the same servers, and know nothing of each other
-    slo_tpot_s: float  # time per output token that servers shall keep
+    num_routers: int = 1  # independent routers of the same servers
+    slo_tpot_s: float  # target time per output token
 
 
 ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
@@ -45,24 +45,24 @@ ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
     "dlora": lambda _: DloraRouter(),
 }
 
-# Of those that clusters cannot run, what they lack.
+# Routers that clusters cannot run, and the reason.
 _ONLY_SIMULATED = {
-    "dlora": "it moves waiting requests from engine to engine, and engines hand none over"
+    "dlora": "it moves waiting requests between engines, which engines do not support"
 }
 
 
 def check_live_router(name: str) -> None:
-    """Raise ``ConfigError`` if there is none of this name that a cluster can run."""
+    """Raise ``ConfigError`` if the router is unknown, or for simulations only."""
     check_router(name)
     if name in _ONLY_SIMULATED:
         raise ConfigError(
             f"--router {name} is for corun simulate alone: {_ONLY_SIMULATED[name]}; "
-            "least-tokens, p2c and predicted go by load, too"
+            "least-tokens, p2c and predicted also route by load"
         )
 
 
 def check_router(name: str) -> None:
-    """Raise ``ConfigError`` if there is none of this name."""
+    """Raise ``ConfigError`` if the router is unknown."""
     if name not in ROUTERS:
         known = ", ".join(ROUTERS)
         hint = near_names(name, ROUTERS)
@@ -70,13 +70,13 @@ def check_router(name: str) -> None:
 
 
 def make_router(name: str, facts: RouterFacts) -> Router:
-    """Return a new router. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new router. Raises ``ConfigError`` if it is unknown."""
     check_router(name)
     return ROUTERS[name](facts)
 
 
 def default_slo_tpot_s(model: MachineModel, max_num_seqs: int, total_kv_tokens: int) -> float:
-    """1.5 times a step of a full batch without adapters, with as much context as memory holds."""
+    """Return 1.5 x the time of a full batch's step, without adapters and with full KV memory."""
     rows = max_num_seqs
     context = total_kv_tokens // rows
     return _SLO_FACTOR * forward_s(model, (1,) * rows, (context,) * rows, (0,) * rows)

@@ -11,13 +11,13 @@ from ....profiles.models import MachineModel
 
 ServerId = NewType("ServerId", str)
 
-# Adapter: server: share of its requests. What a placement says to routers that go by it.
+# Adapter: server: share of its requests. From a placement, for routers that use it.
 Shares = Mapping[str, Mapping[ServerId, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request before it has a server."""
+    """A request to be routed."""
 
     adapter_name: str | None  # None = the base model
     num_prompt_tokens: int
@@ -25,7 +25,7 @@ class RouteRequest:
     session: str | None = None  # requests of one session share a prefix
     rank: int = 0  # of the adapter
     num_bytes: int = 0  # of the adapter on the device
-    # Ever longer beginnings of the prompt, each a hash and its tokens; None = not known.
+    # Beginnings of the prompt of rising length, each a hash and its tokens; None = unknown.
     beginnings: tuple[tuple[int, int], ...] | None = None
 
 
@@ -37,26 +37,26 @@ class ServerReport:
     is_ready: bool = True
     num_running_by_rank: Mapping[int, int]  # rank: requests; 0 = the base model
     num_waiting_by_rank: Mapping[int, int]
-    queued_prefill_tokens: int = 0  # not computed yet, of waiting and running requests
+    queued_prefill_tokens: int = 0  # uncomputed prompt tokens of waiting and running requests
     running_context_tokens: int = 0
-    free_kv_tokens: int  # free, or kept only for prefixes that may come again
+    free_kv_tokens: int  # free, or used only by the prefix cache
     total_kv_tokens: int
     gpu_adapters: frozenset[str] = frozenset()  # on the device
     host_adapters: frozenset[str] = frozenset()  # in the host's memory
     disk_adapters: frozenset[str] = frozenset()  # in the server's store of files
-    loading_adapters: frozenset[str] = frozenset()  # on their way to the device
-    measured_over_predicted: float = 1.0  # of the steps' times
+    loading_adapters: frozenset[str] = frozenset()  # being loaded to the device
+    measured_over_predicted: float = 1.0  # ratio of step times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCosts:
-    """What things cost on a server; servers of one kind share one object."""
+    """The costs of a server; servers with equal costs share one object."""
 
     model: MachineModel
-    max_num_batched_tokens: int  # of a step
+    max_num_batched_tokens: int  # per step
     block_size: int
     max_num_seqs: int
     adapter_bytes_per_rank: int
     file_bytes_per_s: float
-    peer_bytes_per_s: float  # of another server's files
-    mix_decode_with_prefill: bool = True  # else each has a step of its own
+    peer_bytes_per_s: float  # of fetches from another server
+    mix_decode_with_prefill: bool = True  # otherwise prefill and decode have separate steps

@@ -1,4 +1,4 @@
-"""What a router is: it says to which server a request goes. Pure; the clock and rng are given."""
+"""The interface of routers, which choose the server of a request. Pure: clock and rng are given."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from .views import ServerView
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request that waits, taken from one server to another."""
+    """A move of a waiting request from one server to another."""
 
     request: RouteRequest
     source: ServerId
@@ -19,24 +19,24 @@ class Move:
 
 
 class Router(Protocol):
-    """Ranks servers for a request. Its sender updates the view (``assign``) and the router."""
+    """Ranks servers for a request. After sending it the caller updates view and router."""
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        """All servers that are ready, best first; none if none is."""
+        """Return all ready servers, best first."""
         ...
 
     def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
-        """``request`` goes to this server."""
+        """Called when ``request`` is sent to a server."""
         return
 
     def on_placed(self, shares: Shares) -> None:
-        """A placement says which servers have which adapters, from now on."""
+        """Called with the shares of a new placement."""
         return
 
     def moves(
         self, waiting: Mapping[ServerId, Sequence[RouteRequest]], servers: Sequence[ServerView]
     ) -> Sequence[Move]:
-        """Which requests go elsewhere that wait without a token; asked now and then."""
+        """Return moves of waiting requests that have no token yet; called periodically."""
         return ()

@@ -1,26 +1,26 @@
-"""Where a router sent which beginnings of prompts: there they are probably kept. Pure."""
+"""Records to which servers beginnings of prompts were sent, to predict cache hits. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from .reports import RouteRequest, ServerId
 
-_MAX_SESSIONS = 10_000  # the least recent is forgotten; its next request is like a first one
+_MAX_SESSIONS = 10_000  # the least recently used one is dropped
 _MAX_BEGINNINGS = 100_000
 
-# A prefix belongs to an adapter: other adapters' KV differs.
+# Prefixes are kept per adapter: KV depends on the adapter.
 _Name = str | None
 
 
 class Sessions:
-    """What one router remembers: by the texts of prompts, or by session if they are unknown."""
+    """The record of one router: by text of prompts, or by session if texts are unknown."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[tuple[_Name, str], tuple[ServerId, int]] = OrderedDict()
         self._beginnings: OrderedDict[tuple[_Name, int], set[ServerId]] = OrderedDict()
 
     def record(self, request: RouteRequest, server_id: ServerId) -> None:
-        """``request`` goes to this server, where its tokens are kept. O(beginnings)."""
+        """Record that ``request`` was sent to a server. O(beginnings)."""
         name, kept = request.adapter_name, self._beginnings
         if request.beginnings is not None:
             for one, _ in request.beginnings:
@@ -38,9 +38,9 @@ class Sessions:
             self._sessions.popitem(last=False)
 
     def find(self, request: RouteRequest) -> Mapping[ServerId, int]:
-        """Servers with a prefix of the request, and of how many tokens; at least one is computed.
+        """Return servers with a cached prefix and its tokens, at most all but one of the prompt.
 
-        Servers may have left, or restarted without it.
+        Servers may have left, or lost the prefix.
         """
         name, most = request.adapter_name, request.num_prompt_tokens - 1
         if request.beginnings is None:
@@ -49,7 +49,7 @@ class Sessions:
             server_id, num_tokens = self._sessions[name, request.session]
             return {server_id: min(num_tokens, most)}
         found: dict[ServerId, int] = {}
-        for one, num_tokens in request.beginnings:  # a longer one overwrites
+        for one, num_tokens in request.beginnings:  # longer beginnings come later and overwrite
             servers = self._beginnings.get((name, one), ())
             found.update(dict.fromkeys(servers, min(num_tokens, most)))
         return found

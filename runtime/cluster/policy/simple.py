@@ -1,4 +1,4 @@
-"""Routers that predict nothing, to compare with. Pure."""
+"""Routers without predictions, for comparison. Pure."""
 
 import random
 from abc import abstractmethod
@@ -14,7 +14,7 @@ _BOUND = 1.25  # times the mean load
 
 
 class _OfReady(Router):
-    """Orders the views of servers that are ready."""
+    """Base of routers that order ready servers."""
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
@@ -27,11 +27,11 @@ class _OfReady(Router):
     def _ordered(
         self, request: RouteRequest, views: list[ServerView], rng: random.Random
     ) -> list[ServerId]:
-        """All of ``views``, of which there is at least one."""
+        """Return all of ``views``, at least one, in order."""
 
 
 class RandomRouter(_OfReady):
-    """Any order is as likely as any other."""
+    """A uniformly random order."""
 
     def _ordered(
         self, request: RouteRequest, views: list[ServerView], rng: random.Random
@@ -40,7 +40,7 @@ class RandomRouter(_OfReady):
 
 
 class LeastTokensRouter(_OfReady):
-    """Fewest tokens that wait or are kept for running requests; ties are drawn."""
+    """Fewest waiting and running context tokens first; ties are drawn."""
 
     def _ordered(
         self, request: RouteRequest, views: list[ServerView], rng: random.Random
@@ -49,7 +49,7 @@ class LeastTokensRouter(_OfReady):
 
 
 class TwoChoicesRouter(_OfReady):
-    """The one of two drawn servers with fewer requests, then the other, then the rest as drawn.
+    """Of two drawn servers, the one with fewer requests; then the other, then the rest.
 
     Source: Mitzenmacher, 2001, "The power of two choices in randomized load balancing".
     """
@@ -64,7 +64,7 @@ class TwoChoicesRouter(_OfReady):
 class FirstFitRouter(_OfReady):
     """The first server with a free row and room for all of a request's tokens.
 
-    Source: Toppings, section 7.4, which takes it from Punica. Where it fits nowhere, to the one
+    Source: Toppings, section 7.4, which takes it from Punica. If it fits nowhere, the server
     with the fewest requests.
     """
 
@@ -82,9 +82,9 @@ class FirstFitRouter(_OfReady):
 
 
 class AffinityRouter(_OfReady):
-    """An adapter's requests to the same server, as long as that has at most 1.25 x the mean load.
+    """Keeps an adapter at one server, up to 1.25 x the mean load.
 
-    Requests of the base model go by session, or anywhere.
+    Requests of the base model are hashed by session; without one they are spread at random.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, 2018, "Consistent hashing with bounded loads".
     """
@@ -100,7 +100,7 @@ class AffinityRouter(_OfReady):
 
 
 def fewest_tokens_first(views: list[ServerView], rng: random.Random) -> list[ServerId]:
-    """Servers by the tokens that wait or are kept for running requests; ties are drawn."""
+    """Return servers by waiting and running context tokens; ties are drawn."""
     keys = {view.server_id: (view.load.context_tokens, rng.random()) for view in views}
     return sorted(keys, key=keys.__getitem__)
 

@@ -1,7 +1,7 @@
-"""Toppings' rank-aware scheduler across servers (section 5, Algorithm 1), mended and as printed.
+"""Toppings' rank-aware scheduler across servers (section 5, Algorithm 1), fixed and as printed.
 
-Its models predict what one more request adds to the prefill of those that wait and to a step of
-all; ours are those of the server's profile. Pure.
+It predicts what one more request adds to the queued prefill and to a decode step, here with the
+models of the server's profile. Pure.
 """
 
 import random
@@ -16,14 +16,14 @@ from .views import ServerView
 
 
 class _Costs:
-    """What one more request costs on each server."""
+    """The cost of one more request on each server."""
 
     def __init__(self, slo_tpot_s: float) -> None:
         self.fleet = Fleet()
         self._slo_tpot_s = slo_tpot_s
 
     def added_prefill_s(self, request: RouteRequest, padding: Padding | None) -> Floats:
-        """PrePerf(queue + req) - PrePerf(queue); with padded kernels the queue pays, too."""
+        """PrePerf(queue + req) - PrePerf(queue); padded kernels also delay the queue."""
         fleet, load = self.fleet, self.fleet.load
         result: Floats = fleet.prefill_s(request, padding)
         if padding is not None:
@@ -31,22 +31,22 @@ class _Costs:
         return result
 
     def is_too_slow(self, decode_delta_s: Floats) -> Floats:
-        """1 where a step of all would be longer than the SLO allows."""
+        """Return 1 for servers where a decode step would exceed the SLO."""
         return (self.fleet.load.step_s + decode_delta_s > self._slo_tpot_s).astype(np.float64)
 
     def has_no_room(self, request: RouteRequest) -> Floats:
-        """1 where the request is no candidate: its tokens do not fit the memory."""
+        """Return 1 for servers without memory for the request."""
         num_tokens = request.num_prompt_tokens + request.predicted_output_tokens
         return (self.fleet.load.free_kv_tokens < num_tokens).astype(np.float64)
 
 
 class ToppingsRouter(Router):
-    """By what the request adds to others' time per token, where that stays within the SLO.
+    """Minimizes the time per token that a request adds to all, within the SLO.
 
-    Against the printed form: the request itself counts among those it delays, so idle servers
-    differ; a server beyond the SLO comes after all others, but such servers differ, too; the
-    request's own predicted length stands for the mean; the cost of a cold adapter is in the
-    score; ties are drawn. What was sent since a server reported counts in its load.
+    Differences from the printed form: the request counts among those it delays, so idle servers
+    have different scores; servers beyond the SLO come last, but still ordered by score; the
+    request's own predicted length replaces the mean; the score includes the load of a cold
+    adapter; ties are drawn; requests sent since a server's last report count in its load.
     """
 
     def __init__(self, *, slo_tpot_s: float) -> None:
@@ -84,7 +84,7 @@ class ToppingsPaperRouter(Router):
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        """Line 9's choice first; then, of which the paper says nothing, the others as they come."""
+        """Rank the choice of line 9 first, then the others in any order (not in the paper)."""
         costs, fleet = self._costs, self._costs.fleet
         fleet.update(servers)
         if not len(fleet):

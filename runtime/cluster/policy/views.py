@@ -1,4 +1,4 @@
-"""Servers as one router sees them: the last report of each, and what this router sent it since."""
+"""A router's views of servers: the last report of each, and the requests sent since."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,21 +6,21 @@ from functools import cached_property
 from .load import ServerLoad, load_of
 from .reports import RouteRequest, ServerCosts, ServerId, ServerReport
 
-# Where the nearest copy of an adapter is, of one server. Plain numbers, which index arrays fast.
+# The nearest copy of an adapter, as seen by one server. Integers, to index arrays.
 ON_GPU = 0
-IN_HOST = 1  # or on its way to the device: how much is left is not known
+IN_HOST = 1  # or being loaded to the device; the progress is unknown
 ON_DISK = 2
 ELSEWHERE = 3
 
 
 class ServerView:
-    """One server. What every request's score needs of it is computed once, when it changes.
+    """A view of one server. Inputs of scores are computed once per change.
 
-    What was sent is kept until a report has it: a server that reports no more is to be left out.
+    Sent requests are kept until a report includes them, so remove a server that stops reporting.
     """
 
     report: ServerReport
-    tiers: dict[str, int]  # of all adapters that are not elsewhere
+    tiers: dict[str, int]  # of all adapters that have a copy at the server
 
     def __init__(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
         self.server_id = server_id
@@ -33,11 +33,11 @@ class ServerView:
 
     @cached_property
     def load(self) -> ServerLoad[float]:
-        """What it has to do; another object after each change. O(ranks + sent) then."""
+        """The server's load; a new object after each change. O(ranks + sent) per change."""
         return load_of(self.costs, self.report, tuple(self._sent.values()))
 
     def with_costs(self, costs: ServerCosts) -> "ServerView":
-        """Return the same with other costs; routers compare views by identity."""
+        """Return a new view with other costs; routers compare views by identity."""
         view = ServerView(self.server_id, costs, self.report)
         view._num_sent = self._num_sent
         view._sent = dict(self._sent)
@@ -45,10 +45,10 @@ class ServerView:
         return view
 
     def apply(self, report: ServerReport, lacks: Callable[[int], bool] | None = None) -> None:
-        """Take its new report. O(its adapters + sent).
+        """Apply a report. O(adapters + sent).
 
-        ``lacks``: which requests, by number, the report does not have in it; None = those that
-        were sent after the report was made.
+        ``lacks``: whether the report does not include a request, by number; None = it includes
+        those sent before it was made.
         """
         self.report = report
         self._sent = {
@@ -64,7 +64,7 @@ class ServerView:
             self._expect(request)
 
     def _below_gpu(self, report: ServerReport) -> dict[str, int]:
-        """Adapters with files, cached until they change, since there may be a thousand."""
+        """Return tiers of adapters not on the device, cached: there may be a thousand."""
         sets = report.disk_adapters, report.host_adapters
         if sets[0] is not self._sets[0] or sets[1] is not self._sets[1]:
             self._sets = sets
@@ -72,9 +72,9 @@ class ServerView:
         return self._tiers_below
 
     def assign(self, request: RouteRequest, now_s: float) -> int:
-        """This router sends it a request, which its next report may or may not have in it.
+        """Add a sent request, which the next report may or may not include.
 
-        Returns the request's number here.
+        Returns the request's number at this server.
         """
         self._num_sent += 1
         self._sent[self._num_sent] = now_s, request
@@ -83,7 +83,7 @@ class ServerView:
         return self._num_sent
 
     def withdraw(self, number: int) -> None:
-        """A request that was sent is not there (any more); which, ``assign`` has said."""
+        """Remove a sent request; ``number``: from ``assign``."""
         if self._sent.pop(number, None) is not None:
             self._changed()
 
@@ -91,7 +91,7 @@ class ServerView:
         self.__dict__.pop("load", None)
 
     def _expect(self, request: RouteRequest) -> None:
-        """Its adapter will be on the way to the device."""
+        """Count the request's adapter as being loaded."""
         name = request.adapter_name
         if name is not None and self.tiers.get(name) != ON_GPU:
             self.tiers[name] = IN_HOST

@@ -14,7 +14,7 @@ from ....gpu.model import source as source_module
 from ....gpu.model.source import ModelSource, check_directory, warn_of_adapter
 from ...adapters.base_names import ServedBase
 from ...adapters.target_map import TargetMap
-from ...kept_records import keep, read_kept
+from ...kept_records import read_record, write_record
 
 _PACKAGES = ("torch", "transformers")
 
@@ -40,13 +40,13 @@ def known_base(source: ModelSource, dtype: str, directory: Path | None) -> Known
     path = None
     if directory is not None and Path(source.path).is_dir() and not source.trust_remote_code:
         path = directory / f"{_digest(source, dtype)}.base.json"
-        known = read_kept(path, KnownBase)
+        known = read_record(path, KnownBase)
         if known is not None and _digests(map(Path, known.code)) == known.code:
             warn_of_adapter(source)
             return known
     known = _find(source, dtype)
     if path is not None:
-        keep(path, known, "the next check builds the model's modules again")
+        write_record(path, known, "the next check builds the model's modules again")
     return known
 
 

@@ -11,16 +11,16 @@ from .lru import LruPolicy
 from .policy import MemoryItem
 
 PRINTED_WEIGHTS = (0.45, 0.10, 0.45)
-_WINDOW_S = 300.0  # the paper's "specific time frame", here how often its queues are divided again
+_WINDOW_S = 300.0  # the paper's "specific time frame"; here the interval of its refreshes
 
 
 class ChameleonMemoryPolicy:
-    """KV of history goes before any adapter, least recently used first; then adapters by score.
+    """Evicts KV of history first, least recently used first, then adapters by score.
 
-    The paper leaves open how the three are made comparable, and has no history. Here each is
-    within 0 and 1 among the adapters on the device: visits of the last ``window_s`` over the most
-    of any, 1 - age / the largest age, bytes over the most of any. Ranking takes O(n) of the
-    adapters, other calls O(log n).
+    The paper does not define how the three terms are scaled, and has no history. Here each is from
+    0 to 1 among the adapters on the device: visits of the last ``window_s`` over their maximum,
+    1 - age / largest age, bytes over the largest size. Ranking takes O(adapters), other calls
+    O(log n).
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ChameleonMemoryPolicy:
         assert row is not None, item
         self._adapters.withdraw(row)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         if not item.is_adapter:
-            self._blocks.forget(item)
+            self._blocks.remove(item)
             return
         if self._adapters.is_offered(item):
             self.withdraw(item)
@@ -110,7 +110,7 @@ class ChameleonMemoryPolicy:
         self._drop_if_unknown(item, row)
 
     def _drop_if_unknown(self, item: MemoryItem, row: int) -> None:
-        """An adapter that is away is remembered for the window."""
+        """Drop an adapter that is not on the device and has no visits in the window."""
         columns = self._adapters.columns
         if not columns["visits"][row] and not columns["is_resident"][row]:
             self._adapters.drop(item)

@@ -1,7 +1,7 @@
-"""Decayed GreedyDual-Size-Frequency in seconds: what saves most waiting per byte stays. Pure.
+"""Decayed GreedyDual-Size-Frequency: keeps the items that save most seconds per byte. Pure.
 
 Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching
-policy", HP Labs 1998; frequencies that decay are ours.
+policy", HP Labs 1998. The decay of frequencies is an addition.
 """
 
 import math
@@ -13,31 +13,32 @@ from .policy import MemoryItem
 from .ranked_heap import RankedHeap
 
 DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e
-# What a new block is worth at least: else none would stay until it is found.
+# Smallest frequency of a new block. Without it no block would stay long enough to be found.
 _LEAST_REUSE_SHARE = 0.05
 
 
 @dataclass(slots=True)
 class _Uses:
-    """Of one item, as of its last visit."""
+    """Uses of one item, as of its last visit."""
 
     frequency: float  # visits, decayed
-    arrival: int  # the clock
+    arrival: int  # number of the arrival
     floor: float  # L
-    rank: float | None = None  # H, if it was offered since
+    rank: float | None = None  # H, if offered since
 
 
 class CorunMemoryPolicy:
-    """The lowest H = L + f c / bytes goes first.
+    """Evicts the item with the lowest H = L + f c / bytes first.
 
-    f are visits decayed over ``DECAY_ARRIVALS`` arrivals, which are the visits of adapters; the
-    first one of a KV block, which no request has needed yet, counts as the share of blocks that are
-    found lately. c is what its reload costs, in seconds. L is the lowest H of what could have gone
-    when something last went: that of the victim, wherever the lowest is the victim. All but c is as
-    of the last visit, so that a block which becomes a leaf late is as old as the rest of its
-    prefix. What has no bytes goes last. Nothing is remembered of what has left: on traces of
-    adapters that was worth as much here as it cost there. KV may stay without its adapter, which
-    comes back sooner than such KV is computed. Every call takes O(log n).
+    - f: visits, decayed over ``DECAY_ARRIVALS`` arrivals. Arrivals are visits of adapters. The
+      first visit of a KV block counts as the share of blocks that were found lately.
+    - c: seconds to reload the item.
+    - L: the lowest H among the evictable items at the last eviction.
+
+    All but c are as of the last visit, so a block that becomes a leaf late is as old as the rest of
+    its prefix. Items without bytes are evicted last. Items that have left are not remembered: on
+    traces of adapters, remembering them cost as much as it gained. KV may stay without its
+    adapter, because loading the adapter is faster than computing the KV. Each call takes O(log n).
     """
 
     def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = False) -> None:
@@ -65,11 +66,11 @@ class CorunMemoryPolicy:
     def withdraw(self, item: MemoryItem) -> None:
         self._offered.remove(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         uses = self._uses.pop(item, None)
         if uses is None:
             return
-        if uses.rank is not None:  # else it was in use to the end, and not a victim
+        if uses.rank is not None:  # else it was in use until now, and no victim
             lowest = self._offered.lowest_rank
             went = uses.rank if lowest is None else min(uses.rank, lowest)
             if math.isfinite(went):

@@ -1,4 +1,4 @@
-"""The facts that a memory policy gets, and the rules it has beside ranks. Plain data."""
+"""Facts for memory policies, and rules of memory beside the order of evictions. Plain data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from .policy import MemoryItem, MemoryPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What ranks depend on and only other parts know."""
+    """Facts from other parts that ranks depend on."""
 
-    reload_cost_s: Callable[[MemoryItem], float]  # what a request waits if it is gone; above 0
+    reload_cost_s: Callable[[MemoryItem], float]  # delay if the item is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
-    kv_reuse_share: Callable[[], float]  # how often a computed block is found, lately; 0 to 1
+    kv_reuse_share: Callable[[], float]  # share of recent blocks that are found again; 0 to 1
     # Of frequency, recency and size of adapters, for ``chameleon``; None = the paper's.
     weights: tuple[float, float, float] | None = None
 
@@ -22,24 +22,24 @@ class MemoryFacts:
 class MemoryRules:
     """The rules of a memory under this policy, apart from the order of evictions."""
 
-    keeps_idle_adapters: bool = True  # False: an adapter leaves with its last use
+    keeps_idle_adapters: bool = True  # False: adapters are evicted after their last use
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
-    is_split: bool = False  # blocks take room from blocks alone, adapters from adapters
-    ranked_share: float = 0.0  # of the pool that one ranking serves, as it takes long; 0 = one item
+    is_split: bool = False  # blocks and adapters have separate memory
+    ranked_share: float = 0.0  # share of the pool that one slow ranking serves; 0 = one item
 
 
 class RankingPolicy(MemoryPolicy, Protocol):
-    """A memory policy with its rules, as the registry makes them.
+    """A memory policy with its rules, as returned by the registry.
 
-    A use shows in the rank when the item is offered next. What is offered without ever having been
-    visited counts as used just then, as it was computed or loaded: blocks become leaves long
-    after they were filled, so the memory should visit them when it enters them. Requests for the
-    base model visit it as an adapter of no bytes, so that visits of adapters are arrivals. Some
-    remember adapters for a while that have left: one that comes back is the same object.
+    A visit affects the rank when the item is offered next. An item that is offered without a visit
+    counts as used at that time. Blocks become leaves long after they were computed, so the memory
+    visits them when it stores them. Requests for the base model visit an adapter of zero bytes, so
+    visits of adapters are arrivals. Policies may remember adapters that have left: an adapter that
+    is loaded again is the same object.
     """
 
     @property
     def rules(self) -> MemoryRules:
-        """Never change."""
+        """The rules, which never change."""
         ...

@@ -1,4 +1,4 @@
-"""Items as rows of numpy columns, for policies with scores that change with time. Pure."""
+"""Items as rows of numpy columns, for policies with time-dependent scores. Pure."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,29 +8,29 @@ from numpy.typing import NDArray
 from .policy import MemoryItem
 
 _FIRST_ROWS = 64
-# What is sorted at first is a share of all, since few go at a time; and then so many times more.
+# Share of items that is sorted first, since few are evicted at a time. Later shares are larger.
 _FIRST_SHARE, _FIRST_ITEMS, _GROWTH = 0.03, 64, 4
 
 
 class ItemTable:
-    """A row for each item, named float columns, and which of them are offered."""
+    """Named float columns with a row for each item, and the offers of items."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.columns: dict[str, NDArray[np.float64]] = {
             name: np.zeros(_FIRST_ROWS) for name in names
         }
-        self._offers = np.zeros(_FIRST_ROWS, np.int64)  # 0 = not offered; else which offer it was
+        self._offers = np.zeros(_FIRST_ROWS, np.int64)  # 0 = not offered; else number of the offer
         self._num_offers = 0
         self._rows: dict[MemoryItem, int] = {}
         self._items: list[MemoryItem | None] = [None] * _FIRST_ROWS
         self._free = list(reversed(range(_FIRST_ROWS)))
 
     def row(self, item: MemoryItem) -> int | None:
-        """Which row is the item's; None if it has none."""
+        """Return the row of an item; None if it has none."""
         return self._rows.get(item)
 
     def add(self, item: MemoryItem) -> int:
-        """Give an item a row of zeros."""
+        """Add a row of zeros for an item."""
         assert item not in self._rows, item
         if not self._free:
             self._grow()
@@ -42,7 +42,7 @@ class ItemTable:
         return row
 
     def drop(self, item: MemoryItem) -> None:
-        """Take the item's row away."""
+        """Remove the row of an item."""
         row = self._rows.pop(item)
         self._items[row] = None
         self._offers[row] = 0
@@ -62,15 +62,15 @@ class ItemTable:
         self._offers[row] = 0
 
     def offered_rows(self) -> NDArray[np.intp]:
-        """In no order."""
+        """Return the rows of offered items, in no order."""
         return np.flatnonzero(self._offers)
 
     def lowest_first(
         self, rows: NDArray[np.intp], scores: NDArray[np.float64]
     ) -> Iterator[MemoryItem]:
-        """Yield the items of ``rows`` by their ``scores``, of equal ones the older offer first.
+        """Yield the items of ``rows`` by ascending ``scores``; ties by the older offer.
 
-        Sorts a few per cent and more only when they are asked for: O(n) for the first ones.
+        Sorts a few per cent first and more on demand: O(n) for the first items.
         """
         num_sorted = max(_FIRST_ITEMS, int(_FIRST_SHARE * len(rows)))
         while len(rows):

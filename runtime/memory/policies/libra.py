@@ -1,9 +1,11 @@
 """FastLibra's benefit of keeping a block or an adapter (section 5.2, equations 3 to 6). Pure.
 
-As printed it cannot run; what was settled: the age in the sigmoid has a unit, the median age at
-reuse; visits decay with the same time, so that those of adapters come to at most 1; the reward for
-adapters applies to adapters alone, or it would cancel; and the product is a sum of logarithms,
-since 1 - sigmoid is exactly 0 from 37 such units on.
+The paper leaves several points open. Here:
+
+- The unit of age in the sigmoid is the median age at reuse.
+- Visits decay with the same time, so that the probabilities of adapters add up to at most 1.
+- The reward for adapters applies to adapters only. Otherwise it would cancel.
+- The product is a sum of logarithms, since 1 - sigmoid is exactly 0 from 37 units on.
 """
 
 import math
@@ -19,14 +21,14 @@ from .item_table import ItemTable
 from .policy import MemoryItem
 
 _FIRST_REUSE_AGE_S = 600.0
-_MIN_AGES, _MAX_AGES = 64, 1023  # before the median counts; that it is taken of
+_MIN_AGES, _MAX_AGES = 64, 1023  # ages before the median is used, and in it
 _PRUNE_QUERIES = 1000
 _RANKED_SHARE = 0.01
-_LOG_FADED = math.log(1e-3)  # visits: an adapter that is away and was visited less is forgotten
+_LOG_FADED = math.log(1e-3)  # visits, below which an absent adapter is dropped
 
 
 class _ReuseAge:
-    """The running median of how long ago something was last used when it is used again."""
+    """Running median of the time between two uses of an item."""
 
     def __init__(self) -> None:
         self.median_s = _FIRST_REUSE_AGE_S
@@ -35,7 +37,7 @@ class _ReuseAge:
         self._last: tuple[float, float] | None = None
 
     def add(self, now_s: float, age_s: float) -> None:
-        """The blocks of a prefix are used together: they count once."""
+        """Include an age. The blocks of a prefix are used together, and count once."""
         if age_s <= 0.0 or (now_s, age_s) == self._last:
             return
         self._last = now_s, age_s
@@ -48,25 +50,25 @@ class _ReuseAge:
 
 
 class LibraPolicy:
-    """The lowest Eval = LoRA_Eval x cost x prob x (1 - sigmoid(age / tau)) goes first.
+    """Evicts the lowest Eval = LoRA_Eval x cost x prob x (1 - sigmoid(age / tau)) first.
 
-    The cost is what a reload costs: with a copy on the host and no assistance it is the paper's
-    transfer over the link, and elsewhere the paper has none. Ranking takes O(n), other calls O(1),
-    but for one in 1,000 visits of adapters, which looks through those that are away.
+    The cost is that of a reload. With a copy on the host and without workers it is the paper's
+    transfer over the link; the paper has no other case. Ranking takes O(n), other calls O(1),
+    except one in 1,000 visits of adapters, which drops absent ones.
     """
 
     def __init__(self, facts: MemoryFacts) -> None:
         self.rules = MemoryRules(ranked_share=_RANKED_SHARE)
         self._facts = facts
         self._now_s = 0.0
-        # Seconds over the tau of their time, so that all visits have faded alike.
+        # Integral of 1 / tau over time, because tau changes.
         self._decay = 0.0
-        self._log_queries = -math.inf  # visits of adapters, as ``log_uses``
+        self._log_queries = -math.inf  # of visits of adapters, as in ``log_uses``
         self._num_queries = 0
         self._reuse_age = _ReuseAge()
-        # log_uses: the logarithm of decayed visits, plus the decay at which it was taken.
+        # log_uses: logarithm of decayed visits, plus the decay at the time of the last visit.
         self._table = ItemTable(("log_uses", "last_use_s", "log_cost", "is_adapter", "is_resident"))
-        self._away: dict[MemoryItem, None] = {}  # adapters that are remembered
+        self._away: dict[MemoryItem, None] = {}  # absent adapters
 
     def visit(self, item: MemoryItem, now_s: float) -> None:
         self._advance(now_s)
@@ -82,7 +84,7 @@ class LibraPolicy:
         row = self._table.row(item)
         if row is None:
             row = self._use(item)
-        self._settle(item, row)
+        self._mark_resident(item, row)
         cost_s = self._facts.reload_cost_s(item)
         assert cost_s > 0, (item, cost_s)
         self._table.columns["log_cost"][row] = math.log(cost_s)
@@ -93,7 +95,7 @@ class LibraPolicy:
         assert row is not None, item
         self._table.withdraw(row)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         row = self._table.row(item)
         if row is None:
             return
@@ -112,7 +114,7 @@ class LibraPolicy:
         return self._table.lowest_first(rows, self._log_evals(rows))
 
     def _log_evals(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Up to a constant."""
+        """Return the logarithms of Eval up to a constant."""
         columns = self._table.columns
         ages = (self._now_s - columns["last_use_s"][rows]) / self._reuse_age.median_s
         log_evals = columns["is_adapter"][rows] * math.log(self._adapter_reward())
@@ -121,7 +123,7 @@ class LibraPolicy:
         return log_evals
 
     def _adapter_reward(self) -> float:
-        """Equation 4, with the adapters that are expected in a batch by equation 3."""
+        """Return the reward of equation 4, with the expected adapters of equation 3."""
         columns = self._table.columns
         adapters = np.flatnonzero(columns["is_adapter"])
         num_resident = float(columns["is_resident"][adapters].sum())
@@ -146,14 +148,14 @@ class LibraPolicy:
             columns["is_adapter"][row] = item.is_adapter
         columns["log_uses"][row] = np.logaddexp(columns["log_uses"][row], self._decay)
         columns["last_use_s"][row] = self._now_s
-        self._settle(item, row)
+        self._mark_resident(item, row)
         if item.is_adapter:
             self._num_queries += 1
             self._log_queries = float(np.logaddexp(self._log_queries, self._decay))
         return row
 
-    def _settle(self, item: MemoryItem, row: int) -> None:
-        """It is on the device, or on its way there."""
+    def _mark_resident(self, item: MemoryItem, row: int) -> None:
+        """Mark an item as on the device, or loading."""
         self._table.columns["is_resident"][row] = 1.0
         self._away.pop(item, None)
 

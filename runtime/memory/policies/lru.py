@@ -1,4 +1,4 @@
-"""Least recently used first, and the baselines that differ from that by a rule. Pure."""
+"""Least recently used first, also for baselines with other rules. Pure."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from .ranked_heap import RankedHeap
 
 
 class LruPolicy:
-    """The least recently visited goes first; adapters before blocks where idle ones leave at once.
+    """Evicts the least recently visited item first; adapters first if idle ones are not kept.
 
-    Every call takes O(log n). In parts that are split it ranks both, each in its own order.
+    Each call takes O(log n). With split memory, blocks and adapters are ranked separately.
     """
 
     def __init__(self, rules: MemoryRules | None = None) -> None:
@@ -32,7 +32,7 @@ class LruPolicy:
     def withdraw(self, item: MemoryItem) -> None:
         self._offered.remove(item)
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         self._last_use.pop(item, None)
         if item in self._offered:
             self._offered.remove(item)

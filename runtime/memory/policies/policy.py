@@ -1,11 +1,11 @@
-"""The interface of memory policies, which only rank what may leave the device. Pure."""
+"""Interface of memory policies, which rank evictable items. Pure."""
 
 from collections.abc import Iterator
 from typing import Protocol
 
 
 class MemoryItem(Protocol):
-    """What may leave the device: an adapter version, or a full KV block. Hashed by identity."""
+    """An evictable item: an adapter version, or a full KV block. Hashed by identity."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -15,28 +15,28 @@ class MemoryItem(Protocol):
 
 
 class MemoryPolicy(Protocol):
-    """Ranks what may go. What may go is the memory's to decide, and it calls all of this."""
+    """Ranks evictable items. The memory decides which items are evictable."""
 
     def visit(self, item: MemoryItem, now_s: float) -> None:
-        """A request uses it: an adapter when it is admitted, a block when its prefix matches."""
+        """Record a use: of an adapter at admission, of a block when its prefix matches."""
         ...
 
     def offer(self, item: MemoryItem) -> None:
-        """It may go from now on: nothing refers to it."""
+        """Make an item evictable: nothing refers to it."""
         ...
 
     def withdraw(self, item: MemoryItem) -> None:
-        """It may not go any more; it was offered."""
+        """Make an offered item not evictable."""
         ...
 
-    def forget(self, item: MemoryItem) -> None:
-        """It has left the device, or has gone for good; it is not offered (any more)."""
+    def remove(self, item: MemoryItem) -> None:
+        """Remove an item that has left the device, and its offer if it has one."""
         ...
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
-        """Yield what is offered, each once, the worst first. Nothing changes meanwhile.
+        """Yield offered items in order of eviction. No other method is called meanwhile.
 
-        ``is_adapter``: only adapters, or only blocks, in the order that they have among all; None =
-        both. A call for one kind costs nothing for the other.
+        ``is_adapter``: True = only adapters, False = only blocks, in the same order; None = both. A
+        call for one kind costs nothing for the other.
         """
         ...

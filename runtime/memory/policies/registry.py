@@ -8,7 +8,7 @@ from .facts import MemoryFacts, MemoryRules, RankingPolicy
 from .lru import LruPolicy
 
 
-# Loaded when asked for: they need numpy, which reading options does not.
+# Imported on use: they need numpy, which reading options does not.
 def _chameleon(facts: MemoryFacts) -> RankingPolicy:
     from .chameleon import PRINTED_WEIGHTS, ChameleonMemoryPolicy
 
@@ -21,8 +21,8 @@ def _libra(facts: MemoryFacts) -> RankingPolicy:
     return LibraPolicy(facts)
 
 
-# LRU under other rules. vLLM divides its memory into two parts, of which neither knows what the
-# other has; and KV that is kept must do without its adapter where that is not.
+# LRU with other rules. vLLM divides memory into two independent parts, so KV may stay without its
+# adapter. The others do not keep idle adapters, so kept KV is always without its adapter.
 _BASELINES: Mapping[str, MemoryRules] = {
     "static-split": MemoryRules(is_split=True, ties_kv_to_adapter=False),
     "discard-idle": MemoryRules(keeps_idle_adapters=False, ties_kv_to_adapter=False),
@@ -46,12 +46,12 @@ MEMORY_POLICIES: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
 
 
 def splits_memory(name: str) -> bool:
-    """Whether the policy of this name divides the memory between blocks and adapters."""
+    """Whether the policy of this name divides memory between blocks and adapters."""
     return name in _BASELINES and _BASELINES[name].is_split
 
 
 def make_memory_policy(name: str, facts: MemoryFacts) -> RankingPolicy:
-    """Return a new policy. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new policy. Raises ``ConfigError`` for an unknown name."""
     try:
         make = MEMORY_POLICIES[name]
     except KeyError:

@@ -2,11 +2,11 @@
 
 Source: Chameleon, section 4.2. Where the paper is undefined or contradicts itself:
 
-- The largest sizes in WRS are the 99th percentiles of the window. A term is at most 1. Both stay
-  until the next refresh. With the limits of the model instead, most terms would vanish.
+- WRS divides each size by its 99th percentile in the window of the last refresh, and each quotient
+  is at most 1. With the limits of the model as divisors, most terms would vanish.
 - K is the elbow of WCSS, not its minimum, which is always at the largest K. K changes when another
-  value was the best one twice. It is lower if queues would be empty, or if their largest requests
-  would not fit the device together.
+  value was the best one twice in a row. It is lower if queues would be empty, or if their largest
+  requests would not fit the device together.
 - S, D and lambda belong to one queue: the 99th percentile of its requests' sizes in tokens, their
   mean time from admission to the end, and their rate. D should set the load but also grows with it,
   so D is limited to 1 to 3 times the time of an idle engine. SLO is 5 times that time. For a queue
@@ -25,8 +25,8 @@ from .kmeans import Floats, clusterings, elbow
 from .quotas import QueueLoad, Quotas, assign_quotas
 from .recent import Column
 
-_SLOWDOWN = 5.0  # SLO, in times of an idle engine's
-_MAX_SLOWDOWN = 3.0  # that D is believed to have
+_SLOWDOWN = 5.0  # SLO over the time on an idle engine
+_MAX_SLOWDOWN = 3.0  # of D
 _MIN_ENDS = 50
 _PERCENTILE = 99
 
@@ -46,15 +46,15 @@ OUTPUT_ONLY_WEIGHTS = SizeWeights(0.0, 0.5, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class QueueLayout:
-    """Which requests go where, and what queues may hold."""
+    """How requests are divided into queues, and the quotas of these."""
 
-    factors: tuple[float, float, float]  # of prompt and output tokens and adapter bytes, up to 1
+    factors: tuple[float, float, float]  # of prompt tokens, output tokens, adapter bytes
     weights: SizeWeights
-    cutoffs: tuple[float, ...]  # WRS from which on a request belongs to the next queue
+    cutoffs: tuple[float, ...]  # WRS from which a request belongs to the next queue
     quotas: Quotas
 
     def queue_of(self, request: Request) -> int:
-        """The queue of a request, by its WRS."""
+        """Return the number of a request's queue, by its WRS."""
         prompt, output, adapter = self.factors
         wrs = (
             self.weights.prompt * min(1.0, prompt * request.num_uncached_prompt_tokens)
@@ -65,7 +65,7 @@ class QueueLayout:
 
 
 class QueueCutter:
-    """Cuts queues anew from time to time."""
+    """Divides requests into queues at each refresh."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class QueueCutter:
         *,
         is_as_printed: bool,
     ) -> None:
-        """``num_queues``: how many, where sizes allow that; None = as many as they suggest."""
+        """``num_queues``: number of queues if sizes allow it; None = the elbow of the sizes."""
         self._total_tokens = total_tokens
         self._weights = weights
         self._is_fixed = num_queues is not None or is_as_printed
@@ -84,11 +84,11 @@ class QueueCutter:
         self._last_elbow: int | None = None  # of the last refresh
 
     def first(self) -> QueueLayout:
-        """One queue for all, before anything is known."""
+        """Return one queue for all requests, for the time before the first refresh."""
         return QueueLayout((0.0, 0.0, 0.0), self._weights, (), Quotas((self._total_tokens,), True))
 
     def cut(self, rows: Floats) -> QueueLayout:
-        """Cut by the requests of a window: rows of ``Column``."""
+        """Divide by the requests of a window. ``rows``: [request, ``Column``]."""
         columns = np.ascontiguousarray(rows.T)
         sizes = columns[[Column.PROMPT_TOKENS, Column.OUTPUT_TOKENS, Column.ADAPTER_BYTES]]
         largest = np.percentile(sizes, _PERCENTILE, axis=1)
@@ -97,12 +97,12 @@ class QueueCutter:
         weights = self._weights
         wrs = weights.prompt * prompts + weights.output * outputs + weights.adapter * adapters
         candidates = clusterings(wrs, MAX_QUEUES)
-        self._settle_number(elbow(candidates))
+        self._update_number(elbow(candidates))
         for clustering in reversed(candidates[: self._num_queues]):
             cutoffs = clustering.cutoffs
             queues = np.searchsorted(cutoffs, wrs, side="right")
             members = [columns[:, queues == queue] for queue in range(len(cutoffs) + 1)]
-            if self._may_be(members):
+            if self._is_valid(members):
                 break
         quotas = assign_quotas(
             _loads(columns, members), self._total_tokens, has_floor=not self._is_as_printed
@@ -110,14 +110,14 @@ class QueueCutter:
         prompt, output, adapter = map(float, factors)
         return QueueLayout((prompt, output, adapter), weights, cutoffs, quotas)
 
-    def _settle_number(self, best: int) -> None:
-        """Note which number of queues is best now, and take it if it was so before."""
+    def _update_number(self, best: int) -> None:
+        """Record the best number of queues, and use it if it is the best one twice in a row."""
         if not self._is_fixed and self._last_elbow in (None, best):
             self._num_queues = best
         self._last_elbow = best
 
-    def _may_be(self, members: Sequence[Floats]) -> bool:
-        """Whether no queue is empty, and all together may hold their largest requests."""
+    def _is_valid(self, members: Sequence[Floats]) -> bool:
+        """Whether each queue has requests, and the largest ones of all fit the device together."""
         if len(members) == 1:
             return True
         if not all(columns.shape[1] for columns in members):
@@ -127,7 +127,7 @@ class QueueCutter:
 
 
 def _loads(everything: Floats, members: Sequence[Floats]) -> list[QueueLoad]:
-    """What the requests of queues need."""
+    """Return the load of each queue."""
     arrivals_s = everything[Column.ARRIVAL_S]
     span_s = float(arrivals_s.max() - arrivals_s.min())
     pooled = _slowdown(everything, 1.0, min_ends=1)
@@ -135,7 +135,7 @@ def _loads(everything: Floats, members: Sequence[Floats]) -> list[QueueLoad]:
 
 
 def _load(columns: Floats, pooled: float, span_s: float) -> QueueLoad:
-    """What the requests of one queue need."""
+    """Return the load of one queue."""
     sizes = columns[Column.SIZE_TOKENS]
     unloaded_s = float(columns[Column.UNLOADED_S].mean())
     return QueueLoad(
@@ -148,7 +148,7 @@ def _load(columns: Floats, pooled: float, span_s: float) -> QueueLoad:
 
 
 def _slowdown(columns: Floats, otherwise: float, *, min_ends: int) -> float:
-    """How many times longer requests ran than on an idle engine."""
+    """Return the duration of requests over that on an idle engine, limited to 1 to 3."""
     durations_s = columns[Column.DURATION_S]
     has_ended = ~np.isnan(durations_s)
     unloaded_s = float(columns[Column.UNLOADED_S][has_ended].sum())

@@ -1,12 +1,13 @@
-"""What running requests hold of the queues' quotas: tokens of theirs, and of adapters. Pure.
+"""Tokens of quota that running requests and their adapters are charged. Pure.
 
-A request is charged its prompt and a share of its predicted output, and what it has come to once
-that is more. An adapter is charged once, to the first of those who run with it, and handed on when
-that one ends.
+A request is charged its prompt and a share of its predicted output, or its known tokens once they
+are more. An adapter is charged once: to the first running request that uses it, and to the next one
+when that request ends.
 
-Source: Chameleon, section 4.2, which charges all of the output, and an adapter with every request.
-But requests grow a token at a time and end at different times: memory holds more of them than whole
-predictions. And with grouped queries an adapter of all linears at rank 64 is 2,560 tokens.
+Source: Chameleon, section 4.2, which charges all of the output, and the adapter with each request.
+But requests grow token by token and end at different times, so memory holds more requests than
+whole predictions. And with grouped-query attention an adapter of all linears at rank 64 takes as
+much as 2,560 tokens.
 """
 
 import math
@@ -17,7 +18,7 @@ from ...plan import AdapterId, RequestId
 from ...request import Request
 from .ledger import QuotaLedger
 
-_GROWTH_TOKENS = 16  # are charged together
+_GROWTH_TOKENS = 16  # charged at once
 
 
 @dataclass(slots=True, eq=False)
@@ -26,15 +27,15 @@ class Holding:
 
     request: Request
     queue: int
-    num_tokens: int  # that it is charged, without its adapter
+    num_tokens: int  # charged, without the adapter
     admitted_s: float
 
 
 class Holdings:
-    """Running requests in order of admission, and the ledger."""
+    """Running requests in order of admission, and the ledger of quotas."""
 
     def __init__(self, quotas: Sequence[int], bytes_per_token: float, output_share: float) -> None:
-        """``bytes_per_token``: of KV; ``output_share``: of the predicted output."""
+        """``bytes_per_token``: of KV. ``output_share``: part of predictions that is charged."""
         self.ledger = QuotaLedger(quotas)
         self._bytes_per_token = bytes_per_token
         self._output_share = output_share
@@ -53,20 +54,20 @@ class Holdings:
         return (holding.request for holding in self._holdings.values())
 
     def size_tokens(self, request: Request) -> int:
-        """What a request that arrives is charged if nobody runs with its adapter."""
+        """Return the charge of a request and its adapter."""
         return self._kv_tokens(request) + self.adapter_tokens(request)
 
     def need_tokens(self, request: Request) -> int:
-        """What a waiting request would be charged now."""
+        """Return what a waiting request would be charged now."""
         is_charged = request.adapter_id in self._users
         return self._kv_tokens(request) + (0 if is_charged else self.adapter_tokens(request))
 
     def adapter_tokens(self, request: Request) -> int:
-        """Tokens of KV that fit where the adapter of a request is."""
+        """Return the size of a request's adapter in tokens of KV."""
         return math.ceil(request.adapter_bytes / self._bytes_per_token)
 
     def freed_tokens(self, request: Request) -> int:
-        """What the device has again when a running request has ended."""
+        """Return what the end of a running request frees on the device."""
         is_last = len(self._users[request.adapter_id]) == 1
         num_tokens = self._holdings[request.request_id].num_tokens
         return num_tokens + (self.adapter_tokens(request) if is_last else 0)
@@ -75,30 +76,30 @@ class Holdings:
         self, request: Request, queue: int, lenders: Sequence[int], now_s: float, *,
         is_all_lent: bool = False,
     ) -> None:  # fmt: skip
-        """Charge a request that was admitted; see ``QuotaLedger.take``."""
+        """Charge a request that was admitted; see ``QuotaLedger.charge``."""
         num_tokens = self.need_tokens(request)
-        self.ledger.take(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
+        self.ledger.charge(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
         self._users.setdefault(request.adapter_id, {})[request.request_id] = None
         self._holdings[request.request_id] = Holding(
             request, queue, self._kv_tokens(request), now_s
         )
 
     def stop(self, request: Request) -> Holding:
-        """A request no longer runs; its adapter is charged to the next one who runs with it."""
+        """Refund a request, and charge its adapter to the next running request that uses it."""
         holding = self._holdings.pop(request.request_id)
-        self.ledger.give_back(request.request_id)
+        self.ledger.refund(request.request_id)
         users = self._users[request.adapter_id]
         was_charged = next(iter(users)) == request.request_id
         del users[request.request_id]
         if not users:
             del self._users[request.adapter_id]
         elif was_charged:
-            heir = self._holdings[next(iter(users))]
-            self._charge(heir, self.adapter_tokens(request))
+            next_user = self._holdings[next(iter(users))]
+            self._charge(next_user, self.adapter_tokens(request))
         return holding
 
     def grow(self) -> None:
-        """Charge those who have come to more, whatever is left of their queues."""
+        """Charge requests that have exceeded their charge, even if that overdraws their queues."""
         for holding in self._holdings.values():
             num_more = holding.request.num_known_tokens - holding.num_tokens
             if num_more > 0:
@@ -107,7 +108,7 @@ class Holdings:
                 self._charge(holding, num_more)
 
     def recut(self, quotas: Sequence[int], queue_of: Callable[[Request], int]) -> None:
-        """Charge all to the queues of their classes; loans are settled, queues may be overdrawn."""
+        """Charge all requests to the new queues, without loans. Queues may be overdrawn."""
         self.ledger = QuotaLedger(quotas)
         for holding in self._holdings.values():
             request = holding.request
@@ -117,17 +118,17 @@ class Holdings:
             self._charge(holding, holding.num_tokens + adapter_tokens)
 
     def check_invariants(self) -> None:
-        """Assert that all that is held is charged, once."""
+        """Assert that each running request and each adapter in use is charged once."""
         self.ledger.check_invariants()
         adapters = {one.adapter_id: self.adapter_tokens(one) for one in self.requests}
         held = sum(one.num_tokens for one in self._holdings.values()) + sum(adapters.values())
         assert held + self.ledger.free_tokens == sum(self.ledger.quotas)
 
     def _charge(self, holding: Holding, num_tokens: int) -> None:
-        """Charge more to a request's own queue."""
-        self.ledger.take(holding.request.request_id, holding.queue, num_tokens)
+        """Charge tokens to the queue of a request."""
+        self.ledger.charge(holding.request.request_id, holding.queue, num_tokens)
 
     def _kv_tokens(self, request: Request) -> int:
-        """Tokens of a request without its adapter."""
+        """Return the charge of a request without its adapter."""
         share = math.ceil(self._output_share * request.num_predicted_output_tokens)
         return max(request.num_prompt_tokens + share, request.num_known_tokens)

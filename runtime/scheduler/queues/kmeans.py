@@ -1,7 +1,7 @@
-"""K-means of one dimension, solved exactly. Pure.
+"""Exact k-means in one dimension. Pure.
 
-Source: Chameleon, section 4.2 (Determining the Number of Queues), which takes the K of least WCSS:
-always the largest.
+Source: Chameleon, section 4.2 (Determining the Number of Queues). The paper chooses the K with the
+smallest WCSS, which is always the largest K.
 """
 
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _MAX_BINS = 256
-_SMALL_SHARE = 0.1  # of one cluster's WCSS: what is left is not worth another cluster
-_SMALL_GAIN = 0.2  # of a clustering's WCSS: nor is so little
+_SMALL_SHARE = 0.1  # of the WCSS of one cluster, below which no cluster is added
+_SMALL_GAIN = 0.2  # of the WCSS, below which another cluster is not worth it
 
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """Values in the clusters whose sum of squares is the least."""
+    """The clustering with the smallest sum of squares."""
 
     wcss: float  # sum of the squared distances to the centroids
     centroids: tuple[float, ...]  # ascending
 
     @property
     def cutoffs(self) -> tuple[float, ...]:
-        """Between neighbouring clusters, in the middle of their centroids."""
+        """Boundaries of neighbouring clusters, midway between their centroids."""
         return tuple((one + other) / 2 for one, other in pairwise(self.centroids))
 
 
 def clusterings(values: Floats, max_clusters: int) -> list[Clustering]:
-    """Return the best clustering of 1, 2, ... clusters; none has more than there are values.
+    """Return the best clusterings with 1, 2, ... clusters, at most as many as distinct values.
 
-    More than 256 distinct values are put into as many bins of equal width, which are kept whole.
-    By dynamic programming: O(max_clusters bins²).
+    More than 256 distinct values are put into 256 bins of equal width first. Dynamic programming in
+    O(max_clusters bins²).
     """
     points, weights = _binned(values)
     num_points = len(points)
     cost = _costs(points, weights)  # [i, j] = of one cluster of the points i to j - 1
-    best = [cost[0]]  # of the first j points in so many clusters
-    starts: list[NDArray[np.intp]] = []  # of the last of them
+    best = [cost[0]]  # [k - 1][j] = cost of the first j points in k clusters
+    starts: list[NDArray[np.intp]] = []  # [k - 2][j] = first point of the last of these clusters
     for _ in range(1, min(max_clusters, num_points)):
         totals = best[-1][:, None] + cost
         starts.append(totals.argmin(axis=0))
@@ -58,7 +58,7 @@ def clusterings(values: Floats, max_clusters: int) -> list[Clustering]:
 
 
 def elbow(candidates: Sequence[Clustering]) -> int:
-    """Return the number of clusters from which on more of them explain little."""
+    """Return the number of clusters beyond which another one explains little."""
     small = _SMALL_SHARE * candidates[0].wcss
     for num_clusters, (one, following) in enumerate(pairwise(candidates), 1):
         if one.wcss <= small or one.wcss - following.wcss < _SMALL_GAIN * one.wcss:
@@ -67,7 +67,7 @@ def elbow(candidates: Sequence[Clustering]) -> int:
 
 
 def _binned(values: Floats) -> tuple[Floats, Floats]:
-    """Return distinct values or means of bins, ascending, and how many values each stands for."""
+    """Return distinct values or means of bins, ascending, and the number of values of each."""
     points, counts = np.unique(values, return_counts=True)
     if len(points) <= _MAX_BINS:
         return points, counts.astype(np.float64)
@@ -80,7 +80,7 @@ def _binned(values: Floats) -> tuple[Floats, Floats]:
 
 
 def _costs(points: Floats, weights: Floats) -> Floats:
-    """Squared distances from their mean of the points i to j - 1; infinite where there are none."""
+    """Return [i, j]: sum of squares of points i to j - 1 around their mean; infinite for none."""
     centred = points - np.average(points, weights=weights)  # differences of small numbers
     moments = [weights * centred**power for power in range(3)]
     number, total, squares = (_differences(np.cumsum(one)) for one in moments)
@@ -90,6 +90,6 @@ def _costs(points: Floats, weights: Floats) -> Floats:
 
 
 def _differences(sums: Floats) -> Floats:
-    """Of the sums up to j and up to i, for all i and j; the first are of nothing."""
+    """Return [i, j]: the sum of elements i to j - 1, from cumulative sums."""
     ends = np.concatenate(([0.0], sums))
     return np.asarray(ends[None, :] - ends[:, None])

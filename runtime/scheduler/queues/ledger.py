@@ -1,9 +1,8 @@
-"""The account of quotas: what each queue has left, who holds it, and whose it was. Pure.
+"""The ledger of quotas: tokens available in each queue, and tokens charged to requests. Pure.
 
-Invariant: available + held = quota for every queue, where held includes what other queues have
-borrowed. So the sums over all queues are the device's tokens.
+Invariant: available + charged = quota for each queue. Charged tokens include loans to other queues.
 
-Source: Chameleon, algorithm 1, which notes no lender: what is lent there is spent twice.
+Source: Chameleon, algorithm 1, which does not record lenders, so that loans are spent twice.
 """
 
 from collections import Counter
@@ -13,27 +12,27 @@ from ...plan import RequestId
 
 
 class QuotaLedger:
-    """Tokens that requests hold, by the queues that they come from."""
+    """Tokens charged to requests, by the queues that they come from."""
 
     def __init__(self, quotas: Sequence[int]) -> None:
         self.quotas = tuple(quotas)
         self.available = list(quotas)  # negative = overdrawn
-        self._held: dict[RequestId, Counter[int]] = {}  # [request][queue]
+        self._charged: dict[RequestId, Counter[int]] = {}  # [request][queue]
 
     @property
     def free_tokens(self) -> int:
-        """What nobody holds."""
+        """Tokens that no request is charged."""
         return sum(self.available)
 
     def is_idle(self, queue: int) -> bool:
-        """Whether the queue has its whole quota: nobody holds or has borrowed any of it."""
+        """Whether the whole quota of the queue is available."""
         return self.available[queue] == self.quotas[queue]
 
     def spare(self, lenders: Sequence[int]) -> int:
-        """What these queues could lend."""
+        """Return the tokens that these queues can lend."""
         return sum(max(0, self.available[queue]) for queue in lenders)
 
-    def take(
+    def charge(
         self,
         request_id: RequestId,
         queue: int,
@@ -42,9 +41,9 @@ class QuotaLedger:
         *,
         is_all_lent: bool = False,
     ) -> None:
-        """Let a request hold more tokens: its queue's, then its lenders' in proportion.
+        """Charge tokens to a request: from its own queue, then from lenders in proportion.
 
-        What both lack its own queue is overdrawn by. ``is_all_lent``: lenders come first.
+        If both have too few, the own queue is overdrawn. ``is_all_lent``: lenders come first.
         """
         spare = self.spare(lenders)
         own = 0 if is_all_lent else min(num_tokens, max(0, self.available[queue]))
@@ -53,23 +52,23 @@ class QuotaLedger:
         for lender in lenders:
             available = max(0, self.available[lender])
             if available:
-                share = -(-lent * available // spare)  # of the last one all that is left
+                share = -(-lent * available // spare)  # the last lender gives the rest
                 self._debit(request_id, lender, share)
                 lent -= share
                 spare -= available
 
-    def give_back(self, request_id: RequestId) -> None:
-        """Return everything to the queues that it came from."""
-        for queue, num_tokens in self._held.pop(request_id).items():
+    def refund(self, request_id: RequestId) -> None:
+        """Return all tokens of a request to the queues that they came from."""
+        for queue, num_tokens in self._charged.pop(request_id).items():
             self.available[queue] += num_tokens
 
     def check_invariants(self) -> None:
-        """Assert that the account adds up."""
-        held = sum(self._held.values(), Counter[int]())
+        """Assert the invariant for each queue."""
+        charged = sum(self._charged.values(), Counter[int]())
         for queue, quota in enumerate(self.quotas):
-            assert self.available[queue] + held[queue] == quota, (queue, quota, held)
+            assert self.available[queue] + charged[queue] == quota, (queue, quota, charged)
 
     def _debit(self, request_id: RequestId, queue: int, num_tokens: int) -> None:
         """Move tokens from a queue to a request."""
-        self._held.setdefault(request_id, Counter())[queue] += num_tokens
+        self._charged.setdefault(request_id, Counter())[queue] += num_tokens
         self.available[queue] -= num_tokens

@@ -1,8 +1,8 @@
-"""How the tokens that the device holds are shared out among queues. Pure.
+"""Divides the tokens that fit the device into quotas of queues. Pure.
 
-Source: Chameleon, section 4.2 (Assigning Quotas per Queue). There a quota may be smaller than one
-request (S · D · (1/SLO + λ) with SLO = 5 D is a fraction of S), which then waits for ever; all
-quotas together may be more than there is; and what is left goes by weights that are not told.
+Source: Chameleon, section 4.2 (Assigning Quotas per Queue). In the paper a quota may be smaller
+than one request (S · D · (1/SLO + λ) with SLO = 5 D is a fraction of S), which then waits for ever.
+All quotas together may exceed the memory, and the weights for the rest are not given.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What the requests of a queue need."""
+    """Sizes, times and rate of the requests of a queue."""
 
     largest_tokens: int
-    size_tokens: float  # S: what all but the largest need at most
+    size_tokens: float  # S: their 99th percentile
     duration_s: float  # D: from admission to the end
-    slo_s: float  # from arrival to the end; 0 = nothing is known of times
+    slo_s: float  # from arrival to the end; 0 = unknown
     rate_per_s: float  # lambda: arrivals
 
     @property
     def min_tokens(self) -> float:
-        """Tok_min: with so many the queue, an M/M/1 queue, keeps its SLO on average."""
+        """Tok_min: tokens with which the queue, as an M/M/1 queue, keeps its SLO on average."""
         if not self.slo_s:
             return 0.0
         return self.size_tokens * self.duration_s * (1 / self.slo_s + self.rate_per_s)
@@ -36,10 +36,10 @@ class Quotas:
 
 
 def assign_quotas(loads: Sequence[QueueLoad], total: int, *, has_floor: bool) -> Quotas:
-    """Share ``total`` tokens out in proportion to what queues need at least.
+    """Divide ``total`` tokens in proportion to ``min_tokens`` of the queues.
 
-    ``has_floor``: no queue gets less than its largest request. All these together are at most
-    ``total``, unless there is but one queue, which gets everything.
+    ``has_floor``: each quota is at least the largest request of its queue. The caller makes sure
+    that these fit ``total`` together. A single queue gets everything.
     """
     floors = [load.largest_tokens if has_floor else 1 for load in loads]
     if len(loads) == 1:
@@ -52,7 +52,7 @@ def assign_quotas(loads: Sequence[QueueLoad], total: int, *, has_floor: bool) ->
 
 
 def _shares(needs: Sequence[float], floors: Sequence[int], total: int) -> list[int]:
-    """Scale all needs by one factor, but for those that would fall below their floors."""
+    """Scale needs by one factor. Those that would fall below their floors get these instead."""
     shares = list(floors)
     free = set(range(len(needs)))
     while free:

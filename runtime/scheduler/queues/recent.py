@@ -1,4 +1,4 @@
-"""Sizes of the newest requests, and how long they ran: what queues are cut by. Pure."""
+"""Sizes and durations of the newest requests, by which queues are divided. Pure."""
 
 import enum
 import math
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 from ...plan import RequestId
 from ...request import Request
 
-MIN_REQUESTS = 256  # that a window has, where so many have arrived
-_MAX_REQUESTS = 4096  # a refresh must not take long
+MIN_REQUESTS = 256  # of a window, if so many have arrived
+_MAX_REQUESTS = 4096  # bounds the time of a refresh
 
 
 class Column(enum.IntEnum):
-    """What is noted of a request."""
+    """Columns of a request's row."""
 
     PROMPT_TOKENS = 0
     OUTPUT_TOKENS = 1  # predicted
     ADAPTER_BYTES = 2
     SIZE_TOKENS = 3  # of all three
     ARRIVAL_S = 4
-    UNLOADED_S = 5  # from arrival to the end on an idle engine, predicted; 0 = not known
+    UNLOADED_S = 5  # from arrival to the end on an idle engine, predicted; 0 = unknown
     DURATION_S = 6  # from admission to the end; NaN = it has not ended
 
 
@@ -36,7 +36,7 @@ class RecentRequests:
     def arrived(
         self, request: Request, *, size_tokens: int, unloaded_s: float, now_s: float
     ) -> None:
-        """Note a new request."""
+        """Add the row of a new request."""
         self._numbers[request.request_id] = self.num_arrived
         self._rows[self.num_arrived % _MAX_REQUESTS] = (
             request.num_uncached_prompt_tokens,
@@ -50,15 +50,15 @@ class RecentRequests:
         self.num_arrived += 1
 
     def ended(self, request_id: RequestId, duration_s: float | None) -> None:
-        """A request has ended; None if it was not running."""
+        """Set the duration of a request that has ended; None if it was not running."""
         number = self._numbers.pop(request_id)
         if duration_s is not None and number >= self.num_arrived - _MAX_REQUESTS:
             self._rows[number % _MAX_REQUESTS, Column.DURATION_S] = duration_s
 
     def window(self, since_s: float) -> NDArray[np.float64]:
-        """Return the rows of those that arrived since then, oldest first.
+        """Return the rows of requests that arrived since ``since_s``, oldest first.
 
-        At least the newest 256, at most the newest 4,096.
+        At least the newest 256 rows, at most 4,096.
         """
         num_kept = min(self.num_arrived, _MAX_REQUESTS)
         last = np.arange(self.num_arrived - num_kept, self.num_arrived) % _MAX_REQUESTS

@@ -119,7 +119,7 @@ def test_a_row_computed_again_replaces_its_token(device: ExecutorDevice) -> None
 
 def test_is_readable_while_there_are_results(device: ExecutorDevice) -> None:
     assert not select.select([device.executor], [], [], 0)[0]
-    device.submit(forget_requests=(RequestId(9),))
+    device.submit(ended_requests=(RequestId(9),))
     assert select.select([device.executor], [], [], 0)[0]
     assert len(device.executor.poll()) == 1
     assert not select.select([device.executor], [], [], 0)[0]
@@ -146,7 +146,7 @@ def test_waits_on_a_descriptor_with_a_large_number(directory: Path) -> None:
 
 
 def test_a_plan_without_rows_has_a_result(device: ExecutorDevice) -> None:
-    assert device.run(forget_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
+    assert device.run(ended_requests=(RequestId(9),)) == [StepResult(StepId(1), ())]
 
 
 def test_an_exception_voids_its_sub_batch_alone(
@@ -235,7 +235,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     (result,) = device.run(rows((1, 2, 1, True), (2, 2, 1, True)))
     outcomes = [(row.outcome, row.cause) for row in result.rows]
     assert outcomes == [
-        (Outcome.RETRY, RetryCause.COMPANY),
+        (Outcome.RETRY, RetryCause.OTHER_ROW),
         (Outcome.RETRY, RetryCause.FORWARD),
     ]
 
@@ -285,7 +285,7 @@ def test_requests_are_forgotten_and_slots_reused(device: ExecutorDevice) -> None
             rows((request_id, 0, 2, True)),
             new_requests=(new(request_id, (5, 6)),),
             block_updates=(blocks(request_id, 0),),
-            forget_requests=(RequestId(request_id - 1),),
+            ended_requests=(RequestId(request_id - 1),),
         )
         assert isinstance(result, StepResult)
         assert result.rows[0].outcome is Outcome.TOKENS
@@ -304,7 +304,7 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
     log = device.host_log
     monkeypatch.setattr(device.runner.pool, "release", lambda ids: log.append(f"release {ids}"))
     device.submit(
-        forget_requests=(RequestId(1),), freed_blocks=(BlockId(0), BlockId(1)), transfers=(load(1),)
+        ended_requests=(RequestId(1),), freed_blocks=(BlockId(0), BlockId(1)), transfers=(load(1),)
     )
     wait_transfer(device)
     assert log == ["release (0, 1)", "fetch 1"]

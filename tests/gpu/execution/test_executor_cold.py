@@ -117,7 +117,7 @@ def test_a_pass_that_workers_cannot_take_is_the_fault_of_the_rows_that_need_them
 ) -> None:
     assisting = Assisting(error=RingFullError("too many slices"))
     found, _ = beside_the_cold_one(device, monkeypatch, assisting, is_broken=False)
-    assert causes_of(found) == [RetryCause.COMPANY, RetryCause.COMPANY, RetryCause.DELTAS]
+    assert causes_of(found) == [RetryCause.OTHER_ROW, RetryCause.OTHER_ROW, RetryCause.DELTAS]
     assert "too many slices" in (found[RequestId(3)].error or "")
 
 
@@ -137,7 +137,7 @@ def test_what_breaks_a_pass_with_cold_rows_is_not_the_fault_of_the_warm_ones(
 ) -> None:
     assisting = Assisting()
     found, alone = beside_the_cold_one(device, monkeypatch, assisting, is_broken=True)
-    assert causes_of(found) == [RetryCause.COMPANY, RetryCause.COMPANY, RetryCause.FORWARD]
+    assert causes_of(found) == [RetryCause.OTHER_ROW, RetryCause.OTHER_ROW, RetryCause.FORWARD]
     assert "the exchange is broken" in (found[RequestId(3)].error or "")
     assert assisting.num_given_up == 1
     (again,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))

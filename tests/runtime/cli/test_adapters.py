@@ -10,6 +10,8 @@ from corun.runtime.cli.adapters import summary, table
 from corun.runtime.cli.main import main
 from corun.runtime.server.adapter_listing import adapter_json
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 MIB = 2**20
 NOW_S = 1_000_000.0
 

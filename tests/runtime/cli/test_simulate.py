@@ -15,6 +15,8 @@ from corun.runtime.sim import pictures
 from corun.runtime.sim.pictures import SHARES, FirstTokenCurve
 from support.profiles import PROFILE
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 WORKLOAD = """
 rps: 2
 requests: 30

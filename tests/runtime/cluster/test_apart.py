@@ -1,4 +1,4 @@
-"""One machine has nothing of a cluster: neither its modules nor the library that it needs."""
+"""A single server imports no module of a cluster, and not the library that it needs."""
 
 import subprocess
 import sys

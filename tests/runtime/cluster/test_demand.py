@@ -1,4 +1,4 @@
-"""Steps of a placement, with copies that somebody asked for."""
+"""Steps of a placement, with minimum copies."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,15 @@ _SERVERS = [StoreServer(ServerId(name), 10) for name in "xyz"]
 
 
 class OnOne(PlacementPolicy):
-    """Puts all on one server, and notes what is expected."""
+    """Puts all adapters on one server, and records the expected demand."""
 
     def __init__(self) -> None:
-        self.told: list[float] = []
+        self.expected: list[float] = []
 
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
     ) -> PlacementPlan:
-        self.told = [one.tokens_per_s for one in demand]
+        self.expected = [one.tokens_per_s for one in demand]
         return PlacementPlan({one.name: {ServerId("y"): 1.0} for one in demand})
 
 
@@ -35,7 +35,7 @@ def test_tokens_of_a_step_are_expected_of_the_next() -> None:
     steps.record("a", 60, 40)
     steps.end_step(10.0)
     steps.plan([steps.demand_of(name, 8, 1) for name in "ab"], _SERVERS)
-    assert policy.told == [10.0, 0.0]
+    assert policy.expected == [10.0, 0.0]
     steps.remove("a")
     assert steps.demand_of("a", 8, 1).tokens_per_s == 0.0
 

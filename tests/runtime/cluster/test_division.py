@@ -1,4 +1,4 @@
-"""Machines of all shapes among engines: no CPU twice, near the device, or refused with a count."""
+"""Division of machines of all shapes: no CPU twice, near the device, or a refusal with counts."""
 
 import pytest
 from corun.runtime.cluster.division import (
@@ -32,7 +32,7 @@ def check_disjoint(division: MachineDivision, facts: MachineFacts) -> None:
     assert len(named) == len(set(named))
     assert set(named) <= set(facts.allowed_cpus)
     assert division.others_cpus
-    for core in facts.core_cpus:  # whole ones
+    for core in facts.core_cpus:  # complete physical cores
         users = [index for index, cpus in enumerate(lists) if set(core).intersection(cpus)]
         assert len(users) <= 1
 

@@ -1,4 +1,4 @@
-"""The manifests of ``KUBERNETES.md``: parsed, and held to each other and to what a server has."""
+"""The manifests of ``KUBERNETES.md`` fit each other, and the options and routes of a server."""
 
 import re
 from typing import Any

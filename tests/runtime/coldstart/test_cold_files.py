@@ -4,7 +4,7 @@ import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
-from corun.runtime.coldstart.cold import NOBODY, AdapterShape, ColdRequest
+from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import plan_step, predict
@@ -103,7 +103,7 @@ def test_others_are_held_up_by_no_more_than_their_share() -> None:
 
 
 def test_workers_compute_only_what_is_on_the_host() -> None:
-    """The link is slow, so they are wanted; the step begins when they can have all of it."""
+    """The link is slow, so workers help. The step begins when all layers are on the host."""
     start = Start(link_bytes_per_s=1e7)
     assert start.strategy is LoadStrategy.ASSISTED
     start.read(3, 0.3)
@@ -118,7 +118,7 @@ def test_workers_compute_only_what_is_on_the_host() -> None:
 def test_a_split_is_no_higher_than_what_was_read(num_read: int) -> None:
     read_s = tuple(0.0 if layer < num_read else 1.0 for layer in range(LAYERS))
     cold = ColdRequest(32, SHAPE, (9.0,) * LAYERS, 512, 512, 1, read_s=read_s)
-    step = plan_step(model(1.0), cold, 32, NOBODY, LoadStrategy.ASSISTED)
+    step = plan_step(model(1.0), cold, 32, EMPTY, LoadStrategy.ASSISTED)
     assert step.split_layer <= num_read == cold.num_layers_on_host
     assert cold.after(1.0).num_layers_on_host == LAYERS
     assert cold.after(8.0).ready_s == (1.0,) * LAYERS
@@ -138,7 +138,7 @@ def test_how_fast_files_are_read_teaches_nothing_of_strategies() -> None:
     start = Start()
     cold = ColdRequest(32, SHAPE, (0.1,) * LAYERS, 512)
     before = start.planner.predict(cold, LoadStrategy.PIPELINED)
-    told = start.cold_starts.first_token(RequestId(1), 9.0)
+    told = start.cold_starts.on_first_token(RequestId(1), 9.0)
     assert told is not None
     assert told.strategy == "pipelined"
     assert start.planner.predict(cold, LoadStrategy.PIPELINED) == before

@@ -68,7 +68,7 @@ def loads() -> Loads:
 
 
 def _load(loads: Loads, now_s: float = 0.0, adapter_id: AdapterId = ADAPTER) -> None:
-    """An adapter of the host's memory begins to load."""
+    """Begin to load an adapter from host memory."""
     loads.begin(adapter_id, (200, 200), now_s, adapter=_FACTS)
 
 
@@ -82,7 +82,7 @@ def _arrive(cold_starts: PlannedColdStarts, loads: Loads, number: int) -> list[R
 
 
 def _predicted_s(cold_starts: PlannedColdStarts, loads: Loads) -> float:
-    """When the first token is expected of another request like those that arrived."""
+    """Return the predicted first token of another such request."""
     if loads.table.load_of(ADAPTER) is not None:
         loads.end(ADAPTER)
     _load(loads)
@@ -93,10 +93,10 @@ def _predicted_s(cold_starts: PlannedColdStarts, loads: Loads) -> float:
     return decision.predictions[0].first_token_s
 
 
-def _rows(num_decodes: int = 0, *, is_decode_apart: bool = False) -> StepRows:
-    """A step in which so many requests decode so far."""
+def _rows(num_decodes: int = 0, *, is_decode_separate: bool = False) -> StepRows:
+    """Return a step with this number of decode rows so far."""
     decodes = [make_request(100 + number) for number in range(num_decodes)]
-    return StepRows(64, is_decode_apart, decodes)
+    return StepRows(64, is_decode_separate, decodes)
 
 
 def test_workers_start_what_the_link_would_hold_up(loads: Loads) -> None:
@@ -169,7 +169,7 @@ def test_a_chunk_is_no_larger_than_the_rings_of_the_ready_workers(loads: Loads) 
 
 
 def test_a_step_bears_the_waits_of_all_its_rows_together(loads: Loads) -> None:
-    """What a row of the step may, may be too much beside it."""
+    """A chunk that one row may have may be too much beside that row."""
     cold_starts = _cold_starts(loads, invocation_s=0.0016, forced=LoadStrategy.ASSISTED)
     first, second = _arrive(cold_starts, loads, 2)
     rows = _rows(4)
@@ -182,18 +182,18 @@ def test_a_step_bears_the_waits_of_all_its_rows_together(loads: Loads) -> None:
 
 
 def test_rows_that_decode_make_a_chunk_bearable_wherever_they_are_computed() -> None:
-    for is_decode_apart in (False, True):
+    for is_decode_separate in (False, True):
         loads = Loads()
         cold_starts = _cold_starts(loads, invocation_s=0.0022, forced=LoadStrategy.ASSISTED)
         (request,) = _arrive(cold_starts, loads, 1)
-        few, many = (_rows(n, is_decode_apart=is_decode_apart) for n in (1, 16))
+        few, many = (_rows(n, is_decode_separate=is_decode_separate) for n in (1, 16))
         assert cold_starts.next_chunk(request, 32, 1, few, 0.0) is None
         assert cold_starts.next_chunk(request, 32, 16, many, 0.0) is not None
 
 
 @dataclass(frozen=True)
 class _Crowd:
-    """Cold requests of several adapters, warm rows, and when what of the loads has arrived."""
+    """Cold requests of several adapters, warm rows, and arrivals of layer groups."""
 
     cold_starts: PlannedColdStarts
     rows: StepRows
@@ -221,7 +221,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
         max_worker_tokens=max_worker_tokens,
         forced=forced,
     )
-    rows = _rows(draw(st.integers(0, 8)), is_decode_apart=draw(st.booleans()))
+    rows = _rows(draw(st.integers(0, 8)), is_decode_separate=draw(st.booleans()))
     link = LinkForecast(model.link, loads.table)
     requests = []
     for number in range(1, draw(st.integers(1, 4)) + 1):
@@ -240,7 +240,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(_crowds())
 def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
-    """With any rows: the step is simulated layer by layer, as a device would run it."""
+    """With any rows: compare with a simulation layer by layer, as on a device."""
     cold_starts, rows, now_s = crowd.cold_starts, crowd.rows, crowd.now_s
     for request in crowd.requests:
         if cold_starts.may_start(request, 5, rows, now_s):
@@ -254,17 +254,17 @@ def test_no_step_is_held_up_by_more_than_the_share(crowd: _Crowd) -> None:
 
 
 def _run_step(crowd: _Crowd) -> tuple[float, float]:
-    """By how much the step waits, and how long it takes without waiting."""
+    """Return the wait of the step, and its time without waits."""
     rows = crowd.rows
     chunks = [chunk for _, chunk in rows.cold_chunks]
     ready_s = [
         by_layer((0, 0, 1, 1), crowd.link.ready_s(crowd.loads[request.adapter_id], crowd.now_s))
         for request, _ in rows.cold_chunks
     ]
-    apart_s = 0.004 * len(rows.decodes) if rows.is_decode_apart else 0.0
+    separate_decode_s = 0.004 * len(rows.decodes) if rows.is_decode_separate else 0.0
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    num_tokens += 0 if rows.is_decode_apart else len(rows.decodes)
-    end_s = apart_s
+    num_tokens += 0 if rows.is_decode_separate else len(rows.decodes)
+    end_s = separate_decode_s
     for layer in range(_LAYERS):
         end_s = max(
             [end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)]
@@ -274,11 +274,11 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
         # A fifth of the base products' time: never longer than these on one worker.
         end_s += len(helped) * crowd.model.invocation_s
         assert sum(helped) <= crowd.max_worker_tokens
-    warm_s = apart_s + num_tokens * 0.004
+    warm_s = separate_decode_s + num_tokens * 0.004
     return end_s - warm_s, warm_s
 
 
-def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy(loads: Loads) -> None:
+def test_rows_that_join_later_are_no_fault_of_the_strategy(loads: Loads) -> None:
     """Another cold and a warm prompt join the step; the first token is as late as they make it."""
     cold_starts = _cold_starts(loads, forced=LoadStrategy.ASSISTED)
     request, other = _arrive(cold_starts, loads, 2)
@@ -291,12 +291,12 @@ def test_company_that_nobody_foresaw_is_no_fault_of_the_strategy(loads: Loads) -
     rows.cold_chunks += [(request, chunk), (other, ColdChunk(32, _LAYERS))]
     rows.chunks.append((make_request(9, prompt=100), 100))
     cold_starts.step_closed(StepId(1), rows, 0.0)
-    cold_starts.first_token(request.request_id, alone_s + 132 * 0.004)
+    cold_starts.on_first_token(request.request_id, alone_s + 132 * 0.004)
     assert _predicted_s(cold_starts, loads) == pytest.approx(alone_s)
 
 
 def test_steps_that_wait_longer_than_predicted_make_cold_chunks_rarer(loads: Loads) -> None:
-    """Ten steps beside three that decode, each a fifth longer than it would be without waits."""
+    """Run ten steps beside three decode rows, each a fifth longer than without waits."""
     cold_starts = _cold_starts(loads, forced=LoadStrategy.ASSISTED)
     (request,) = _arrive(cold_starts, loads, 1)
     now_s = 0.0
@@ -327,7 +327,7 @@ def test_a_request_that_had_no_room_teaches_nothing(loads: Loads) -> None:
     decision = cold_starts.decision(request.request_id)
     assert decision is not None
     alone_s = decision.predictions[0].first_token_s
-    assert cold_starts.first_token(request.request_id, 5.1) is not None
+    assert cold_starts.on_first_token(request.request_id, 5.1) is not None
     assert _predicted_s(cold_starts, loads) == alone_s
 
 
@@ -341,7 +341,7 @@ def test_a_request_that_skips_steps_for_its_load_teaches_that(loads: Loads) -> N
     decision = cold_starts.decision(request.request_id)
     assert decision is not None
     alone_s = decision.predictions[0].first_token_s
-    cold_starts.first_token(request.request_id, 2.0)
+    cold_starts.on_first_token(request.request_id, 2.0)
     assert _predicted_s(cold_starts, loads) > 1.5 * alone_s
 
 
@@ -350,9 +350,9 @@ def test_blocking_stops_everybody_until_the_load_ends(loads: Loads) -> None:
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     _load(loads)
     assert not cold_starts.may_start(request, 3, _rows(3), 0.0)
-    assert cold_starts.stops_everybody()
+    assert cold_starts.blocks_all_requests()
     loads.end(ADAPTER, 0.4)
-    assert not cold_starts.stops_everybody()
+    assert not cold_starts.blocks_all_requests()
 
 
 def test_what_is_unknown_waits(loads: Loads) -> None:
@@ -372,11 +372,11 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten(loads: Loads) -> 
     cold_starts.may_start(request, 0, _rows(), 0.0)
     before = cold_starts.decision(RequestId(1))
     assert before is not None
-    told = cold_starts.first_token(RequestId(1), 1.0)  # far later than predicted
+    told = cold_starts.on_first_token(RequestId(1), 1.0)  # far later than predicted
     assert told is not None
     assert (told.strategy, told.reason) == ("assisted", before.reason)
     assert cold_starts.counts() == {"assisted": 1}
-    cold_starts.forget(RequestId(1))
+    cold_starts.discard(RequestId(1))
     assert cold_starts.decision(RequestId(1)) is None
     loads.end(ADAPTER, 1.0)
     _load(loads, 2.0)
@@ -393,7 +393,7 @@ def test_first_tokens_teach_the_planner_and_ends_are_forgotten(loads: Loads) -> 
 def test_another_planner_brings_its_own_link(loads: Loads) -> None:
     cold_starts = _cold_starts(loads)
     faster = Planner(_model(100_000.0), PlannerConfig(forced=LoadStrategy.PIPELINED))
-    cold_starts.use(faster)
+    cold_starts.set_planner(faster)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     _load(loads)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
@@ -402,7 +402,7 @@ def test_another_planner_brings_its_own_link(loads: Loads) -> None:
     assert decision.strategy is LoadStrategy.PIPELINED
     (prediction,) = decision.predictions
     assert prediction.first_token_s == pytest.approx(200 / 100_000.0 + 32 * 0.004)
-    cold_starts.use(Planner(_model(1000.0), faster.config))
+    cold_starts.set_planner(Planner(_model(1000.0), faster.config))
     again = make_request(2, prompt=32, adapter_id=ADAPTER)
     assert cold_starts.may_start(again, 0, _rows(), 0.0)
     decision = cold_starts.decision(RequestId(2))

@@ -1,4 +1,4 @@
-"""When adapters will have been read from files."""
+"""Predictions of reads from files."""
 
 import pytest
 from corun.runtime.coldstart.files import FileForecast, ready_s
@@ -23,7 +23,7 @@ class Files:
         )
 
     def report(self, adapter_id: int, num_read: int, read_s: float, now_s: float) -> None:
-        self.forecast.learn(*self.loads.read(adapter_id, num_read, read_s, now_s))
+        self.forecast.record(*self.loads.read(adapter_id, num_read, read_s, now_s))
 
     def read_s(self, adapter_id: int, now_s: float) -> tuple[float, ...]:
         return self.forecast.read_s(self.loads[adapter_id], now_s)

@@ -12,7 +12,7 @@ A, B = 1, 2
 
 
 class Link:
-    """A link of 100 bytes per second, and what is loaded over it."""
+    """A link of 100 bytes per second, and its loads."""
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.loads = Loads()
@@ -83,7 +83,7 @@ def test_the_others_get_the_share_of_a_load_that_has_ended() -> None:
 
 
 def test_what_moved_before_anybody_asked_is_known() -> None:
-    """It is predicted from when something changed, not from when it is read."""
+    """Predictions begin at the last change, not at the time of the call."""
     loads = Loads()
     loads.begin(A, (100, 100), 3.0)
     forecast = LinkForecast(LinkModel(bytes_per_s=100.0, latency_s=0.0), loads.table)

@@ -1,4 +1,4 @@
-"""The planner: what it chooses on machines of different shape, and how it learns."""
+"""The planner: its choices on different machines, and its learning."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.step_time import RowCosts
-from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, Company
+from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import plan_step, predict
 from corun.runtime.coldstart.strategy import AT_ONCE, LoadStrategy
@@ -92,24 +92,31 @@ def test_the_second_token_need_not_wait_for_the_load() -> None:
 def test_chunks_share_their_steps_with_those_that_decode() -> None:
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
     # Two of them, for half a millisecond more than their tokens, in each of four steps.
-    company = Company(RowCosts(num_decodes=2, other_s=0.0005))
+    co_scheduled = CoScheduledRows(RowCosts(num_decodes=2, other_s=0.0005))
     chunked = replace(
-        _cold(load_s=0.0, num_running=2), max_chunk_tokens=8, company=company, later_company=company
+        _cold(load_s=0.0, num_running=2),
+        max_chunk_tokens=8,
+        co_scheduled=co_scheduled,
+        later_co_scheduled=co_scheduled,
     )
     beside = predict(_model(), chunked, LoadStrategy.PIPELINED)
     assert beside.first_token_s == pytest.approx(alone.first_token_s + 4 * (2 * 0.016 + 0.0005))
     assert beside.stall_s == pytest.approx(0.0)
     # Or before each of them, in a forward of their own.
-    company = Company(apart_s=0.02)
+    co_scheduled = CoScheduledRows(separate_decode_s=0.02)
     apart = predict(
-        _model(), replace(chunked, company=company, later_company=company), LoadStrategy.PIPELINED
+        _model(),
+        replace(chunked, co_scheduled=co_scheduled, later_co_scheduled=co_scheduled),
+        LoadStrategy.PIPELINED,
     )
     assert apart.first_token_s == pytest.approx(alone.first_token_s + 4 * 0.02)
 
 
 def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
-    company = Company(RowCosts(100))
-    request = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=16, company=company)
+    co_scheduled = CoScheduledRows(RowCosts(100))
+    request = replace(
+        _cold(load_s=0.0, num_running=1), max_chunk_tokens=16, co_scheduled=co_scheduled
+    )
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
     beside = predict(_model(), request, LoadStrategy.PIPELINED)
     assert beside.first_token_s == pytest.approx(alone.first_token_s + 100 * 0.016)
@@ -117,22 +124,26 @@ def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
 
 def test_the_load_goes_on_while_others_have_their_forward() -> None:
     request = _cold(load_s=0.4)
-    step = plan_step(_model(), request, 32, Company(apart_s=0.4), LoadStrategy.PIPELINED)
+    step = plan_step(
+        _model(), request, 32, CoScheduledRows(separate_decode_s=0.4), LoadStrategy.PIPELINED
+    )
     assert step.wait_s == pytest.approx(0.0)
 
 
 def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
     model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
-    alone = plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED)
+    alone = plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED)
     assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
-    beside = plan_step(model, _cold(load_s=9.0), 8, Company(RowCosts(32)), LoadStrategy.ASSISTED)
+    beside = plan_step(
+        model, _cold(load_s=9.0), 8, CoScheduledRows(RowCosts(32)), LoadStrategy.ASSISTED
+    )
     assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
 
 
 def test_workers_that_compute_beside_the_device_slow_it_down() -> None:
     contended = replace(_model(), contention=0.25)
     wait_s = [
-        plan_step(model, _cold(load_s=9.0), 8, Company(), LoadStrategy.ASSISTED).wait_s
+        plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED).wait_s
         for model in (_model(), contended)
     ]
     # Deltas of half a millisecond a token hide behind products of one.
@@ -145,12 +156,14 @@ def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
     other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
     for cold in ((), (other,)):
         step = [
-            plan_step(one, request, 8, Company(cold=cold), LoadStrategy.ASSISTED).end_s
+            plan_step(one, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).end_s
             for one in (_model(), model)
         ]
         assert step[1] - step[0] == pytest.approx(0.008)
-    step_s = plan_step(model, request, 8, Company(), LoadStrategy.PIPELINED).end_s
-    assert step_s == plan_step(_model(), request, 8, Company(), LoadStrategy.PIPELINED).end_s
+    step_s = plan_step(model, request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
+    assert (
+        step_s == plan_step(_model(), request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
+    )
 
 
 def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
@@ -158,13 +171,13 @@ def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     request = _cold(load_s=9.0)
     other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
     wait_s = [
-        plan_step(model, request, 8, Company(cold=cold), LoadStrategy.ASSISTED).wait_s
+        plan_step(model, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).wait_s
         for cold in ((), (other,), (other, other))
     ]
     in_turn_s = [number * _LAYERS * 2 * 0.0001 for number in (1, 2, 3)]
     assert wait_s == pytest.approx(in_turn_s, rel=0.02)
     slow = replace(model, groups=_model(delta_s_per_token=0.002).groups)
-    step = plan_step(slow, request, 8, Company(cold=(other,)), LoadStrategy.ASSISTED)
+    step = plan_step(slow, request, 8, CoScheduledRows(cold=(other,)), LoadStrategy.ASSISTED)
     assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
 
 
@@ -189,7 +202,7 @@ def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(
 ) -> None:
     planner = Planner(_model(), PlannerConfig(forced=forced))
     request = _cold(load_s=0.001, num_running=4)
-    step = plan_step(planner.model, request, 32, request.company, forced)
+    step = plan_step(planner.model, request, 32, request.co_scheduled, forced)
     assert planner.is_bearable(step, forced)
     for _ in range(20):
         planner.observe_stall(forced, 0.0, 10.0)
@@ -208,7 +221,7 @@ def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(
     request = _cold(load_s=0.001, num_running=4)
     planner.observe_stall(forced, 0.0, 0.1)
     stall_s = planner.predict(request, forced).stall_s
-    step = plan_step(planner.model, request, 32, request.company, forced)
+    step = plan_step(planner.model, request, 32, request.co_scheduled, forced)
     for _ in range(20):
         planner.decide(request)
         assert planner.is_bearable(step, forced)
@@ -218,7 +231,7 @@ def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(
 def test_stalls_of_pipelining_fade_where_assistance_is_forced_and_has_no_worker() -> None:
     planner = Planner(_model(), PlannerConfig(forced=LoadStrategy.ASSISTED))
     request = _cold(load_s=0.001, num_running=4, num_workers=0)
-    step = plan_step(planner.model, request, 32, request.company, LoadStrategy.PIPELINED)
+    step = plan_step(planner.model, request, 32, request.co_scheduled, LoadStrategy.PIPELINED)
     for _ in range(20):
         planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 10.0)
     assert not planner.is_bearable(step, LoadStrategy.PIPELINED)
@@ -269,7 +282,7 @@ def test_stalls_beyond_their_prediction_are_reckoned_with_until_they_are_forgott
     planner = Planner(_model())
     request = _cold(load_s=2.0, num_running=4)
     before = planner.predict(request, LoadStrategy.ASSISTED)
-    step = plan_step(planner.model, request, 32, request.company, LoadStrategy.ASSISTED)
+    step = plan_step(planner.model, request, 32, request.co_scheduled, LoadStrategy.ASSISTED)
     assert planner.decide(request).strategy is LoadStrategy.ASSISTED
     assert planner.is_bearable(step, LoadStrategy.ASSISTED)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The split layer: against every split tried out, and in the cases that matter."""
+"""The split layer: compared with all splits, and in the main cases."""
 
 from corun.runtime.coldstart.split import LayerTimes, choose_split, end_of
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def _times(draw: st.DrawFn) -> LayerTimes:
 
 
 def _run(times: LayerTimes, split: int) -> float:
-    """Layer by layer, as a device would."""
+    """Simulate the layers as on a device."""
     now_s = 0.0
     for layer in range(times.num_layers):
         now_s = max(now_s, times.held_s[layer])

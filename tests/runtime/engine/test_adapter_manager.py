@@ -81,7 +81,7 @@ class FakeDevice:
         assert self.places[place_id] == "being read"
         self.places[place_id] = digest
 
-    def forget_content(self, digest: str) -> None:
+    def drop_content(self, digest: str) -> None:
         self.forgotten.append(digest)
 
 

@@ -51,7 +51,7 @@ def test_requests_by_rank_with_what_is_left_to_compute() -> None:
     assert (after.queued_prefill_tokens, after.running_context_tokens) == (38 - 16, 16)
     used = -(-10 // BLOCK_SIZE) + -(-12 // BLOCK_SIZE)
     assert after.free_kv_tokens == (16 - used) * BLOCK_SIZE
-    assert after.promised_kv_tokens == scheduler.memory.pool.num_promised_blocks * BLOCK_SIZE > 0
+    assert after.promised_kv_tokens == scheduler.memory.pool.num_reserved_blocks * BLOCK_SIZE > 0
 
 
 def test_history_is_free() -> None:

@@ -58,7 +58,7 @@ def test_what_the_host_holds() -> None:
     assert isinstance(copy, KvTransfer)
     num_bytes = len(copy.block_ids) * BLOCK_BYTES
     assert stats_of(scheduler, 1.5).link == (LinkUsage("to_host", "kv", 0, 0.5),)
-    memory.settle(TransferResult(copy.transfer_id), 2.0)
+    memory.end_transfer(TransferResult(copy.transfer_id), 2.0)
     stats = stats_of(scheduler, 9.0)
     free_bytes = 4 * BLOCK_BYTES - num_bytes
     assert stats.memory_bytes["host"] == {"history_kv": num_bytes, "free": free_bytes}
@@ -71,7 +71,7 @@ def test_adapters_that_are_read_in_place_do_not_move() -> None:
     adapter = AdapterFacts("content", 8, 100, host_bytes=(4096,))
     memory.load(AdapterId(1), adapter, 0.0)
     (transfer,) = memory.transfers.take_commands()
-    memory.settle(TransferResult(transfer.transfer_id), 1.0)
+    memory.end_transfer(TransferResult(transfer.transfer_id), 1.0)
     stats = stats_of(make_scheduler(memory=memory))
     assert stats.link == ()
     assert stats.memory_bytes["host"] == {"adapters": 4096}

@@ -98,29 +98,29 @@ def test_misuse_is_a_bug() -> None:
         cache.acquire(AdapterId(1))
 
 
-def test_idle_adapters_back_promises_and_used_ones_do_not() -> None:
+def test_bytes_of_idle_adapters_are_reservable_and_of_used_ones_are_not() -> None:
     budget = MemoryBudget(100)
     cache = AdapterCache(budget)
     adapter_id = AdapterId(1)
     assert cache.begin_load(adapter_id, 60)
-    assert budget.unpromised_bytes == 40, "it cannot be evicted while it loads"
+    assert budget.unreserved_bytes == 40, "it cannot be evicted while it loads"
     cache.finish_load(adapter_id)
-    assert (budget.free_bytes, budget.unpromised_bytes) == (40, 100)
+    assert (budget.free_bytes, budget.unreserved_bytes) == (40, 100)
     cache.acquire(adapter_id)
     cache.acquire(adapter_id)
-    assert budget.unpromised_bytes == 40
+    assert budget.unreserved_bytes == 40
     cache.release(adapter_id)
-    assert budget.unpromised_bytes == 40, "another request uses it"
+    assert budget.unreserved_bytes == 40, "another request uses it"
     cache.release(adapter_id)
-    assert budget.unpromised_bytes == 100
+    assert budget.unreserved_bytes == 100
     cache.evict(adapter_id, EvictionReason.KV)
-    assert (budget.free_bytes, budget.unpromised_bytes) == (100, 100)
+    assert (budget.free_bytes, budget.unreserved_bytes) == (100, 100)
 
 
-def test_a_load_takes_nothing_that_was_promised() -> None:
+def test_a_load_takes_no_reserved_bytes() -> None:
     budget = MemoryBudget(100)
     cache = AdapterCache(budget)
-    budget.promise(50)
+    budget.reserve_growth(50)
     assert not cache.begin_load(AdapterId(1), 51)
     assert cache.begin_load(AdapterId(1), 50)
     assert cache.used_bytes == 50
@@ -133,19 +133,19 @@ def test_a_failed_load_in_use_backs_nothing_until_it_is_let_go() -> None:
     assert cache.begin_load(adapter_id, 60)
     cache.acquire(adapter_id)  # by a request that did not wait for it
     cache.fail_load(adapter_id)
-    assert budget.unpromised_bytes == 40
+    assert budget.unreserved_bytes == 40
     cache.release(adapter_id)
-    assert budget.unpromised_bytes == budget.free_bytes == 100
+    assert budget.unreserved_bytes == budget.free_bytes == 100
 
 
-def test_a_slab_backs_no_promises() -> None:
-    """KV blocks cannot have what lies in it."""
+def test_bytes_of_a_slab_are_not_reservable() -> None:
+    """KV blocks cannot use the memory of a slab."""
     budget = MemoryBudget(2048)
     cache = AdapterCache(budget, AdapterSlab(1024))
     assert cache.begin_load(AdapterId(1), 512)
     cache.finish_load(AdapterId(1))
     assert cache.is_idle(AdapterId(1))
-    assert budget.unpromised_bytes == budget.free_bytes == 2048 - 512
+    assert budget.unreserved_bytes == budget.free_bytes == 2048 - 512
 
 
 _LIFE = st.tuples(
@@ -155,7 +155,7 @@ _LIFE = st.tuples(
 
 
 class Lives:
-    """Four adapters of 20 to 80 bytes in 100, and what may happen to each."""
+    """Random calls for four adapters of 20 to 80 bytes in 100 bytes."""
 
     def __init__(self) -> None:
         self.budget = MemoryBudget(100)
@@ -163,7 +163,7 @@ class Lives:
         self.num_references = dict.fromkeys(map(AdapterId, range(1, 5)), 0)
 
     def happen(self, name: str, adapter_id: AdapterId) -> None:
-        """Let it happen if it can in the adapter's state."""
+        """Run an action if the adapter's state allows it."""
         cache, state = self.cache, self.cache.state(adapter_id)
         num_references = self.num_references[adapter_id]
         if name == "load" and state is AdapterState.ABSENT:
@@ -186,24 +186,22 @@ class Lives:
             self.cache.release(adapter_id)
             self.num_references[adapter_id] -= 1
 
-    def backing_bytes(self) -> int:
-        """What lies there and will go if its place is needed."""
+    def evictable_bytes(self) -> int:
+        """Return the bytes of idle adapters."""
         return sum(
             20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id)
         )
 
 
 @given(st.lists(_LIFE, max_size=60), st.integers(0, 100))
-def test_any_life_keeps_what_is_promised(
-    operations: list[tuple[str, int]], wanted_bytes: int
-) -> None:
+def test_any_life_keeps_reservations(operations: list[tuple[str, int]], wanted_bytes: int) -> None:
     lives = Lives()
     budget = lives.budget
     for name, number in operations:
         lives.happen(name, AdapterId(number))
-        backed_bytes = budget.free_bytes + lives.backing_bytes()
-        assert budget.backed_bytes == backed_bytes
-        assert budget.promise(wanted_bytes) == min(wanted_bytes, backed_bytes)
+        reservable_bytes = budget.free_bytes + lives.evictable_bytes()
+        assert budget.reservable_bytes == reservable_bytes
+        assert budget.reserve_growth(wanted_bytes) == min(wanted_bytes, reservable_bytes)
         lives.cache.check_invariants()
         budget.check_invariants()
         assert budget.free_bytes == 100 - lives.cache.used_bytes

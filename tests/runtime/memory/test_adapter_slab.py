@@ -1,4 +1,4 @@
-"""Ranges of adapters: a load finds room whenever the slab says so."""
+"""Ranges of adapters: a load always finds the room that the slab reports."""
 
 import random
 
@@ -63,7 +63,7 @@ def test_victims_make_the_room_that_is_asked_for() -> None:
             held, may_go = ranked[: len(ranked) // 4], ranked[len(ranked) // 4 :]
             victims = slab.victims(size_bytes, may_go)
             if victims is None:
-                assert held, "with nobody in the way there is always room"
+                assert held, "without held adapters there is always room"
                 continue
             assert not slab.fits(size_bytes) or victims == ()
             for victim in victims:

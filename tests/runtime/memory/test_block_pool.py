@@ -22,11 +22,11 @@ def test_lowest_ids_are_handed_out_first() -> None:
 
 
 def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
-    """So that no more of the machine's is taken than is needed."""
+    """So that no more memory is committed than necessary."""
     pool = make_pool()
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.free((BlockId(0), BlockId(1)))
-    assert pool.give_back() == (0, 1) and pool.give_back() == ()
+    assert pool.take_warm_blocks() == (0, 1) and pool.take_warm_blocks() == ()
     assert pool.written_bytes == 2 * pool.block_bytes
     pool.free((BlockId(3),))
     assert pool.written_bytes == 2 * pool.block_bytes
@@ -77,43 +77,43 @@ def test_any_sequence_keeps_the_account(operations: list[tuple[bool, int]]) -> N
         assert pool.num_used_blocks == len(set(held)) == len(held) <= 9
 
 
-def test_promised_blocks_go_to_requests_and_their_bytes_to_nobody_else() -> None:
+def test_reserved_blocks_go_to_requests_and_their_bytes_to_no_other_owner() -> None:
     budget = MemoryBudget(800)
     pool = BlockPool(8, 100, budget)
-    pool.promise(5)
-    assert (pool.num_promised_blocks, pool.num_available_blocks) == (5, 8)
-    assert not budget.reserve("adapters", 301)
-    assert budget.reserve("adapters", 300)
+    pool.reserve_growth(5)
+    assert (pool.num_reserved_blocks, pool.num_available_blocks) == (5, 8)
+    assert not budget.allocate("adapters", 301)
+    assert budget.allocate("adapters", 300)
     assert pool.allocate(2) == (0, 1)
-    assert pool.num_promised_blocks == 3
+    assert pool.num_reserved_blocks == 3
     assert pool.allocate(4) is None
     assert pool.allocate(3) == (2, 3, 4)
-    assert pool.num_promised_blocks == 0
+    assert pool.num_reserved_blocks == 0
     pool.check_invariants()
 
 
-def test_promises_are_bounded_by_blocks_and_by_bytes() -> None:
+def test_reservations_are_bounded_by_blocks_and_by_bytes() -> None:
     for pool in (make_pool(3), make_pool(8, capacity_bytes=350)):
-        pool.promise(4)
-        assert pool.num_promised_blocks == 3
+        pool.reserve_growth(4)
+        assert pool.num_reserved_blocks == 3
         pool.check_invariants()
 
 
 def test_what_is_left_of_a_block_is_nobodys() -> None:
     budget = MemoryBudget(350)
-    BlockPool(8, 100, budget).promise(4)
+    BlockPool(8, 100, budget).reserve_growth(4)
     assert budget.available_bytes == 50
 
 
-def test_a_promise_waits_for_what_must_be_evicted() -> None:
+def test_reserved_blocks_wait_for_evictions() -> None:
     budget = MemoryBudget(800)
     pool = BlockPool(8, 100, budget)
-    budget.reserve("adapters", 500)
+    budget.allocate("adapters", 500)
     budget.mark_evictable(500)
-    pool.promise(6)
-    assert (pool.num_promised_blocks, pool.num_available_blocks) == (6, 3)
+    pool.reserve_growth(6)
+    assert (pool.num_reserved_blocks, pool.num_available_blocks) == (6, 3)
     assert pool.allocate(6) is None
-    assert pool.num_promised_blocks == 6
+    assert pool.num_reserved_blocks == 6
     budget.mark_evictable(-500)
     budget.release("adapters", 500)
     assert pool.allocate(6) == (0, 1, 2, 3, 4, 5)
@@ -121,17 +121,17 @@ def test_a_promise_waits_for_what_must_be_evicted() -> None:
 
 
 _OPERATION = st.tuples(
-    st.sampled_from(("allocate", "free", "promise", "load", "unload")), st.integers(0, 6)
+    st.sampled_from(("allocate", "free", "reserve", "load", "unload")), st.integers(0, 6)
 )
 
 
 @given(st.lists(_OPERATION, max_size=50))
-def test_any_sequence_keeps_promises(operations: list[tuple[str, int]]) -> None:
-    """Free and taken are all; each promise finds its blocks, and others do not."""
+def test_any_sequence_keeps_reservations(operations: list[tuple[str, int]]) -> None:
+    """All blocks are free or in use. Reserved blocks go to growth only."""
     budget = MemoryBudget(900)
     pool = BlockPool(12, 100, budget)
     held: list[BlockId] = []
-    promised = loaded = 0
+    reserved = loaded = 0
     for name, count in operations:
         num_free = 9 - len(held) - loaded
         if name == "allocate":
@@ -139,16 +139,16 @@ def test_any_sequence_keeps_promises(operations: list[tuple[str, int]]) -> None:
             assert (block_ids is None) == (count > num_free)
             if block_ids is not None:
                 held += block_ids
-                promised = max(0, promised - count)
+                reserved = max(0, reserved - count)
         elif name == "free":
             pool.free(held[:count])
             del held[:count]
-        elif name == "promise":
-            pool.promise(count)
-            promised = min(count, num_free)
+        elif name == "reserve":
+            pool.reserve_growth(count)
+            reserved = min(count, num_free)
         elif name == "load":
-            fits = count <= num_free - promised
-            assert budget.reserve("adapters", 100 * count) == fits
+            fits = count <= num_free - reserved
+            assert budget.allocate("adapters", 100 * count) == fits
             loaded += count * fits
         else:
             num_gone = min(count, loaded)
@@ -156,5 +156,5 @@ def test_any_sequence_keeps_promises(operations: list[tuple[str, int]]) -> None:
             loaded -= num_gone
         pool.check_invariants()
         budget.check_invariants()
-        assert pool.num_promised_blocks == promised <= 9 - len(held) - loaded
+        assert pool.num_reserved_blocks == reserved <= 9 - len(held) - loaded
         assert budget.free_bytes == 900 - 100 * (len(held) + loaded)

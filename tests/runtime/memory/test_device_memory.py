@@ -21,7 +21,7 @@ from support.scheduling import BLOCK_BYTES, facts, make_memory
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
     assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
     for transfer in memory.transfers.take_commands():
-        memory.settle(TransferResult(transfer.transfer_id), 0.0)
+        memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
 
 
 def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
@@ -35,9 +35,9 @@ def test_a_load_is_one_command_and_ends_once() -> None:
     assert memory.transfers.take_commands() == (command,)
     assert memory.transfers.take_commands() == ()
     (load,) = memory.transfers
-    assert memory.settle(TransferResult(command.transfer_id), 1.0) is load
-    assert memory.settle(TransferResult(command.transfer_id), 1.0) is None
-    assert memory.settle(TransferResult(TransferId(99)), 1.0) is None
+    assert memory.end_transfer(TransferResult(command.transfer_id), 1.0) is load
+    assert memory.end_transfer(TransferResult(command.transfer_id), 1.0) is None
+    assert memory.end_transfer(TransferResult(TransferId(99)), 1.0) is None
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
     num_retired = memory.retire((), held)
     assert reclaim(memory, 3), "with what drains it is enough"
     assert memory.take_evictions() == ()
-    memory.let_go((), held, num_retired_blocks=num_retired)
+    memory.release((), held, num_retired_blocks=num_retired)
     assert memory.pool.num_available_blocks == 3
 
 
@@ -74,12 +74,12 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
-    assert memory.has_evictions and memory.take_gone() == []
+    assert memory.has_evictions and memory.take_removed() == []
     memory.cache.release(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
-    assert memory.take_gone() == [1]
-    assert memory.take_gone() == []
+    assert memory.take_removed() == [1]
+    assert memory.take_removed() == []
     assert not memory.has_evictions
 
 
@@ -88,16 +88,16 @@ def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory.drop(AdapterId(7))
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == ()
-    assert memory.take_gone() == [7]
+    assert memory.take_removed() == [7]
     assert memory.load(AdapterId(1), facts(100), 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
-    assert memory.take_gone() == []
-    memory.settle(TransferResult(transfer.transfer_id), 0.0)
+    assert memory.take_removed() == []
+    memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
     memory.begin_plan(0, 0.0)
     assert memory.take_evictions() == (1,)
-    assert memory.take_gone() == [1]
+    assert memory.take_removed() == [1]
     assert memory.budget.free_bytes == 4 * BLOCK_BYTES
 
 
@@ -135,13 +135,13 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.take_evictions() == (1,)
     assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
-    assert memory.take_gone() == [], "nobody dropped it"
+    assert memory.take_removed() == [], "it was not dropped"
     load(memory, 1, 150)
     memory.check_invariants()
 
 
 def test_with_a_slab_each_keeps_to_its_own() -> None:
-    """Adapters do not take the blocks' bytes though they are free, nor blocks the adapters'."""
+    """Adapters do not use free bytes of blocks, nor blocks those of adapters."""
     memory = make_memory(num_blocks=8, block_bytes=64, slab_bytes=256)
     load(memory, 1, 128)
     load(memory, 2, 100)
@@ -176,7 +176,7 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
 
 
 class InPlace:
-    """Adapters of two pages that are read where they are kept, and KV blocks of a page."""
+    """Adapters of two pages that are read in place, and KV blocks of one page."""
 
     def __init__(self, num_pages: int) -> None:
         self.host = HostCache(
@@ -199,14 +199,14 @@ class InPlace:
         self.plan()
 
     def plan(self) -> None:
-        """What is commanded ends; the machine has no more than there is."""
+        """End all transfers of a plan. All memory together fits the machine."""
         self.memory.begin_plan(0, 0.0)
         evictions = self.memory.take_evictions()
         transfers = self.memory.transfers.take_commands()
         loads = [one for one in transfers if isinstance(one, AdapterTransfer)]
         assert len(loads) == len(transfers), "nothing else is planned"
         if transfers:
-            self.memory.pool.give_back()
+            self.memory.pool.take_warm_blocks()
         self.fake.submit(
             StepPlan(
                 StepId(1), (), evict_adapters=evictions, transfers=transfers,
@@ -218,7 +218,7 @@ class InPlace:
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
         for transfer in loads:
             self.fake.finish(transfer, None)
-            self.memory.settle(TransferResult(transfer.transfer_id), 0.0)
+            self.memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
         self.memory.check_invariants()
 
     def kept(self) -> list[int]:
@@ -226,7 +226,7 @@ class InPlace:
 
 
 def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
-    """What is in use is reserved; what nothing uses lies in what is not reserved."""
+    """Memory in use is allocated. Idle adapters occupy unallocated memory."""
     memory = InPlace(8)
     for adapter_id in (1, 2, 3):
         memory.load(adapter_id)
@@ -245,7 +245,7 @@ def test_adapters_that_are_read_in_place_share_one_ledger_with_blocks() -> None:
     third = pool.allocate(3)
     assert first and second and third
     memory.plan()
-    assert memory.kept() == [3], "what is in use stays"
+    assert memory.kept() == [3], "an adapter in use stays"
     assert memory.host.evictions == {EvictionReason.KV: 2}
 
 
@@ -278,12 +278,12 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     first = begin(1)
     assert first is not None and begin(2) is None
     memory.transfers.take_commands()
-    memory.settle(TransferResult(first.transfer_id, "its files have changed"), 0.0)
+    memory.end_transfer(TransferResult(first.transfer_id, "its files have changed"), 0.0)
     second = begin(2)
     assert second is not None and second.host is not None and first.host is not None
     assert memory.take_host_evictions() == (first.host.place_id,)
-    memory.settle(TransferResult(second.transfer_id), 0.0)
+    memory.end_transfer(TransferResult(second.transfer_id), 0.0)
     assert host.contains("content 2") and not host.contains("content 1")
-    memory.forget_content("content 2")
+    memory.drop_content("content 2")
     assert memory.has_evictions
     memory.check_invariants()

@@ -1,4 +1,4 @@
-"""The account of the host's memory: what is kept, what has to go, and where it lies."""
+"""Adapters in host memory: what is kept and evicted, and the places."""
 
 import pytest
 from corun.runtime.memory.adapter_log import EvictionReason
@@ -18,19 +18,19 @@ def cache() -> HostCache:
 
 
 def sizes(*num_pages: int) -> list[int]:
-    """Of layers, in bytes."""
+    """Return sizes of layers in bytes."""
     return [pages * PAGE_BYTES for pages in num_pages]
 
 
 def held(cache: HostCache, digest: str, *num_pages: int) -> HostPlace:
-    """A load under way."""
+    """Begin a load."""
     place = cache.begin_load(digest, sizes(*num_pages))
     assert place is not None, f"there is no room for {digest}"
     return place
 
 
 def add(cache: HostCache, digest: str, *num_pages: int) -> None:
-    """An adapter that nothing uses."""
+    """Add an idle adapter."""
     place = held(cache, digest, *num_pages)
     if not place.is_filled:
         cache.filled(place.place_id, digest)
@@ -56,7 +56,7 @@ def test_the_same_content_is_kept_once(cache: HostCache) -> None:
     cache.end_use(first.place_id)
     cache.end_use(third.place_id)
     assert cache.taken_bytes == 2 * PAGE_BYTES and cache.take_evictions() == ()
-    assert not cache.evictions, "nobody had to make room"
+    assert not cache.evictions, "nothing had to be evicted"
 
 
 def test_what_could_not_be_read_is_not_kept(cache: HostCache) -> None:
@@ -115,15 +115,15 @@ def test_a_layer_larger_than_any_hole_does_not_fit_and_evicts_nobody(cache: Host
 def test_forgotten_content_goes_with_its_last_use(cache: HostCache) -> None:
     add(cache, "a", 2)
     first, second = held(cache, "a"), held(cache, "a")
-    cache.forget("a")
+    cache.drop("a")
     assert not cache.contains("a")
     cache.end_use(first.place_id)
     assert cache.taken_bytes == 2 * PAGE_BYTES and not cache.has_evictions
     add(cache, "a", 3)
     cache.end_use(second.place_id)
     assert cache.taken_bytes == 3 * PAGE_BYTES
-    cache.forget("a")
-    cache.forget("a")
+    cache.drop("a")
+    cache.drop("a")
     assert cache.taken_bytes == 0
     assert cache.evictions == {EvictionReason.DROPPED: 2}
 
@@ -164,15 +164,15 @@ def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(
 ) -> None:
     add(cache, "a", 2)
     add(cache, "b", 2)
-    cache.forget("a")
+    cache.drop("a")
     lost = cache.take_evictions()
-    cache.forget("b")
+    cache.drop("b")
     cache.evict_again(lost)
     assert cache.take_evictions() == (*lost, 2)
 
 
 class CacheAndArena(RuleBasedStateMachine):
-    """The account beside the real arena, which gets commands late and apart: they agree."""
+    """The account agrees with a real arena that gets commands late and separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +181,11 @@ class CacheAndArena(RuleBasedStateMachine):
         self.uses: list[tuple[HostPlace, str, ArenaEntry]] = []
 
     def carry_out(self) -> None:
-        """What a plan does first, and what a registration does to make room."""
+        """Carry out evictions, as a plan and a registration do first."""
         before = self.arena.place_ids
         evictions = self.cache.take_evictions()
         self.arena.evict(evictions)
-        assert self.arena.place_ids == before - set(evictions), "evicted what it was not told"
+        assert self.arena.place_ids == before - set(evictions), "an eviction without a command"
 
     def use(self, place: HostPlace | None, digest: str) -> None:
         if place is None:
@@ -218,8 +218,8 @@ class CacheAndArena(RuleBasedStateMachine):
         self.cache.end_use(place.place_id)
 
     @rule(digest=st.sampled_from("abcd"))
-    def forget(self, digest: str) -> None:
-        self.cache.forget(digest)
+    def drop(self, digest: str) -> None:
+        self.cache.drop(digest)
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def keep_within(self, num_pages: int) -> None:

@@ -17,7 +17,7 @@ A, B = b"a" * 32, b"b" * 32
 
 
 class RecordingPolicy:
-    """In the order in which they were offered; all calls must make sense."""
+    """Ranks in order of offers, and checks that calls are valid."""
 
     def __init__(self) -> None:
         self.offered: dict[MemoryItem, None] = {}
@@ -33,7 +33,7 @@ class RecordingPolicy:
     def withdraw(self, item: MemoryItem) -> None:
         del self.offered[item]
 
-    def forget(self, item: MemoryItem) -> None:
+    def remove(self, item: MemoryItem) -> None:
         self.offered.pop(item, None)
         self.forgotten.append(item)
 
@@ -54,7 +54,7 @@ def enter(
     for number in range(len(token_ids) // SIZE):
         tokens = token_ids[number * SIZE : (number + 1) * SIZE]
         parent = path[-1] if path else None
-        path.append(tree.enter(namespace, parent, tokens, BlockId(first_block + number)))
+        path.append(tree.insert(namespace, parent, tokens, BlockId(first_block + number)))
     tree.check_invariants()
     return path
 
@@ -62,7 +62,7 @@ def enter(
 def keep(
     tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A
 ) -> list[KvNode]:
-    """The same, and it is not held."""
+    """The same, without a hold."""
     path = enter(tree, token_ids, first_block, namespace)
     assert tree.release(path[-1]) == ([], [])
     tree.check_invariants()
@@ -70,7 +70,7 @@ def keep(
 
 
 def to_host(tree: KvTree, node: KvNode, slot: int) -> None:
-    """It is copied, and leaves the device."""
+    """Copy a node to the host, and evict it from the device."""
     tree.set_host_slot(node, HostSlot(slot))
     block_id = node.block_id
     assert tree.evict(node) == ([block_id], [])
@@ -154,7 +154,7 @@ def test_nothing_enters_behind_what_is_not_held() -> None:
     tree, _ = make_tree()
     (node,) = keep(tree, (1, 2), 0)
     with pytest.raises(AssertionError):
-        tree.enter(A, node, (3, 4), BlockId(1))
+        tree.insert(A, node, (3, 4), BlockId(1))
 
 
 def test_a_hold_of_one_holds_all_before_it() -> None:
@@ -204,14 +204,14 @@ def test_it_comes_back_from_the_root_on_while_it_is_held() -> None:
     to_host(tree, second, 0)
     to_host(tree, first, 1)
     with pytest.raises(AssertionError):
-        tree.give_block(first, BlockId(5))
+        tree.assign_block(first, BlockId(5))
     tree.hold(second)
     with pytest.raises(AssertionError):
-        tree.give_block(second, BlockId(5))
+        tree.assign_block(second, BlockId(5))
     with pytest.raises(AssertionError):
         tree.clear_host_slot(first)
-    tree.give_block(first, BlockId(5))
-    tree.give_block(second, BlockId(6))
+    tree.assign_block(first, BlockId(5))
+    tree.assign_block(second, BlockId(6))
     tree.check_invariants()
     assert not policy.offered and tree.num_unreferenced_blocks == 0
     tree.release(second)
@@ -252,7 +252,7 @@ def test_a_namespace_that_is_dropped_is_found_no_more_and_freed_when_released() 
     assert tree.match(A, (1, 2), 2) == [] and tree.match(B, (1, 2), 2) == other
     assert tree.num_blocks_of(A) == 0 and tree.num_device_blocks == 3
     tree.check_invariants()
-    last = tree.enter(A, path[-1], (5, 6), BlockId(2))
+    last = tree.insert(A, path[-1], (5, 6), BlockId(2))
     again = enter(tree, (1, 2, 3, 4), 30)
     assert again[0] is not path[0] and tree.num_blocks_of(A) == 2
     freed = tree.release(last)
@@ -267,8 +267,8 @@ def test_a_failed_copy_is_found_no_more_nor_what_is_behind_it() -> None:
     tree, policy = make_tree()
     first, second, third = enter(tree, (1, 2, 3, 4, 5, 6), 0)
     keep(tree, (1, 2, 3, 4, 7, 8), 10)
-    assert tree.forget_content(second) == ([12], [])
-    assert tree.forget_content(third) == tree.forget_content(second) == ([], [])
+    assert tree.drop_content(second) == ([12], [])
+    assert tree.drop_content(third) == tree.drop_content(second) == ([], [])
     assert tree.match(A, (1, 2, 3, 4), 4) == [first]
     again = enter(tree, (1, 2, 3, 4), 20)
     assert again[0] is first and again[1].block_id == 21
@@ -277,7 +277,7 @@ def test_a_failed_copy_is_found_no_more_nor_what_is_behind_it() -> None:
     assert tree.match(A, (1, 2, 3, 4), 4) == again
     tree.release(again[-1])
     assert list(policy.offered) == [again[-1]]
-    assert tree.forget_content(again[-1]) == ([21], []) and list(policy.offered) == [first]
+    assert tree.drop_content(again[-1]) == ([21], []) and list(policy.offered) == [first]
     tree.check_invariants()
 
 
@@ -287,7 +287,7 @@ def test_what_waits_for_a_copy_that_will_not_come_has_no_block_to_count() -> Non
     to_host(tree, third, 0)
     to_host(tree, second, 1)
     tree.hold(third)
-    assert tree.forget_content(second) == ([], [])
+    assert tree.drop_content(second) == ([], [])
     assert tree.num_blocks_of(A) == 1
     tree.check_invariants()
     freed = tree.release(third)
@@ -301,13 +301,13 @@ def test_requests_that_are_detached_share_until_each_has_ended() -> None:
     (first,) = enter(tree, (1, 2), 0)
     tree.hold(first)
     tree.drop_namespace(A)
-    second = tree.enter(A, first, (3, 4), BlockId(1))
-    assert tree.enter(A, first, (3, 4), BlockId(2)) is second
+    second = tree.insert(A, first, (3, 4), BlockId(1))
+    assert tree.insert(A, first, (3, 4), BlockId(2)) is second
     assert tree.release(second) == ([], [])
     tree.hold(first)
     assert tree.release(second) == ([1], [])
     tree.check_invariants()
-    third = tree.enter(A, first, (3, 4), BlockId(3))
+    third = tree.insert(A, first, (3, 4), BlockId(3))
     assert third is not second
     tree.check_invariants()
     assert tree.release(third) == ([3, 0], [])
@@ -326,7 +326,7 @@ def test_what_is_detached_takes_its_slot_along() -> None:
 def test_a_block_has_as_many_tokens_as_a_block_has() -> None:
     tree, _ = make_tree()
     with pytest.raises(Exception, match="pack expected 2"):
-        tree.enter(A, None, (1, 2, 3), BlockId(0))
+        tree.insert(A, None, (1, 2, 3), BlockId(0))
 
 
 def _num_alive() -> int:
@@ -334,7 +334,7 @@ def _num_alive() -> int:
 
 
 def test_nothing_that_has_gone_waits_for_the_garbage_collector() -> None:
-    """An engine runs without it."""
+    """An engine runs without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -361,7 +361,7 @@ def test_the_longest_path_needs_no_recursion() -> None:
     path = keep(tree, [7] * 20_000, 0)
     tree.hold(path[-1])
     tree.release(path[-1])
-    tree.forget_content(path[5])
+    tree.drop_content(path[5])
     assert len(tree.drop_namespace(A).block_ids) == 5
     assert tree.num_nodes == 0
 
@@ -379,7 +379,7 @@ _Content = tuple[bytes, tuple[int, ...]]  # namespace, and all tokens up to the 
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Requests, copies, evictions and drops, beside a flat list of what is kept."""
+    """Requests, copies, evictions and drops, compared with a flat list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class TreeMachine(RuleBasedStateMachine):
             del self.slots[slot]
 
     def lose(self, content: _Content) -> None:
-        """It and what is behind it are not to be found any more."""
+        """Remove a node and its descendants from the list."""
         namespace, tokens = content
         for other in list(self.kept):
             if other[0] == namespace and other[1][: len(tokens)] == tokens:
@@ -440,14 +440,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 99), token_ids=st.tuples(*[st.integers(0, 1)] * SIZE))
-    def go_on(self, number: int, token_ids: tuple[int, ...]) -> None:
+    def extend(self, number: int, token_ids: tuple[int, ...]) -> None:
         self.compute(self.requests[number % len(self.requests)], token_ids)
 
     def compute(self, request: _Running, token_ids: Sequence[int]) -> None:
         request.token_ids += token_ids
         content = (request.namespace, tuple(request.token_ids))
         own = self.take_block(content)
-        node = self.tree.enter(request.namespace, request.tip, token_ids, own)
+        node = self.tree.insert(request.namespace, request.tip, token_ids, own)
         assert self.kept.get(content, node) is node or request.tip is not None
         is_found = request.tip is None or any(request.tip is kept for kept in self.kept.values())
         if is_found:
@@ -493,12 +493,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kept)
     @rule(number=st.integers(0, 99))
-    def forget_content(self, number: int) -> None:
+    def drop_content(self, number: int) -> None:
         content = sorted(self.kept)[number % len(self.kept)]
         node = self.kept[content]
         self.lose(content)
-        self.free(self.tree.forget_content(node))
-        assert self.tree.forget_content(node) == ([], [])
+        self.free(self.tree.drop_content(node))
+        assert self.tree.drop_content(node) == ([], [])
 
     @rule(number=st.integers(0, 99))
     def begin_copy(self, number: int) -> None:
@@ -552,7 +552,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 99), num_copied=st.integers(0, 4))
     def swap_in(self, number: int, num_copied: int) -> None:
-        """Of what is held all or a part is copied now."""
+        """Copy all or a part of the held nodes."""
         left = [content for content, node in sorted(self.kept.items()) if node.block_id is None]
         if not left:
             return
@@ -564,7 +564,7 @@ class TreeMachine(RuleBasedStateMachine):
         copied = [node for node in path if node.block_id is None][:num_copied]
         for node in copied:
             assert node.host_slot is not None
-            self.tree.give_block(node, self.take_block(self.slots[node.host_slot]))
+            self.tree.assign_block(node, self.take_block(self.slots[node.host_slot]))
         self.swap_ins.append((path[-1], copied))
 
     @precondition(lambda self: self.swap_ins)
@@ -576,7 +576,7 @@ class TreeMachine(RuleBasedStateMachine):
                 if kept is node:
                     self.lose(content)
                     break
-            self.free(self.tree.forget_content(node))
+            self.free(self.tree.drop_content(node))
         self.free(self.tree.release(held))
 
     @invariant()

@@ -1,4 +1,4 @@
-"""How much of the link is used: in time by what can be copied, in bytes by what has come."""
+"""Busy time of a link by ready transfers, and bytes by progress."""
 
 from corun.profiles.link import Direction
 from corun.runtime.memory.link_use import LinkKey

@@ -1,4 +1,4 @@
-"""The accounts of memory that is shared, and of memory that is split."""
+"""Accounts of shared and of split memory."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Adapters that stay on the device."""
+"""Pinned adapters."""
 
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
@@ -46,7 +46,7 @@ def test_in_a_slab_it_stays_where_it_is() -> None:
     assert memory.reclaim(0, 512, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.take_evictions() == (B,)
     assert memory.can_ever_hold(NUM_BLOCKS, 512) and not memory.can_ever_hold(1, 513)
-    assert memory.can_ever_hold(1, 1024, A), "whose own pin is no other's"
+    assert memory.can_ever_hold(1, 1024, A), "its own pin does not count twice"
 
 
 def test_requests_are_held_to_what_is_left() -> None:
@@ -66,7 +66,7 @@ def test_it_is_to_be_loaded_once_and_no_longer_when_its_load_has_failed() -> Non
     assert memory.pins.to_load() == ((A, adapter),) and memory.pins.num_bytes() == 100
     transfer = memory.load(A, adapter, 0.0, is_demand=False)
     assert transfer is not None and memory.pins.to_load() == ()
-    memory.settle(TransferResult(transfer.transfer_id, "the file is gone"), 0.0)
+    memory.end_transfer(TransferResult(transfer.transfer_id, "the file is gone"), 0.0)
     assert memory.pins.to_load() == () and memory.cache.state(A) is AdapterState.ABSENT
     assert A in memory.pins, "it stays when it is loaded for a request"
     memory.transfers.take_commands()
@@ -82,6 +82,6 @@ def test_a_dropped_version_is_pinned_no_longer() -> None:
     memory.drop(A)
     memory.drop(B)
     memory.begin_plan(0, 0.0)
-    assert memory.take_gone() == [A, B] and memory.pins.num_bytes() == 0
+    assert memory.take_removed() == [A, B] and memory.pins.num_bytes() == 0
     assert memory.pins.to_load() == () and memory.take_evictions() == (A,)
     memory.check_invariants()

@@ -1,4 +1,4 @@
-"""The means and shares that policies go by."""
+"""Means and shares that policies use."""
 
 import pytest
 from corun.runtime.memory.policies.facts import MemoryFacts, RankingPolicy
@@ -12,38 +12,38 @@ from support.scheduling import make_memory
 def test_the_mean_follows_within_its_window() -> None:
     mean = RecentMean(window_s=5.0)
     assert mean() == 0.0
-    mean.note(8.0, 100.0)
+    mean.record(8.0, 100.0)
     assert mean() == 8.0, "nothing was before"
-    mean.note(0.0, 101.0)
+    mean.record(0.0, 101.0)
     assert mean() == 8.0
-    mean.note(0.0, 106.0)
+    mean.record(0.0, 106.0)
     assert mean() == pytest.approx(8.0 / 2.718, rel=1e-3)
-    mean.note(4.0, 200.0)
+    mean.record(4.0, 200.0)
     assert mean() == pytest.approx(0.0, abs=1e-6)
-    mean.note(4.0, 300.0)
+    mean.record(4.0, 300.0)
     assert mean() == pytest.approx(4.0)
 
 
 def test_moments_weigh_nothing() -> None:
     mean = RecentMean()
-    mean.note(4.0, 1.0)
-    mean.note(100.0, 2.0)
-    mean.note(4.0, 2.0)
-    mean.note(4.0, 3.0)
+    mean.record(4.0, 1.0)
+    mean.record(100.0, 2.0)
+    mean.record(4.0, 2.0)
+    mean.record(4.0, 3.0)
     assert mean() == pytest.approx(4.0)
 
 
 def test_the_share_of_blocks_that_are_found_follows_within_some_ten_thousand() -> None:
     share = ReuseShare()
     assert share() == 1.0
-    share.note(num_found=500)
+    share.record(num_found=500)
     assert share() == 1.0, "no share is more"
     for _ in range(100):
-        share.note(num_computed=1000)
+        share.record(num_computed=1000)
     assert share() < 0.03
     for _ in range(100):
-        share.note(num_computed=1000)
-        share.note(num_found=300)
+        share.record(num_computed=1000)
+        share.record(num_found=300)
     assert share() == pytest.approx(0.3, rel=0.1)
 
 

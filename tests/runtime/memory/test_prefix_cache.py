@@ -1,4 +1,4 @@
-"""Prefixes that are kept, the versions that they belong to, and how they are evicted."""
+"""Stored prefixes, their versions, and evictions."""
 
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
@@ -10,26 +10,28 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     path = keep(memory, 1, 3)
     pool, budget = memory.pool, memory.budget
     assert (pool.num_used_blocks, pool.num_cached_blocks, pool.num_unused_blocks) == (0, 3, 8)
-    assert budget.unpromised_bytes == budget.capacity_bytes
+    assert budget.unreserved_bytes == budget.capacity_bytes
     memory.prefixes.hold(path[:2])
     assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
     assert memory.has_room_for(BASE_ADAPTER, 6) and not memory.has_room_for(BASE_ADAPTER, 7)
-    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), "whose block it would hold, too"
-    memory.let_go(path[:2], ())
+    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), (
+        "it would also hold a block of the path"
+    )
+    memory.release(path[:2], ())
     assert memory.has_room_for(BASE_ADAPTER, 8)
 
 
-def test_what_is_computed_again_and_held_with_its_copy_backs_no_promise() -> None:
+def test_a_block_that_is_computed_again_and_held_is_not_reservable() -> None:
     memory = make_memory(num_blocks=4, keeps_prefixes=True)
     pool = memory.pool
     keep(memory, 1, 2)
     own = pool.allocate(1)
     assert own is not None
-    pool.promise(3)
-    assert pool.num_promised_blocks == 3, "one is free, two would make way"
-    node = memory.prefixes.keep(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
+    pool.reserve_growth(3)
+    assert pool.num_reserved_blocks == 3, "one is free, two would make way"
+    node = memory.prefixes.store(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
     assert node.block_id != own[0], "it is the one that was there"
-    assert pool.num_promised_blocks == 2
+    assert pool.num_reserved_blocks == 2
     memory.check_invariants()
 
 

@@ -1,4 +1,4 @@
-"""Idle KV and adapters give way while the machine is short of memory; nothing that runs does."""
+"""Idle KV and adapters are evicted while the machine is short of memory."""
 
 from mmap import PAGESIZE
 
@@ -16,16 +16,16 @@ TOTAL = 100_000
 
 
 class Machine:
-    """What the machine says of its memory, and what is called at the end of a shortage."""
+    """Measurements of the machine's memory, and the call at the end of a shortage."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.room: MemoryRoom | None = None
         self.num_ends = 0
         self._memory = memory
-        memory.relief.follow(self._look, self._end)
+        memory.relief.watch(self._look, self._end)
 
     def says(self, available_bytes: int, now_s: float = 0.0, *, total_bytes: int = TOTAL) -> None:
-        """With the next plan."""
+        """Run the next plan."""
         self.room = MemoryRoom(available_bytes, total_bytes)
         self._memory.begin_plan(0, now_s)
 
@@ -94,7 +94,7 @@ def test_calm_begins_anew_with_each_shortage() -> None:
 
 
 def test_what_running_requests_hold_counts_and_stays() -> None:
-    """A request takes 20 blocks of what is allowed; what it holds is idle again when it ends."""
+    """A request uses 20 blocks within the limit, which are idle again when it ends."""
     memory = history_of(100)
     machine = Machine(memory)
     machine.says(9_000, 0.0)
@@ -104,7 +104,7 @@ def test_what_running_requests_hold_counts_and_stays() -> None:
     memory.begin_plan(1, 1.0)
     assert memory.prefixes.num_evictable_blocks == 50
     assert memory.pool.num_used_blocks == 20
-    memory.let_go((), blocks)
+    memory.release((), blocks)
     memory.relief.take_freed_blocks(is_needed=False)
     keep(memory, 300, 20)
     memory.begin_plan(0, 2.0)
@@ -123,21 +123,21 @@ def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it
     memory = make_memory(num_blocks=10)
     blocks = memory.pool.allocate(4)
     assert blocks is not None
-    memory.let_go((), blocks)
+    memory.release((), blocks)
     assert memory.relief.take_freed_blocks(is_needed=False) == ()
     assert len(memory.relief.take_freed_blocks(is_needed=True)) == 4
 
 
 class TestAdapters:
     def make(self, number: int) -> tuple[DeviceMemory, HostCache]:
-        """Adapters that are read in place; as many are on the device, and used by nothing."""
+        """Adapters that are read in place, and idle on the device."""
         host = HostCache(64 * PAGESIZE, is_device_memory=True)
         memory = make_memory(num_blocks=10, capacity_bytes=64 * PAGESIZE, host=host)
         for index in range(1, number + 1):
             adapter = AdapterFacts(f"content {index}", 8, PAGESIZE, host_bytes=(PAGESIZE,))
             memory.load(AdapterId(index), adapter, 0.0)
             for transfer in memory.transfers.take_commands():
-                memory.settle(TransferResult(transfer.transfer_id), 0.0)
+                memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
         return memory, host
 
     def test_idle_ones_leave_the_device_and_the_host(self) -> None:
@@ -188,7 +188,7 @@ def test_requests_that_run_are_answered_while_memory_stays_short(depth: int) -> 
     memory = make_memory(num_blocks=64, keeps_prefixes=True)
     scheduler = make_scheduler(memory=memory)
     executor = make_executor(scheduler)
-    memory.relief.follow(lambda: MemoryRoom(0, TOTAL), lambda: None)
+    memory.relief.watch(lambda: MemoryRoom(0, TOTAL), lambda: None)
     for number in range(1, 12):
         scheduler.add_request(make_request(number, prompt=9, max_tokens=6), 0.0)
     finished = []

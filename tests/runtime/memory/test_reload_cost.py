@@ -1,4 +1,4 @@
-"""What it costs to have something back, in seconds."""
+"""Costs of reloading items, in seconds."""
 
 import pytest
 from corun.profiles.models import LinkModel
@@ -13,7 +13,7 @@ SLOW_LINK = LinkModel(bytes_per_s=1e2, latency_s=0.001)
 
 
 class Times:
-    """0.01 s a token, and 1 ms for each pair of a token and one before it."""
+    """0.01 s for each token, and 1 ms for each pair of a token and an earlier one."""
 
     def __init__(self, token_s: float = 0.01) -> None:
         self.token_s = token_s

@@ -1,4 +1,4 @@
-"""What goes by the rules of the policy: KV with its adapter or apart, one ranking or one each."""
+"""Evictions by rules of policies: KV with or without its adapter, one ranking or two."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def evicts_adapter(memory: DeviceMemory, num_bytes: int) -> tuple[AdapterId, ...
 
 
 def history(memory: DeviceMemory) -> None:
-    """An adapter that was used first, its KV, and that of the base model."""
+    """An adapter with the oldest use, its KV, and KV of the base model."""
     load(memory, A, 100)
     keep(memory, 10, 2, adapter_id=A, namespace=b"a")
     keep(memory, 20, 1)
@@ -41,7 +41,7 @@ def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:
 def test_and_stays_where_it_is_not() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="discard-idle")
     history(memory)
-    assert memory.take_evictions() == (A,), "nobody waits for it"
+    assert memory.take_evictions() == (A,), "no request waits for it"
     memory.begin_plan(0, 1.0)
     assert num_found(memory, 10, b"a") == 2 and memory.tied_kv.num_invalid_blocks == 2
     load(memory, A, 100)
@@ -71,7 +71,7 @@ def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go()
     assert transfer is not None
     memory.cache.acquire(A)
     keep(memory, 10, 2, adapter_id=A, namespace=b"a")
-    memory.settle(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
+    memory.end_transfer(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
     memory.take_evictions()
     assert num_found(memory, 10, b"a") == 2, "the request may be running still"
     memory.cache.release(A)
@@ -83,7 +83,7 @@ def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go()
 def test_history_that_is_not_wanted_goes_when_nobody_holds_it() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="slora")
     keep(memory, 10, 2)
-    assert num_found(memory, 10) == 2, "who runs beside may share it"
+    assert num_found(memory, 10) == 2, "a running request may share it"
     memory.begin_plan(0, 0.0)
     assert num_found(memory, 10) == 0
 

@@ -1,4 +1,4 @@
-"""Copies of KV to the host and back: which, when, and what is left behind."""
+"""Copies of KV to the host and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def swapper_of(memory: DeviceMemory) -> KvSwapper:
 
 
 def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
-    """What the next plan copies."""
+    """Return the copies of the next plan."""
     memory.copy_ahead(0.0)
     memory.check_invariants()
     commands = memory.transfers.take_commands()
@@ -54,12 +54,12 @@ def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
 
 
 def end(memory: DeviceMemory, copy: KvTransfer, error: str | None = None) -> None:
-    memory.settle(TransferResult(copy.transfer_id, error), 0.0)
+    memory.end_transfer(TransferResult(copy.transfer_id, error), 0.0)
     memory.check_invariants()
 
 
 def copy_all(memory: DeviceMemory) -> int:
-    """Go on until nothing is left to be copied; how many blocks were."""
+    """Run until nothing is left to copy. Return the number of copied blocks."""
     num_copied = 0
     for _ in range(200):
         copies = copies_of(memory)
@@ -72,14 +72,14 @@ def copy_all(memory: DeviceMemory) -> int:
 
 
 def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer:
-    """Begin to bring a prefix back of which only the beginning is on the device."""
+    """Begin to copy a prefix in that is only partly on the device."""
     tokens = tokens_of(first_token, num_blocks)
     path = memory.prefixes.match(NAMESPACE, tokens, len(tokens))
     nodes = path[swapper_of(memory).num_readable(path) :]
     memory.prefixes.hold(path)
     block_ids = memory.pool.allocate(len(nodes))
     assert block_ids is not None
-    swapper_of(memory).bring(nodes, block_ids, 0.0)
+    swapper_of(memory).copy_in(nodes, block_ids, 0.0)
     memory.check_invariants()
     (copy,) = memory.transfers.take_commands()
     assert isinstance(copy, KvTransfer) and copy.direction is Direction.TO_DEVICE
@@ -89,7 +89,7 @@ def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer
 def send_away(
     memory: DeviceMemory, first_token: int, num_blocks: int, adapter_id: AdapterId = BASE_ADAPTER
 ) -> list[KvNode]:
-    """Keep a prefix that only the host has in the end; the device has nothing then."""
+    """Store a prefix, copy it to the host and evict it from the device."""
     path = keep(memory, first_token, num_blocks, adapter_id=adapter_id)
     fillers = iter(range(1_000, 1_000_000, 1_000))
     while path[0].block_id is not None:
@@ -206,7 +206,7 @@ def test_slots_that_are_read_are_nobody_elses() -> None:
     end(memory, copy)
     memory.prefixes.hold(path)
     assert not copies_of(memory), "a request may have others to come to"
-    memory.prefixes.let_go(path)
+    memory.prefixes.release(path)
     (copy,) = copies_of(memory)
     assert set(copy.block_ids).isdisjoint(node.block_id for node in path)
     assert not any(node.host_slot is not None for node in path)
@@ -247,7 +247,7 @@ def test_a_version_is_dropped_while_its_blocks_move(
 
 @pytest.mark.parametrize("direction", Direction)
 def test_an_adapter_leaves_while_its_blocks_move(direction: Direction) -> None:
-    """They follow it with the first plan after their copy."""
+    """They are evicted with the first plan after their copy."""
     memory = make(capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 100)
     load(memory, 1, 100)
     path = keep(memory, 1, 100, adapter_id=AdapterId(1))
@@ -276,13 +276,13 @@ def test_copying_is_compared_with_computing() -> None:
     for token_s, is_worth in ((1.0, True), (1e-9, False), (0.0, False)):
         memory = make(token_s=token_s)
         path = send_away(memory, 1, 2)
-        assert swapper_of(memory).is_worth_bringing(path) is is_worth
+        assert swapper_of(memory).is_copy_faster(path) is is_worth
     # 200 bytes at 1 GB/s beside as much of a load, and 8 tokens.
     memory = make(token_s=1.5 * 2e-7 / 8, capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 5000)
     path = send_away(memory, 1, 2)
-    assert swapper_of(memory).is_worth_bringing(path)
+    assert swapper_of(memory).is_copy_faster(path)
     assert memory.load(AdapterId(1), facts(5000), 0.0)
-    assert not swapper_of(memory).is_worth_bringing(path)
+    assert not swapper_of(memory).is_copy_faster(path)
 
 
 _Content = tuple[bytes, tuple[int, ...]]  # namespace, and all tokens up to the block's end
@@ -295,7 +295,7 @@ class _Running:
 
 
 class SwapMachine(RuleBasedStateMachine):
-    """Requests, evictions, copies and drops, beside what blocks and slots truly hold."""
+    """Requests, evictions, copies and drops, compared with contents of blocks and slots."""
 
     @initialize(
         policy=st.sampled_from([name for name in MEMORY_POLICIES if name != "slora"]),
@@ -326,7 +326,7 @@ class SwapMachine(RuleBasedStateMachine):
         symbols=st.lists(st.integers(0, 1), min_size=1, max_size=12),
     )
     def begin(self, is_adapter: bool, symbols: list[int]) -> None:
-        """Find, hold and compute."""
+        """Find, hold and compute blocks."""
         self.now_s += 1.0
         namespace = b"adapter" if is_adapter else b"base"
         adapter_id = AdapterId(1) if is_adapter else BASE_ADAPTER
@@ -344,7 +344,7 @@ class SwapMachine(RuleBasedStateMachine):
             if found is None:
                 return
             self.blocks[found[0]] = (namespace, tuple(symbols[: number + 1]))
-            node = self.memory.prefixes.keep(
+            node = self.memory.prefixes.store(
                 adapter_id, namespace,
                 running.path[-1] if running.path else None,
                 (symbols[number],) * BLOCK_SIZE, found[0], self.now_s,
@@ -357,7 +357,7 @@ class SwapMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def end_request(self, number: int) -> None:
         request = self.requests.pop(number % len(self.requests))
-        self.memory.let_go(request.path, request.own)
+        self.memory.release(request.path, request.own)
 
     @rule(num_blocks=st.integers(1, 12))
     def make_room(self, num_blocks: int) -> None:
@@ -372,7 +372,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=2, max_size=12))
     def come_and_go(self, is_adapter: bool, symbols: list[int]) -> None:
-        """What mostly happens: history that no request holds."""
+        """The usual case: history that no request holds."""
         self.begin(is_adapter, symbols)
         self.end_request(len(self.requests) - 1)
         self.plan(2)
@@ -381,7 +381,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(number=st.integers(0, 99))
-    def bring(self, number: int) -> None:
+    def copy_in(self, number: int) -> None:
         namespace, symbols = sorted(self.known)[number % len(self.known)]
         path = self.match(namespace, symbols)
         num_found = self.swapper.num_readable(path)
@@ -392,9 +392,9 @@ class SwapMachine(RuleBasedStateMachine):
         self.memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
         block_ids = self.memory.pool.allocate(num_blocks)
         if block_ids is None:
-            self.memory.prefixes.let_go(path)
+            self.memory.prefixes.release(path)
             return
-        self.swapper.bring(path[num_found:], block_ids, self.now_s)
+        self.swapper.copy_in(path[num_found:], block_ids, self.now_s)
         self.take_commands()
 
     @precondition(lambda self: self.copies)
@@ -409,14 +409,14 @@ class SwapMachine(RuleBasedStateMachine):
                 else:
                     self.blocks[block_id] = self.slots[slot]
         error = "bad luck" if has_failed else None
-        self.memory.settle(TransferResult(copy.transfer_id, error), self.now_s)
+        self.memory.end_transfer(TransferResult(copy.transfer_id, error), self.now_s)
 
     @rule()
     def drop_version(self) -> None:
         self.memory.prefixes.drop_version(AdapterId(1))
 
     def take_commands(self) -> None:
-        """From now on there is garbage where they go to."""
+        """Overwrite the targets with garbage."""
         for copy in self.memory.transfers.take_commands():
             assert isinstance(copy, KvTransfer)
             self.copies[copy.transfer_id] = copy

@@ -1,4 +1,4 @@
-"""The table of what moves: what the next plan says of it, and which files are read."""
+"""The table of transfers: commands for the next plan, and the order of reading files."""
 
 import pytest
 from corun.profiles.link import Direction
@@ -18,7 +18,7 @@ A, B, C = 1, 2, 3
 
 
 def copy_out(table: TransferTable) -> OpenTransfer:
-    """A block of 10 bytes goes to the host."""
+    """Begin a copy of a block of 10 bytes to the host."""
     command = KvTransfer(
         table.new_id(), Direction.TO_HOST, (BlockId(3),), (HostSlot(1),), is_demand=False
     )
@@ -107,7 +107,7 @@ def test_of_what_has_ended_nothing_is_heard() -> None:
 
 
 def test_whose_files_are_read() -> None:
-    """A prefetch gives way between two layer groups; a load with newer reports has its turn."""
+    """A prefetch is interrupted between layer groups; newer reports set the current load."""
     loads = Loads()
     table = loads.table
 

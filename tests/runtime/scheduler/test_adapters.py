@@ -1,4 +1,4 @@
-"""Loads, evictions and failures of adapters, and who is overtaken meanwhile."""
+"""Loads, evictions and failures of adapters, and overtaking meanwhile."""
 
 from collections.abc import Generator
 from mmap import PAGESIZE
@@ -184,11 +184,11 @@ def test_what_is_pinned_has_the_first_room_however_many_wait() -> None:
         loads += loaded_by(plan)
     assert scheduler.num_waiting > 10
     [load] = [one for one in loads_of(plan) if one.adapter_id == 99]
-    assert load.is_demand, "as a prefetch it would give way to the loads of all who wait"
+    assert load.is_demand, "a prefetch would wait for the loads of all waiting requests"
 
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
-def test_loading_ahead_leaves_running_requests_what_is_promised(num_spare_bytes: int) -> None:
+def test_loading_ahead_takes_no_reserved_memory(num_spare_bytes: int) -> None:
     capacity_bytes = (
         4 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
     )  # 5 + 9 tokens, the last without KV
@@ -202,7 +202,7 @@ def test_loading_ahead_leaves_running_requests_what_is_promised(num_spare_bytes:
 
 def test_who_is_offered_later_does_not_displace_the_adapters_of_those_in_front() -> None:
     class Bypassing(FcfsPolicy):
-        """Goes on behind a head that has no memory."""
+        """Continues behind a head without memory."""
 
         def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
             for request in self.upcoming(9):
@@ -296,7 +296,7 @@ def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:
     scheduler.drop_adapter(AdapterId(1))
     assert scheduler.has_work()
     run_to_end(scheduler, executor)
-    assert scheduler.memory.take_gone() == [1]
+    assert scheduler.memory.take_removed() == [1]
     assert executor.resident_adapters == set()
     assert scheduler.memory.cache.used_bytes == 0
 
@@ -315,7 +315,7 @@ def test_an_eviction_is_told_again_if_nobody_knows_what_became_of_its_plan() -> 
 
 
 def test_what_is_evicted_makes_room_in_the_same_step() -> None:
-    """For a load, which frees the memory of blocks that were used, and for blocks."""
+    """For a load, which decommits free blocks, and for blocks."""
     scheduler = make_scheduler(memory=make_memory(num_blocks=16, capacity_bytes=1000))
     executor = make_executor(scheduler, is_automatic=False)
     for request_id in (1, 2):
@@ -332,7 +332,7 @@ def test_what_is_evicted_makes_room_in_the_same_step() -> None:
     scheduler.add_request(adapter_request(3, 3, num_bytes=400), 0.0)
     plan = schedule(scheduler)
     assert plan.evict_adapters == (1,) and loaded_by(plan) == [3]
-    assert plan.freed_blocks, "who computed has left blocks behind"
+    assert plan.freed_blocks, "earlier requests have left blocks behind"
     executor.submit(plan)
     end_step(scheduler, executor)
     scheduler.add_request(make_request(4, prompt=12, max_tokens=1), 0.0)
@@ -368,14 +368,14 @@ def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() ->
 
 
 def test_what_leaves_the_host_goes_in_a_plan_of_its_own_if_need_be() -> None:
-    """Before anything else in it, and again if nobody knows what became of the plan."""
+    """Before anything else in the plan, and again if the plan was lost."""
     memory = make_memory(host=HostCache(2 * PAGESIZE))
     scheduler = make_scheduler(memory=memory)
     room = memory.registrations.begin((PAGESIZE,))
     assert room.place is not None
     memory.registrations.end(room.place.place_id, "content")
     assert scheduler.schedule(0.0) is None and not scheduler.has_work()
-    memory.forget_content("content")
+    memory.drop_content("content")
     assert scheduler.has_work()
     plan = schedule(scheduler)
     assert plan.host_evictions == (room.place.place_id,) and not plan.sub_batches

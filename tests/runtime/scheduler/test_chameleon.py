@@ -14,7 +14,7 @@ SMALL, LARGE = 5, 60  # tokens of prompts
 
 
 class Scripted:
-    """Gives a policy the verdicts that a test tells it to."""
+    """Gives a policy the verdicts of a test."""
 
     def __init__(self, *, is_as_printed: bool = False, **facts: float) -> None:
         settings = {"capacity_tokens": 200, "refresh_s": 1000.0, **facts}
@@ -24,7 +24,7 @@ class Scripted:
         self.running: list[Request] = []
 
     def arrive(self, *, prompt: int = SMALL, predicted: int = 5, adapter: int = 0) -> Request:
-        """A request for an adapter of ten tokens for its number, a second after the last one."""
+        """A request, a second after the last. The adapter takes ten tokens times its number."""
         self.now_s += 1.0
         self.num_arrived += 1
         request = make_request(
@@ -44,7 +44,7 @@ class Scripted:
         self.policy.ended(request, self.now_s)
 
     def admit(self, verdict_of: Callable[[Request], Verdict] | None = None) -> list[Request]:
-        """Offer room; return who was offered it. Without verdicts everybody is admitted."""
+        """Admit; return the candidates. Without verdicts all requests are admitted."""
         offered: list[Request] = []
         candidates = self.policy.candidates(self.now_s)
         request = next(candidates, None)
@@ -62,7 +62,7 @@ class Scripted:
         return offered
 
     def have_queues(self) -> None:
-        """Let requests of two sizes come and go, as many of each, so that they have two queues."""
+        """Serve equally many requests of two sizes, so that there are two queues."""
         for index in range(64):
             self.arrive(prompt=LARGE if index % 2 else SMALL)
         while len(self.policy):
@@ -139,11 +139,11 @@ def test_who_needs_more_than_the_quota_overdraws_an_idle_queue() -> None:
     huge = printed.arrive(prompt=190)
     assert printed.admit() == []
     printed.end(printed.running[0])
-    assert printed.admit() == [huge]  # nobody runs
+    assert printed.admit() == [huge]  # no request is running
 
 
 def test_who_ends_in_time_passes_a_head_that_finds_no_room_for_its_adapter() -> None:
-    """A token takes a second: who runs is to end in 20 s, and only then there is room."""
+    """A token takes a second. The running request ends in 20 s, and only then there is room."""
     room = Scripted(capacity_tokens=300)
     running = room.arrive(prompt=100, predicted=20)
     assert room.admit() == [running]
@@ -172,7 +172,7 @@ def test_nobody_passes_a_head_that_lacks_quota_or_kv() -> None:
 def squashing_room(
     *, prompt: int = 90, is_as_printed: bool = False
 ) -> tuple[Scripted, Request, Request]:
-    """Somebody has passed a head that waits for an adapter of 90 tokens, and was to end in 5 s."""
+    """A request predicted to end in 5 s has passed a head that waits for 90 tokens."""
     room = Scripted(is_as_printed=is_as_printed, capacity_tokens=400)
     running = room.arrive(prompt=80, predicted=20)
     room.admit()
@@ -198,7 +198,7 @@ def test_who_overruns_is_squashed_if_that_lets_the_head_in_and_never_passes_agai
 
 
 def test_nobody_is_squashed_where_that_would_not_let_the_head_in() -> None:
-    """Or where it may get in anyhow, or does not wait any more."""
+    """Or if the head may fit anyway, or no longer waits."""
     room, head, passing = squashing_room(prompt=80)
     room.now_s += 5.1
     assert not room.policy.squash([passing], room.now_s)
@@ -225,7 +225,7 @@ def test_as_printed_who_overruns_is_squashed_whether_that_helps_or_not() -> None
 
 
 def test_who_is_refused_memory_is_passed_up_to_the_bound_then_nobody_is_admitted() -> None:
-    """Also where it is the other queue that goes on."""
+    """Also if only the other queue continues."""
     room = Scripted(max_overtaking_tokens=12)
     room.have_queues()
     room.arrive()
@@ -242,7 +242,7 @@ def test_who_is_refused_memory_is_passed_up_to_the_bound_then_nobody_is_admitted
 
 
 def test_where_nobody_runs_the_earliest_is_not_kept_out_by_others_adapters() -> None:
-    """Each queue's head would have the adapter of the other's evicted, for ever."""
+    """Each head would evict the other's adapter, for ever."""
     room = Scripted()
     room.have_queues()
     large, short = room.arrive(prompt=LARGE, adapter=2), room.arrive()
@@ -254,7 +254,7 @@ def test_where_nobody_runs_the_earliest_is_not_kept_out_by_others_adapters() -> 
 
 
 def test_heads_that_memory_never_comes_to_count_what_passes_them() -> None:
-    """The first queue takes all memory there is; nobody even looks at the second."""
+    """The first queue takes all memory, and the second is never offered."""
     room = Scripted(max_overtaking_tokens=12)
     room.have_queues()
     room.arrive()
@@ -276,7 +276,7 @@ def test_heads_that_memory_never_comes_to_count_what_passes_them() -> None:
 
 
 def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
-    """More wait than are moved in a step."""
+    """More requests wait than a step moves."""
     room = PolicyRoom(
         ChameleonPolicy(facts := facts_for(refresh_s=20.0, capacity_tokens=200)), facts
     )

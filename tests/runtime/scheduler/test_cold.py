@@ -56,17 +56,17 @@ class FixedColdStarts:
     def step_ended(self, step_id: StepId, now_s: float) -> None:
         self.num_ended_steps += 1
 
-    def stops_everybody(self) -> bool:
+    def blocks_all_requests(self) -> bool:
         return self.is_blocking
 
-    def first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
         self.log.append(f"first token of {request_id}")
         return ColdStart("assisted", "told to")
 
     def counts(self) -> dict[str, int]:
         return {"assisted": 1}
 
-    def forget(self, request_id: RequestId) -> None:
+    def discard(self, request_id: RequestId) -> None:
         self.log.append(f"forgot {request_id}")
 
 
@@ -107,7 +107,7 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
 
 
 def step_beside_a_cold_request(*, mix: bool, second_prompt: int) -> tuple[StepPlan, StepRows]:
-    """The step in which a cold request comes to one that decodes, and perhaps to a warm prompt."""
+    """The step in which a cold request joins a decoding one, and perhaps a warm prompt."""
     cold_starts = FixedColdStarts()
     scheduler = make_scheduler(cold_starts=cold_starts, mix_decode_with_prefill=mix)
     executor = make_executor(scheduler, is_automatic=False)
@@ -148,7 +148,7 @@ def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
     assert (decode.kind, decode.request_ids) == (SubBatchKind.DECODE, (1,))
     assert (assisted.kind, assisted.request_ids) == (SubBatchKind.ASSISTED, (3, 2))
     assert assisted.split_layers == (0, 2)
-    assert rows.is_decode_apart
+    assert rows.is_decode_separate
 
 
 def test_others_go_on_while_a_cold_request_skips_steps() -> None:

@@ -63,7 +63,7 @@ class Steps:
 
 
 def decoding(scheduler: Scheduler, num_rows: int) -> Steps:
-    """The first ``num_rows`` requests decode from now on."""
+    """Let the first ``num_rows`` requests decode from now on."""
     steps = Steps(scheduler)
     for number in range(1, num_rows + 1):
         scheduler.add_request(make_request(number, prompt=4, max_tokens=100), 0.0)
@@ -72,7 +72,7 @@ def decoding(scheduler: Scheduler, num_rows: int) -> Steps:
 
 
 def chunk_beside(scheduler: Scheduler, steps: Steps, *, prompt: int = 2000) -> int:
-    """Tokens of a prompt that the next step computes."""
+    """Return the prompt tokens of the next step."""
     scheduler.add_request(make_request(99, prompt=prompt, max_tokens=2), 0.0)
     return rows_of(steps.next_plan())[99][2]
 
@@ -163,7 +163,7 @@ def test_every_step_keeps_the_bound_or_computes_the_least(
     gap_s: float | None, num_decodes: int, prompts: list[int], step_s: float, token_s: float,
     mix: bool,
 ) -> None:  # fmt: skip
-    """And each has a prompt token as long as there are any, so all prompts come to an end."""
+    """Each step has at least one prompt token if there are any, so all prompts end."""
     model = replace(_MODEL, host_step_s=step_s, step_s=Curve((0.0, 1.0), (0.0, token_s)))
     scheduler = make(
         times=ProfiledTimes(model, _MAX_TOKENS), max_decode_gap_s=gap_s,
@@ -215,7 +215,7 @@ class _Served:
 def served_by_eight_clients(
     max_decode_gap_s: float | None, *, factors: Factors = AS_MODELLED
 ) -> _Served:
-    """24 prompts of 1024 tokens, answers of 64, ten adapters; checks what is told of first tokens.
+    """24 prompts of 1024 tokens, answers of 64, ten adapters; checks parts of first tokens.
 
     A client sends its next request when the last one has ended.
     """
@@ -269,6 +269,6 @@ def test_by_default_gaps_are_short_and_prefill_keeps_its_rate() -> None:
 @pytest.mark.parametrize("gap_s", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize("slowness", [0.7, 1.0, 2.0])
 def test_gaps_keep_the_bound_that_is_asked_for(gap_s: float, slowness: float) -> None:
-    """Also on a machine that is slower than its profile: chunks go by the pace of late."""
+    """Also on a machine that is slower than its profile: chunks follow the measured pace."""
     served = served_by_eight_clients(gap_s, factors=Factors(step=slowness))
     assert served.p95_gap_s <= gap_s

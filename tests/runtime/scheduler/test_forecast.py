@@ -23,7 +23,7 @@ def expected(forecast: ArrivalForecast, now_s: float) -> list[AdapterId]:
 
 
 def every(forecast: ArrivalForecast, gap_s: float, adapter_id: AdapterId = A) -> float:
-    """Ask for it ten times; when it was asked for last."""
+    """Request an adapter ten times. Return the time of the last request."""
     for number in range(10):
         forecast.arrived(request_for(adapter_id), number * gap_s, is_on_device=False)
     return 9 * gap_s
@@ -89,13 +89,13 @@ def test_and_those_that_were_not_are_misses() -> None:
     last_s = every(forecast, 60.0, B)
     assert expected(forecast, last_s + 60.0) == [B]
     forecast.loads(B, 50)
-    forecast.forget(B)
+    forecast.discard(B)
     assert expected(forecast, last_s + 60.0) == []
     assert (forecast.num_hits, forecast.num_misses, forecast.missed_bytes) == (0, 2, 150)
 
 
 def serve(scheduler: Scheduler, executor: FakeExecutor, now_s: float) -> list[StepPlan]:
-    """Go on until nothing is left to do."""
+    """Run until nothing is left to do."""
     plans = []
     while (plan := scheduler.schedule(now_s)) is not None:
         plans.append(plan)
@@ -131,4 +131,4 @@ def test_it_is_there_when_it_is_asked_for_though_others_were_in_between() -> Non
     assert scheduler.forecast is not None and scheduler.forecast.num_hits == 1
     scheduler.drop_adapter(A)
     serve(scheduler, executor, 601.0)
-    assert serve(scheduler, executor, 660.0) == [], "nobody names it any more"
+    assert serve(scheduler, executor, 660.0) == [], "no request names it any more"

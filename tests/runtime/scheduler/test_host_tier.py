@@ -1,4 +1,4 @@
-"""Requests whose prefix only the host has: who waits, who computes, and what comes of bad luck."""
+"""Requests with a prefix only on the host: waits, computation, and failures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ NUM_BLOCKS = 20
 
 
 class Engine:
-    """Its host has what a request of ``PROMPT`` came to, and its device has none of it."""
+    """Return an engine with KV of a request of ``PROMPT`` on the host only."""
 
     def __init__(self, *, token_s: float = 1.0, adapter: int = 0) -> None:
         self.memory = make_memory(
@@ -86,7 +86,7 @@ class Engine:
         self.poll()
 
     def copies(self) -> list[KvTransfer]:
-        """To the device, under way."""
+        """Copies to the device under way."""
         return [
             one
             for one in self.executor.transfers.values()
@@ -94,7 +94,7 @@ class Engine:
         ]
 
     def finish(self) -> None:
-        """Whatever was asked for ends well, and nothing is left that somebody holds."""
+        """Run to the end: all requests finish, and nothing is held."""
         self.executor.is_automatic = True
         self.events += run_to_end(self.scheduler, self.executor)
         assert self.memory.pool.num_used_blocks == len(self.memory.transfers) == 0
@@ -253,4 +253,4 @@ def test_a_version_is_dropped_while_its_kv_comes() -> None:
     engine.scheduler.drop_adapter(AdapterId(1))
     engine.finish()
     assert not engine.match()
-    assert engine.memory.take_gone() == [AdapterId(1)]
+    assert engine.memory.take_removed() == [AdapterId(1)]

@@ -1,4 +1,4 @@
-"""Policies that go by a key: what each one's key is, and what it orders otherwise."""
+"""Policies with keys: the key of each, and its other orders."""
 
 import pytest
 from corun.runtime.errors import ConfigError

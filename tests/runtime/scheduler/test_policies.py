@@ -1,4 +1,4 @@
-"""What every scheduling policy keeps to, alone: progress, bounds, and the same again."""
+"""Rules for all scheduling policies: progress, bounds, and determinism."""
 
 import contextlib
 import itertools
@@ -24,10 +24,10 @@ SLO_TTFT_S = 0.5
 CAPACITY_TOKENS = 200
 MAX_OVERTAKING_TOKENS = 100
 SMALL_TOKENS, SMALL_TURNS = 16, 6  # of what keeps coming: the largest, the longest
-# While a queue lacks quota, others may admit until those have ended who run now.
+# While a queue lacks quota, other queues may admit until the running requests end.
 _QUOTA_TOKENS = SMALL_TURNS * CAPACITY_TOKENS
-# Seconds after its arrival from which on whoever arrives has to let a request pass, and tokens that
-# pass it in any case.
+# Seconds after a request's arrival in which later ones may pass it, and tokens that may pass
+# it in any case.
 BOUNDS: dict[str, Callable[[Request], tuple[float, int]]] = {
     "fcfs": lambda request: (0.0, 0),
     "sjf": lambda request: (0.02 * request.num_predicted_output_tokens, 0),
@@ -35,8 +35,8 @@ BOUNDS: dict[str, Callable[[Request], tuple[float, int]]] = {
     "chameleon": lambda request: (0.0, _QUOTA_TOKENS),
     "output-only": lambda request: (0.0, _QUOTA_TOKENS),
 }
-# Its quotas can be less than a request: one that is larger than its queue's, and than what other
-# queues spare, waits as long as these are busy. The test below shows it.
+# Its quotas can be smaller than a request. A request that is larger than its quota and the loans of
+# other queues waits while these are busy. The test below shows this.
 UNBOUNDED = {"chameleon-paper"}
 
 every_policy = pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,7 @@ class Source:
 
 
 def live_through(name: str, seed: int) -> list[tuple[int, int]]:
-    """Let anything happen in any order, then all requests end; return who was admitted when."""
+    """Run random actions, then end all requests. Return the admissions and their times."""
     room = make_room(name, num_seqs=seed % 7 + 2, num_queues=(None, 1, 2, 4)[seed % 4])
     source = Source(room, seed)
     rng = source.rng
@@ -104,7 +104,7 @@ def live_through(name: str, seed: int) -> list[tuple[int, int]]:
         if not (room.running or room.waiting):
             break
         room.turn()
-    assert not (room.running or room.waiting), "somebody is never admitted"
+    assert not (room.running or room.waiting), "a request is never admitted"
     return [(request.request_id, num_tokens) for request, num_tokens in room.admitted]
 
 
@@ -118,7 +118,7 @@ def test_in_any_order_everything_ends_and_the_same_comes_again(name: str, seed: 
 
 @every_policy
 def test_who_is_alone_is_admitted_however_large(name: str) -> None:
-    """Also after many small ones, which are what queues are cut by."""
+    """Also after many small requests, by which the queues were divided."""
     room = make_room(name)
     source = Source(room, 1)
     for _ in range(120):
@@ -133,7 +133,7 @@ def test_who_is_alone_is_admitted_however_large(name: str) -> None:
 
 
 def let_small_ones_come(room: PolicyRoom, source: Source, large: Request) -> None:
-    """More than can be served, until ``large`` runs, or for long."""
+    """Overload the room until ``large`` runs, or for long."""
     for _ in range(400):
         if large.num_output_tokens:
             break
@@ -143,7 +143,7 @@ def let_small_ones_come(room: PolicyRoom, source: Source, large: Request) -> Non
 
 
 def with_a_large_one(name: str, adapter: int) -> tuple[PolicyRoom, Source, Request]:
-    """A room that has been busy with small ones when the large one comes."""
+    """Return a room that serves small requests, in which a large one arrives."""
     room = make_room(name)
     source = Source(room, 2)
     for _ in range(60):
@@ -179,7 +179,7 @@ def test_a_large_request_can_starve_until_the_others_stop(name: str) -> None:
 
 @every_policy
 def test_victims_make_progress(name: str) -> None:
-    """All predict too little: room runs out again and again, and still everybody ends."""
+    """All predictions are too low: memory runs out again and again, but all requests end."""
     room = make_room(name, capacity_tokens=60)
     source = Source(room, 3)
     for _ in range(12):
@@ -191,7 +191,7 @@ def test_victims_make_progress(name: str) -> None:
 
 
 def num_calls_of_a_turn(room: PolicyRoom, *, admits: bool) -> int:
-    """Functions that a policy calls where somebody is admitted, or nobody, and arrives."""
+    """Count the function calls of a policy in a turn, with or without an admission."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -226,7 +226,7 @@ def test_what_a_step_costs_does_not_depend_on_how_many_wait(name: str) -> None:
             request = make_request(index, prompt=2 + index % 3, arrival_s=index / 1000)
             request.num_predicted_output_tokens = 1
             policy.add(request, 0.0)
-        for _ in range(30):  # those who waited before the first refresh move to their queues
+        for _ in range(30):  # requests of before the first refresh move to their queues
             num_calls_of_a_turn(room, admits=False)
         turns = [num_calls_of_a_turn(room, admits=index % 2 == 0) for index in range(20)]
         costs.append(statistics.median(turns))

@@ -1,4 +1,4 @@
-"""Requests begin behind what others, or they themselves, have computed."""
+"""Requests begin behind prefixes that they or other requests have computed."""
 
 import pytest
 from corun.runtime.plan import AdapterId
@@ -22,7 +22,7 @@ PROMPT = tuple(range(20, 33))  # three blocks and a token
 
 
 def serve(scheduler: Scheduler, executor: FakeExecutor, *requests: Request) -> None:
-    """To their ends, which must be right."""
+    """Run requests to their ends, and check their tokens."""
     for request in requests:
         scheduler.add_request(request, 0.0)
     outputs = outputs_of(run_to_end(scheduler, executor))
@@ -47,7 +47,7 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     (row,) = rows_of(plan).values()
-    assert row[1:3] == (20, 3), "20 of the 21 whose KV was computed are whole blocks"
+    assert row[1:3] == (20, 3), "20 of the 21 tokens with KV are whole blocks"
     executor.submit(plan)
     run_to_end(scheduler, executor)
     assert turn.num_cached_tokens == 20
@@ -56,8 +56,8 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     assert scheduler.memory.pool.num_used_blocks == 0
 
 
-def test_what_was_promised_to_who_has_ended_does_not_keep_others_from_what_they_found() -> None:
-    """Nor when its own blocks still drain; history backs the promise, and is held now."""
+def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_prefix() -> None:
+    """Nor while its own blocks drain. The reservation contains history that is held now."""
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=64, keeps_prefixes=True),
         max_model_len=256, max_num_batched_tokens=256,
@@ -73,7 +73,7 @@ def test_what_was_promised_to_who_has_ended_does_not_keep_others_from_what_they_
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)
-    assert scheduler.memory.pool.num_promised_blocks > 40
+    assert scheduler.memory.pool.num_reserved_blocks > 40
     scheduler.abort(grows.request_id, 0.0)
     turn = make_request(4, prompt=(*history, 1), max_tokens=2)
     scheduler.add_request(turn, 0.0)
@@ -133,7 +133,7 @@ def test_a_preempted_request_goes_on_behind_its_own() -> None:
 
 
 def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
-    """Beside its own copy it holds what another had computed before: together that is too much."""
+    """It holds its own blocks and equal ones in the tree, which is too much together."""
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=8, keeps_prefixes=True), predictor=Guess(1),
         growth_headroom=0.0, max_num_batched_tokens=32,
@@ -144,7 +144,7 @@ def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
     scheduler.add_request(longer, 0.0)
     while scheduler.has_work():
         plan = scheduler.schedule(0.0)
-        assert plan is not None, "nothing is under way that would wake anybody"
+        assert plan is not None, "no result would wake the scheduler"
         executor.submit(plan)
         for result in executor.poll():
             scheduler.update(result, 0.0)
@@ -156,7 +156,7 @@ def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
 
 
 def test_what_short_contexts_have_made_is_not_found_by_long_ones() -> None:
-    """Where the rotary factors change with the length; ``FakeExecutor`` tells them apart."""
+    """If rotary factors depend on the length, which ``FakeExecutor`` distinguishes."""
     scheduler = make_scheduler(memory=make_memory(keeps_prefixes=True), recompute_at_tokens=16)
     executor = make_executor(scheduler)
     short = make_request(1, prompt=PROMPT, max_tokens=8)

@@ -1,4 +1,4 @@
-"""Requests that wait too long for their first turn end, and nobody else does."""
+"""Requests that wait too long to begin are ended, and no others."""
 
 from corun.runtime.plan import RequestId
 from corun.runtime.request import RequestStatus

@@ -1,4 +1,4 @@
-"""Retries, failures, lost steps, and KV that has to be made anew."""
+"""Retries, failures, lost steps, and KV that is computed again."""
 
 from collections import Counter
 
@@ -122,7 +122,7 @@ class TestRetriesAndFailures:
         assert scheduler.counters.num_failed_steps == 1
 
     def test_a_lost_step_fails_requests_whose_blocks_it_would_have_told(self) -> None:
-        """A request that must not be scheduled yet grows all the same."""
+        """A request that is held is allocated blocks for growth."""
         scheduler = make_scheduler(recompute_at_tokens=9)
         executor = make_executor(scheduler)
         add_all(scheduler, [make_request(1, prompt=8)])
@@ -145,19 +145,19 @@ class TestRetriesAndFailures:
         add_all(scheduler, [make_request(2)])
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        assert plan.forget_requests == (1,)
+        assert plan.ended_requests == (1,)
         scheduler.fail_step(plan.step_id, "lost", 0.0)
         add_all(scheduler, [make_request(3)])
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        assert set(plan.forget_requests) == {1, 2}
+        assert set(plan.ended_requests) == {1, 2}
 
 
 class TestRecomputation:
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize("num_blocks", [14, 64])
     def test_kv_is_made_anew_at_the_threshold(self, depth: int, num_blocks: int) -> None:
-        """The executor asserts that no row reads KV that was made on the other side."""
+        """The executor asserts that no row reads KV computed below the other length."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=num_blocks), recompute_at_tokens=20, max_model_len=48
         )

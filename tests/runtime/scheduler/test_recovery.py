@@ -1,4 +1,4 @@
-"""Rows that came to nothing: who is planned how, who ends, and that nobody else does."""
+"""Rows without a result: how they are planned again, and which requests fail."""
 
 from collections import Counter
 from typing import Any
@@ -34,7 +34,7 @@ from support.scheduling import (
 )
 
 ADAPTERS = (AdapterId(7), AdapterId(8))
-MOST_PASSES = 2 + MAX_RETRIES + 1  # of one position, whatever happens
+MOST_PASSES = 2 + MAX_RETRIES + 1  # of one position
 NUM_LAYERS = 4
 
 
@@ -70,12 +70,12 @@ def finish(scheduler: Scheduler, executor: FakeExecutor) -> None:
 
 
 def batches_of(plan: StepPlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Kind, requests and split layers of each."""
+    """Return kind, requests and split layers of each sub-batch."""
     return [(batch.kind.value, batch.request_ids, batch.split_layers) for batch in plan.sub_batches]
 
 
 def passes_of(executor: FakeExecutor) -> Counter[tuple[int, int]]:
-    """How often each request's row was computed that starts at each position."""
+    """Count the rows of each request by start position."""
     return Counter(
         row
         for plan in executor.plans
@@ -115,7 +115,7 @@ def test_who_fails_every_pass_ends_alone(depth: int, mix: bool, from_position: i
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_fails_in_company_alone_is_served(depth: int) -> None:
-    """As where memory does not suffice for all of them at once."""
+    """As if memory were too small for all of them at once."""
     scheduler = make_scheduler()
     executor = make_executor(scheduler)
     execute = executor.execute_batch
@@ -132,7 +132,7 @@ def test_who_fails_in_company_alone_is_served(depth: int) -> None:
 
 
 class TestColdRows:
-    """Requests 1 and 2 are warm and decode; 3 and 4 are cold, and come when all are told to."""
+    """Requests 1 and 2 are warm and decode; 3 and 4 are cold, and start together."""
 
     def make(self, **limits: Any) -> tuple[Scheduler, FakeExecutor, list[Request]]:
         scheduler = make_scheduler(
@@ -150,7 +150,7 @@ class TestColdRows:
         return scheduler, executor, requests
 
     def end(self, scheduler: Scheduler, executor: FakeExecutor, requests: list[Request]) -> None:
-        """All are served, each with its own tokens."""
+        """Check that all requests end with the right tokens."""
         executor.is_automatic = True
         events = run_to_end(scheduler, executor)
         assert not [event.error for event in events if event.error]
@@ -203,7 +203,7 @@ class TestColdRows:
         self.end(scheduler, executor, [*requests, chunk])
 
     def test_a_cold_row_that_is_not_to_blame_goes_without_the_other_one(self) -> None:
-        """Workers were not there for one, and the other one did not count on them."""
+        """One row lacked workers, and the other did not need them."""
         scheduler, executor, requests = self.make()
         outcomes: dict[int, RetryCause] = {3: RetryCause.DELTAS}
         executor.outcome_of = lambda request_id, start: outcomes.get(request_id, Outcome.TOKENS)
@@ -211,7 +211,7 @@ class TestColdRows:
         finish(scheduler, executor)
         plan = submit(scheduler, executor)
         assert batches_of(plan) == [("assisted", (1, 2, 3, 4), (0, 0, 0, 4))]
-        outcomes = {n: RetryCause.COMPANY for n in (1, 2, 3)} | {4: RetryCause.DELTAS}
+        outcomes = {n: RetryCause.OTHER_ROW for n in (1, 2, 3)} | {4: RetryCause.DELTAS}
         finish(scheduler, executor)
         plan = submit(scheduler, executor)
         assert batches_of(plan) == [
@@ -225,7 +225,7 @@ class TestColdRows:
 
 
 def test_fault_of_its_company_never_counts_but_is_not_believed_for_ever() -> None:
-    """Whoever says so of a row that is alone is not believed."""
+    """A row without others in its sub-batch cannot fail because of another row."""
     scheduler = make_scheduler()
     requests = make_requests(2)
     add_all(scheduler, requests)
@@ -235,7 +235,7 @@ def test_fault_of_its_company_never_counts_but_is_not_believed_for_ever() -> Non
         plan = scheduler.schedule(0.0)
         assert plan is not None
         rows = [
-            RowResult(request_id, Outcome.RETRY, error="the others", cause=RetryCause.COMPANY)
+            RowResult(request_id, Outcome.RETRY, error="the others", cause=RetryCause.OTHER_ROW)
             for batch in plan.sub_batches
             for request_id in batch.request_ids
         ]

@@ -1,4 +1,4 @@
-"""What admission keeps for the growth of those that run, and who may not have it."""
+"""Reservations for the growth of running requests."""
 
 import hypothesis.strategies as st
 import pytest
@@ -24,12 +24,12 @@ from support.scheduling import (
     run_to_end,
 )
 
-# Prompts of two blocks whose requests come to ten: the last token of 33 needs no KV.
+# Prompts of two blocks in requests of ten blocks: the last token of 33 needs no KV.
 PROMPT, LONG = 8, 33
 
 
 def turn(scheduler: Scheduler, executor: FakeExecutor) -> StepPlan:
-    """One step, with the transfers that it commands at its end."""
+    """Run one step, and end its transfers after it."""
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)
@@ -44,7 +44,7 @@ def is_running(request: Request) -> bool:
 
 
 class TestPrediction:
-    """Tokens whose KV is to come, of a request with a prompt of 8."""
+    """Predicted growth, in tokens with KV, of a request with a prompt of 8."""
 
     @pytest.mark.parametrize(
         ("predicted", "produced", "expected"),
@@ -76,7 +76,7 @@ class TestPrediction:
     def test_blocks_to_come_are_those_of_the_worst_moment(
         self, sizes: list[tuple[int, int, int]]
     ) -> None:
-        """Against letting all grow in step, token by token."""
+        """Compare with a simulation of growth, token by token."""
         memory = make_memory(num_blocks=256)
         running = RunningSet(memory, BLOCK_SIZE, Timelines())
         requests = []
@@ -100,7 +100,7 @@ class TestPrediction:
             assert block_ids is not None
             running.start(request, (), block_ids, 0.0)
             num_held += len(block_ids)
-        assert running.num_blocks_to_come(requests[0]) == most_blocks - num_held
+        assert running.num_growth_blocks(requests[0]) == most_blocks - num_held
 
 
 class TestAdmission:
@@ -140,7 +140,7 @@ class TestAdmission:
         assert len(outputs_of(run_to_end(scheduler, executor))) == 2
 
     def test_alone_a_request_needs_room_for_what_is_known_only(self) -> None:
-        """It fits the device, and whatever else lies there can be evicted."""
+        """It fits the device, and all other content can be evicted."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=10), growth_headroom=0.5, predictor=Guess(LONG)
         )
@@ -189,10 +189,10 @@ class TestHeadroom:
 class TestAdapters:
     @pytest.mark.parametrize("max_num_seqs", [1, 8])  # its adapter is prefetched, or demanded
     @pytest.mark.parametrize(("num_bytes", "is_loaded"), [(600, True), (700, False)])
-    def test_loads_take_nothing_that_was_promised(
+    def test_loads_take_no_reserved_memory(
         self, max_num_seqs: int, num_bytes: int, is_loaded: bool
     ) -> None:
-        """Of sixteen blocks of 100 bytes ten are the first one's to come."""
+        """Ten of sixteen blocks of 100 bytes are reserved for the first request."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=16),
             growth_headroom=0.0,
@@ -212,7 +212,7 @@ class TestAdapters:
         assert scheduler.counters.num_preemptions == 0
 
     def test_idle_adapters_make_way_at_once_and_nobody_is_preempted(self) -> None:
-        """What growth needs is evicted in the step that grows."""
+        """Memory for growth is evicted in the step that needs it."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(LONG)
         )
@@ -233,7 +233,7 @@ class TestAdapters:
         assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
         assert (request.num_preemptions, request.num_output_tokens) == (0, LONG)
 
-    def test_adapters_with_a_slab_and_promises_are_apart(self) -> None:
+    def test_adapters_with_a_slab_and_reservations_are_apart(self) -> None:
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=16, slab_bytes=1024),
             growth_headroom=0.0,
@@ -249,14 +249,14 @@ class TestAdapters:
         for _ in range(3):
             turn(scheduler, executor)
         assert scheduler.memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
-        assert not is_running(second), "its blocks are promised"
+        assert not is_running(second), "its blocks are reserved"
         assert len(outputs_of(run_to_end(scheduler, executor))) == 2
         assert scheduler.counters.num_preemptions == 0
 
 
 class TestEnd:
     def test_what_was_kept_for_the_last_one_is_free_for_all(self) -> None:
-        """Nobody waits who would have it counted anew, but an adapter may be registered."""
+        """No waiting request renews the reservation, but an adapter may be registered."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(LONG)
         )
@@ -265,10 +265,10 @@ class TestEnd:
         scheduler.add_request(request, 0.0)
         turn(scheduler, executor)
         budget = scheduler.memory.budget
-        assert budget.available_bytes == 0, "all is taken or promised"
+        assert budget.available_bytes == 0, "all is taken or reserved"
         scheduler.abort(request.request_id, 0.0)
         assert budget.available_bytes == budget.capacity_bytes
-        assert not scheduler.memory.pool.num_promised_blocks
+        assert not scheduler.memory.pool.num_reserved_blocks
 
 
 class TestPreemption:
@@ -305,7 +305,7 @@ _REQUEST = st.tuples(
 def test_whatever_is_predicted_all_get_their_tokens(
     sizes: list[tuple[int, int, int, int]], depth: int, has_slab: bool
 ) -> None:
-    """After every turn the account adds up, and no more is promised than can be had."""
+    """After each turn the account adds up, and only reservable memory is reserved."""
     memory = make_memory(num_blocks=16, slab_bytes=BLOCK_BYTES * 8 if has_slab else None)
     scheduler = make_scheduler(memory=memory, predictor=Guess(6), growth_headroom=0.1)
     requests = []

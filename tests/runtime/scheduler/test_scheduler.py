@@ -137,7 +137,7 @@ def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
 
 
 def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() -> None:
-    """And nobody is admitted into a step that had to preempt, however much room that made."""
+    """No request is admitted into a step with a preemption, even if there is room."""
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=5), growth_headroom=0.0, predictor=Guess(1)
     )
@@ -218,4 +218,4 @@ def test_the_executor_is_told_what_to_forget_with_the_next_step() -> None:
     assert scheduler.schedule(0.0) is None
     add_all(scheduler, [make_request(2)])
     turn(scheduler, executor)
-    assert executor.plans[-1].forget_requests == (1,)
+    assert executor.plans[-1].ended_requests == (1,)

@@ -1,4 +1,4 @@
-"""Anything may happen in any order: everything ends, and ends with the right tokens."""
+"""Random histories: all requests end, with the right tokens."""
 
 import contextlib
 import random
@@ -62,7 +62,7 @@ def adapter_of(version: AdapterId) -> AdapterFacts:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A scheduler, an executor that ends steps and transfers when told to, and bad luck."""
+    """A scheduler, an executor that ends steps and transfers on command, and failures."""
 
     depth = 1
     policy = "fcfs"
@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=memory_policy,
         )
         self.rooms: list[MemoryRoom] = []
-        memory.relief.follow(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
+        memory.relief.watch(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
         self.cold_starts = RandomColdStarts(
             random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
             blocking_share=0.1,
@@ -303,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_turns=st.integers(1, 12), with_transfers=st.booleans())
     def run(self, num_turns: int, with_transfers: bool) -> None:
-        """Some turns without bad luck: most of what is interesting takes a while to come about."""
+        """Run some turns without failures: most interesting states take a while."""
         for _ in range(num_turns):
             self.fill()
             if with_transfers:
@@ -332,13 +332,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.0, 0.09, 0.12, 0.2]), is_later=st.booleans())
     def see_memory(self, share: float, is_later: bool) -> None:
-        """What else runs on the machine takes memory, or gives it back."""
+        """Other programs allocate or free memory of the machine."""
         self.rooms.append(MemoryRoom(int(share * 10_000), 10_000))
         self.now_s += 40.0 * is_later
 
     @rule(adapter=st.integers(1, NUM_ADAPTERS), is_pinned=st.booleans())
     def pin(self, adapter: int, is_pinned: bool) -> None:
-        """Pin an adapter if that leaves room for all, or let it go again."""
+        """Pin an adapter if that leaves room for all requests, or unpin it."""
         memory = self.scheduler.memory
         adapter_id, pins = self.versions[adapter], memory.pins
         if not is_pinned:
@@ -365,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(adapter=st.integers(1, NUM_ADAPTERS))
     def drop(self, adapter: int) -> None:
-        """An adapter gets other content; nobody names the old one any more."""
+        """Replace an adapter by other content. No later request names the old version."""
         version = self.versions[adapter]
         left = self.requests.keys() - self.ended.keys()
         if all(self.requests[request_id].adapter_id != version for request_id in left):
@@ -384,7 +384,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take(self, events: list[RequestEvent]) -> None:
         for event in events:
-            assert event.request_id not in self.ended, "told of after its end"
+            assert event.request_id not in self.ended, "an event after its end"
             self.outputs[event.request_id].extend(event.token_ids)
             if event.finish_reason is not None:
                 self.ended[event.request_id] = event
@@ -416,7 +416,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_invariants()
 
     def teardown(self) -> None:
-        """Without further bad luck everything ends, and all memory comes back."""
+        """Without further failures all requests end, and all memory is freed."""
         if not hasattr(self, "scheduler"):
             return
         for _ in self.turns_to_end():
@@ -430,7 +430,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         dropped = set(memory.cache.resident_ids())
         for _ in self.turns_to_end():
             self.parts_agree()
-        assert set(memory.take_gone()) == dropped | self.dropped
+        assert set(memory.take_removed()) == dropped | self.dropped
         if memory.host is not None:
             assert memory.host.num_used == 0
             assert self.executor.host is not None
@@ -497,13 +497,13 @@ def test_long_crowded_histories(policy: str, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["chameleon", "chameleon-paper", "output-only"])
 def test_queues_are_cut_while_requests_run(policy: str, depth: int) -> None:
-    """In histories of so many requests that sizes are known, which is from 64 on."""
+    """In histories of at least 64 requests, from which on sizes are known."""
     lived = [live_through(seed, policy, depth, num_acts=600) for seed in range(48)]
     assert max(one.num_queues for one in lived) > 1
 
 
 class Lived(NamedTuple):
-    """What has happened in one history."""
+    """Totals of one history."""
 
     num_preemptions: int
     num_cold_starts: int
@@ -567,7 +567,7 @@ def live_through(
 
 
 def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
-    """Let one thing happen, if it can. ``curses``: how often one is cursed."""
+    """Run one random action, if possible. ``curses``: weight of cursing a request."""
     scheduler, executor = machine.scheduler, machine.executor
     actions: list[tuple[int, bool, Callable[[], None]]] = [
         (20, True, lambda: arrive(machine, rng)),
@@ -596,7 +596,7 @@ def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:
 
 
 def follow_up(machine: SchedulerMachine, rng: random.Random) -> None:
-    """Let a request go on with what another one had, mostly with its adapter."""
+    """Continue the conversation of another request, mostly with its adapter."""
     other_adapter = rng.choice([None, None, None, 1])
     machine.follow_up(rng.randint(0, 50), rng.randint(1, 3), other_adapter)
 

@@ -1,4 +1,4 @@
-"""How long steps take against a model: a ratio of sums that forgets."""
+"""Measured over predicted time of steps: a decaying ratio of sums."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What policies are told of how long steps take: from a profile, and learned."""
+"""Predicted times of steps for policies: from a profile, and learned."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ class TestLearned:
 
 
 class Noted(LearnedTimes):
-    """Keeps what it is told."""
+    """Records the steps that it is given."""
 
     def __init__(self, max_step_tokens: int) -> None:
         super().__init__(max_step_tokens)

@@ -1,4 +1,4 @@
-"""What a request waits for: what was last said of it, until something else is."""
+"""Parts of the time of requests: the last reason lasts until the next."""
 
 from collections.abc import Collection
 
@@ -20,11 +20,11 @@ from support.scheduling import (
 
 
 def rows(*, chunks: list[tuple[Request, int]] | None = None) -> StepRows:
-    return StepRows(64, is_decode_apart=False, chunks=chunks or [])
+    return StepRows(64, is_decode_separate=False, chunks=chunks or [])
 
 
 def running(timelines: Timelines, number: int, num_tokens: int = 8) -> Request:
-    """A request that has arrived at 0 and runs."""
+    """Return a running request that arrived at 0."""
     request = make_request(number, prompt=(1,) * num_tokens)
     timelines.arrived(request, 0.0)
     request.status = RequestStatus.RUNNING
@@ -130,7 +130,7 @@ def test_the_two_largest_parts_are_said_in_words() -> None:
 
 
 class Squashing(FcfsPolicy):
-    """Lets all that run give way once."""
+    """Preempts all running requests once."""
 
     has_squashed = False
 

@@ -1,4 +1,4 @@
-"""Order among waiting requests, and that a look at the first ones does not see all."""
+"""Order of waiting requests, and the cost of reading the first ones."""
 
 import sys
 from itertools import islice
@@ -62,7 +62,7 @@ def test_many_that_were_removed_are_forgotten_and_many_early_ones_keep_their_ord
 
 
 def num_calls_of_a_look(queue: WaitingQueue, request: Request) -> int:
-    """Functions that are called where the first is admitted and the next are looked at."""
+    """Count function calls when the first request is admitted and the next are read."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

@@ -11,6 +11,8 @@ from corun.runtime.errors import EngineDeadError
 from corun.runtime.server.access import Access, Keys
 from support.fake_engine import make_adapter
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 def test_pages_are_by_name(http: httpx.Client, engine: Any) -> None:
     engine.adapters = {f"a{index:04}": make_adapter(f"a{index:04}") for index in range(2000)}

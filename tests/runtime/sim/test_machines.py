@@ -2,7 +2,7 @@
 
 import pytest
 from corun.profiles.step_time import forward_s
-from corun.runtime.coldstart.cold import NOBODY, AdapterShape, ColdRequest, layer_times
+from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest, layer_times
 from corun.runtime.sim.machines import MACHINES, Factors, slowed
 
 
@@ -70,7 +70,7 @@ def test_workers_beside_an_a100_take_what_toppings_measured(
         max_chunk_tokens=num_tokens,
         num_workers=machine.model.num_workers,
     )
-    times = layer_times(machine.model, request, num_tokens, NOBODY)
+    times = layer_times(machine.model, request, num_tokens, EMPTY)
     assert sum(times.assisted_s) == pytest.approx(expected_s, rel=1e-6)
 
 

@@ -169,7 +169,7 @@ def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(
             planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 1.0)  # where no worker is free
         cold_starts = parts.scheduler.cold_starts
         assert isinstance(cold_starts, PlannedColdStarts)
-        cold_starts.use(planner)
+        cold_starts.set_planner(planner)
         replayed = replay(
             parts.core, requests_of(requests), clock, clock.sleep, parts.executor.link_stats,
             parts.executor.step_stats,

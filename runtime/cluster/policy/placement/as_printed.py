@@ -1,9 +1,9 @@
-"""LoRAServe's algorithm 1 as it is printed, for tables: with its faults. Pure.
+"""LoRAServe's algorithm 1 as printed, with its faults, for comparisons. Pure.
 
-Budgets are rounded to the nearest even number and may come to more servers than there are, and of
-adapters that are assigned in part the rest is lost, so that shares do not sum to 1. There is no
-room in bytes. What it cannot do at all is done as ``LoraServePlacement`` does it: without any
-demand there is no target, and an unassigned adapter goes to the least loaded server.
+Budgets are rounded half to even and may exceed the number of servers. Adapters that are assigned in
+part lose the rest, so shares do not sum to 1. Stores have no size. Two cases follow
+``LoraServePlacement``: without demand there is no target, and an unassigned adapter goes to the
+least loaded server.
 """
 
 import sys
@@ -17,7 +17,7 @@ from .relabel import least_copied
 
 
 class LoraServePaperPlacement(PlacementPolicy):
-    """See the module."""
+    """The placement as printed, see the module."""
 
     def __init__(self, capacity: CapacityTable) -> None:
         self._capacity = capacity

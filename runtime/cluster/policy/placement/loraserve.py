@@ -1,8 +1,8 @@
-"""LoRAServe's placement (section IV-A, algorithm 1): ranks apart, load even. Pure.
+"""LoRAServe's placement (section IV-A, algorithm 1): separated ranks, even load. Pure.
 
-Each rank has a budget of servers, which its adapters fill up to the mean load; what is left over
-goes beside ranks as large or larger. Servers are alike until the end, where the parts are given to
-those that have most of them already.
+Each rank has a budget of servers, which its adapters fill up to the mean load. Leftovers go to
+servers of the same or a larger rank. At the end each planned part is given to the server that has
+most of it already.
 """
 
 import math
@@ -16,25 +16,25 @@ from .capacity_table import CapacityTable
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, by_size, plan_of
 from .relabel import least_copied
 
-_MAX_OVER_TARGET = 1.1  # up to which larger ranks take what others left over
-_NOTHING = 1e-9  # of a share: what rounding leaves
+_MAX_OVER_TARGET = 1.1  # of the mean load, for leftovers at larger ranks
+_NOTHING = 1e-9  # of a share; smaller ones are rounding errors
 
 
 @dataclass(slots=True)
 class ServerPart:
-    """What one server will have, whichever it is."""
+    """The part of one server, which is chosen later."""
 
     free_bytes: int
     load: float = 0.0
-    max_rank: int = 0  # 0 = nothing
+    max_rank: int = 0  # 0 = empty
     shares: dict[str, float] = field(default_factory=dict)
 
     def fits(self, adapter: AdapterDemand) -> bool:
-        """Whether it is in it, or has room."""
+        """Return whether the adapter is in this part or fits into it."""
         return adapter.name in self.shares or adapter.num_bytes <= self.free_bytes
 
     def put(self, adapter: AdapterDemand, share: float, load: float) -> None:
-        """Add a share of its requests, and the load that they are."""
+        """Add a share of an adapter's requests, and its load."""
         if adapter.name not in self.shares:
             self.free_bytes -= adapter.num_bytes
         self.shares[adapter.name] = self.shares.get(adapter.name, 0.0) + share
@@ -43,7 +43,7 @@ class ServerPart:
 
 
 class LoraServePlacement(PlacementPolicy):
-    """With what the paper leaves open.
+    """LoRAServe's placement, with rules where the paper is open.
 
     Budgets are rounded by the largest remainder and never exceed the number of servers. Leftovers
     keep the rest of their share. Stores have a size in bytes, and adapters without demand are
@@ -60,7 +60,7 @@ class LoraServePlacement(PlacementPolicy):
         loads = {one.name: self._capacity.load_of(one) for one in demand}
         asked = [one for one in demand if loads[one.name] > 0.0]
         target = sum(loads.values()) / len(servers)
-        # As if each had a server already, so that there is one with room for each in the end.
+        # Each part gets the size of one server, so that every part fits a server at the end.
         parts = [
             ServerPart(each) for each in sorted((s.store_bytes for s in servers), reverse=True)
         ]
@@ -74,7 +74,7 @@ class LoraServePlacement(PlacementPolicy):
         self, asked: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
         parts: Sequence[ServerPart],
     ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
-        """Fill each rank's servers up to the target; return what is left over, by rank."""
+        """Fill each rank's servers up to the target; return leftovers by rank."""
         by_rank: dict[int, list[AdapterDemand]] = defaultdict(list)
         for adapter in sorted(asked, key=lambda one: (-loads[one.name], one.name)):
             by_rank[adapter.rank].append(adapter)
@@ -92,10 +92,10 @@ class LoraServePlacement(PlacementPolicy):
 
 
 def server_budgets(rank_loads: Mapping[int, float], num_servers: int) -> dict[int, int]:
-    """How many servers each rank has for itself, never more together than there are.
+    """Return the number of servers of each rank; the sum is at most ``num_servers``.
 
-    Whole ones first, then those with the largest remainders of at least a half: a rank with less
-    shares.
+    Whole servers come first, then the largest remainders of at least a half. A rank with a smaller
+    remainder shares servers.
 
     Args:
         rank_loads: By rank; all above 0.
@@ -115,7 +115,7 @@ def _fill(
     adapters: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
     parts: Sequence[ServerPart],
 ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
-    """Fractional packing; return the adapters with shares left over, and how much of them."""
+    """Pack adapters fractionally; return those with leftovers, and the leftover shares."""
     left = []
     for adapter in adapters:
         load, share = loads[adapter.name], 1.0
@@ -134,7 +134,7 @@ def _fill(
 def _put_leftover(
     adapter: AdapterDemand, share: float, load: float, target: float, parts: Sequence[ServerPart]
 ) -> None:
-    """To an empty server; beside the largest rank with room; or where there is the least load."""
+    """Put it on an empty server, else at the largest rank with room, else at the least load."""
     fitting = [part for part in parts if part.fits(adapter)]
     if not fitting:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _on_servers(
     parts: Sequence[ServerPart], demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
     previous: Shares,
 ) -> Shares:  # fmt: skip
-    """Give each part a server, and each adapter without demand a place."""
+    """Assign parts to servers, and place adapters without demand."""
     by_name = {adapter.name: adapter for adapter in demand}
     room = Room(servers)
     num_bytes = {name: adapter.num_bytes for name, adapter in by_name.items()}
@@ -172,7 +172,7 @@ def _on_servers(
 
 
 def _put_unasked(adapters: Sequence[AdapterDemand], room: Room, previous: Shares) -> None:
-    """Where one of its homes has room it stays; else where most room is."""
+    """Keep adapters at a former server with room; put others where most room is."""
     new = []
     for adapter in by_size(adapters):
         homes = [
@@ -188,6 +188,6 @@ def _put_unasked(adapters: Sequence[AdapterDemand], room: Room, previous: Shares
 
 
 def _whole(row: Mapping[ServerId, float]) -> dict[ServerId, float]:
-    """Without what rounding has left of the sum."""
+    """Return shares scaled to sum to 1, without rounding errors."""
     total = sum(row.values())
     return {server_id: share / total for server_id, share in row.items()}

@@ -1,4 +1,4 @@
-"""What a placement is: it says which servers have which adapters, and for which shares. Pure.
+"""The interface of placements, which plan adapters and shares of servers. Pure.
 
 The cluster asks for a plan at every time step. Input and output are plain data; the caller copies
 adapters to their new servers before it drops the old copies.
@@ -14,7 +14,7 @@ from ..reports import ServerId, Shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterDemand:
-    """One adapter, and what is expected of it in the next step."""
+    """One adapter and its expected demand in the next step."""
 
     name: str
     rank: int
@@ -24,15 +24,15 @@ class AdapterDemand:
 
 @dataclass(frozen=True, slots=True)
 class StoreServer:
-    """A server that may have adapters."""
+    """A server with a store for adapters."""
 
     server_id: ServerId
-    store_bytes: int  # for adapters
+    store_bytes: int  # capacity for adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An adapter that a server is to have, or to have no longer."""
+    """A copy of an adapter to make at a server, or to drop."""
 
     adapter_name: str
     server_id: ServerId
@@ -41,7 +41,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where adapters are to be, and what has to happen for it. Copies come before drops."""
+    """Planned shares, and the copies and drops they need. Copies come before drops."""
 
     shares: Shares
     copies: tuple[Copy, ...] = ()
@@ -49,7 +49,7 @@ class PlacementPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """That have to move between servers."""
+        """Bytes to copy between servers."""
         return sum(copy.num_bytes for copy in self.copies)
 
 
@@ -63,11 +63,11 @@ class PlacementPolicy(Protocol):
 
         Args:
             demand: All adapters of the cluster, those without requests included.
-            servers: That are there, at least one.
-            previous: What was planned before; servers that are gone may be in it.
+            servers: All servers, at least one.
+            previous: The previous plan; it may contain servers that are gone.
 
         Raises:
-            ConfigError: The servers have no room for each adapter once.
+            ConfigError: The servers have no room for one copy of each adapter.
         """
         ...
 
@@ -76,7 +76,7 @@ def plan_of(
     shares: Mapping[str, Mapping[ServerId, float]], demand: Iterable[AdapterDemand],
     servers: Iterable[StoreServer], previous: Shares,
 ) -> PlacementPlan:  # fmt: skip
-    """``shares`` with what changes against ``previous``, in the order of ``demand``."""
+    """Return a plan of ``shares`` with the changes from ``previous``, in order of ``demand``."""
     alive = {server.server_id for server in servers}
     copies, drops = [], []
     for adapter in demand:
@@ -89,7 +89,7 @@ def plan_of(
 
 
 class Room:
-    """Which adapters are planned where, and what room servers have left."""
+    """The plan so far: adapters of servers, and the room that is left."""
 
     def __init__(self, servers: Sequence[StoreServer]) -> None:
         self.server_ids = tuple(server.server_id for server in servers)
@@ -99,14 +99,14 @@ class Room:
         self.shares: dict[str, dict[ServerId, float]] = {}
 
     def fits(self, adapter: AdapterDemand, server_id: ServerId) -> bool:
-        """Whether the server has it, or has room for it."""
+        """Return whether the server has the adapter, or room for it."""
         has_it = server_id in self.shares.get(adapter.name, ())
         return has_it or adapter.num_bytes <= self.free_bytes[server_id]
 
     def put(
         self, adapter: AdapterDemand, server_id: ServerId, share: float, load: float = 0.0
     ) -> None:
-        """Plan a share of the adapter's requests, and the load that they are."""
+        """Add a share of the adapter's requests at a server, and its load."""
         row = self.shares.setdefault(adapter.name, {})
         if server_id not in row:
             self.free_bytes[server_id] -= adapter.num_bytes
@@ -115,7 +115,7 @@ class Room:
         self.load[server_id] += load
 
     def emptiest(self, adapter: AdapterDemand, among: Iterable[ServerId]) -> ServerId:
-        """The one of ``among`` with most room; raises ``ConfigError`` if it has none."""
+        """Return the server of ``among`` with most room. Raises ``ConfigError`` without room."""
         best = min(
             among, key=lambda server_id: (-self.free_bytes[server_id], server_id), default=None
         )
@@ -128,5 +128,5 @@ class Room:
 
 
 def by_size(demand: Iterable[AdapterDemand]) -> list[AdapterDemand]:
-    """The largest first, so that what is left has room between them."""
+    """Return adapters by size, the largest first: small ones fill the gaps."""
     return sorted(demand, key=lambda one: (-one.num_bytes, one.name))

@@ -15,10 +15,10 @@ from .sticky import StickyPlacement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementFacts:
-    """What placements are made with."""
+    """Inputs for new placements."""
 
     capacity: CapacityTable | None = None  # required by placements that go by demand
-    seed: int = 0  # of what is drawn
+    seed: int = 0  # of random choices
 
 
 _BY_DEMAND: Mapping[str, Callable[[CapacityTable], PlacementPolicy]] = {
@@ -40,7 +40,7 @@ def goes_by_demand(name: str) -> bool:
 
 
 def check_placement(name: str) -> None:
-    """Raise ``ConfigError`` if there is none of this name."""
+    """Raise ``ConfigError`` if the placement is unknown."""
     if name not in PLACEMENTS:
         known = ", ".join(PLACEMENTS)
         hint = near_names(name, PLACEMENTS)
@@ -48,7 +48,7 @@ def check_placement(name: str) -> None:
 
 
 def make_placement(name: str, facts: PlacementFacts) -> PlacementPolicy:
-    """Return a new placement. Raises ``ConfigError`` if there is none of this name."""
+    """Return a new placement. Raises ``ConfigError`` if it is unknown."""
     check_placement(name)
     if name in _OTHERS:
         return _OTHERS[name](facts)

@@ -1,4 +1,4 @@
-"""Which of a cluster's servers takes which planned part, so that least is copied. Pure."""
+"""Assigns planned parts to servers so that the fewest bytes are copied. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from ....errors import ConfigError
 from ..reports import ServerId, Shares
 from .plan import StoreServer
 
-# Of a share that changes, against a byte: it decides only between what copies the same.
+# Weight of a changed share against a byte: it only breaks ties between equal copies.
 _SHARE_WEIGHT = 1e-6
 
 
@@ -15,9 +15,9 @@ def least_copied(
     parts: Sequence[Mapping[str, float]], servers: Sequence[StoreServer], previous: Shares,
     num_bytes: Mapping[str, int],
 ) -> list[ServerId]:  # fmt: skip
-    """Return a server with room for each of ``parts``, which are as many: shares by adapter.
+    """Return the server of each part: one part (shares by adapter) for each server.
 
-    An assignment problem over the bytes to copy (LoRAServe, algorithm 1, step 5). Raises
+    This is an assignment problem over the bytes to copy (LoRAServe, algorithm 1, step 5). Raises
     ``ConfigError`` if scipy is not installed.
     """
     try:

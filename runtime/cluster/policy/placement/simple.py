@@ -1,4 +1,4 @@
-"""Placements that look at no demand, to compare with. Pure."""
+"""Placements that ignore demand, for comparison. Pure."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServ
 
 
 class RandomPlacement(PlacementPolicy):
-    """Each adapter has one server, which was drawn, and stays there as long as it can."""
+    """Puts each adapter at a random server, where it stays while the server has room."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)  # noqa: S311 -- no secret
@@ -36,9 +36,9 @@ class RandomPlacement(PlacementPolicy):
 
 
 class ContiguousPlacement(PlacementPolicy):
-    """Adapters in the order of their ranks, cut into as many parts of equal number as servers.
+    """Orders adapters by rank, and cuts them into equal parts, one per server.
 
-    Source: LoRAServe, section IV-A, figure 12. Where a part does not fit, its rest is elsewhere.
+    Source: LoRAServe, section IV-A, figure 12. What does not fit goes to other servers.
     """
 
     def plan(
@@ -60,9 +60,9 @@ class ContiguousPlacement(PlacementPolicy):
 
 
 class EverywherePlacement(PlacementPolicy):
-    """Each adapter is at all servers, as long as there is room: those most asked for first.
+    """Puts adapters at all servers while there is room, those with most demand first.
 
-    The others are where most room is left.
+    The others get one server each, with most room.
     """
 
     def plan(

@@ -1,7 +1,7 @@
-"""corun's placement: as many copies as the demand needs, where they were. Pure.
+"""corun's placement: as many copies as demand needs, with few moves. Pure.
 
-It plans memory alone: which servers keep an adapter at hand. Routers may send requests elsewhere,
-where the adapter is then fetched.
+It plans only which servers store an adapter. Routers may send requests to other servers, which then
+fetch the adapter.
 """
 
 import math
@@ -11,17 +11,17 @@ from ..reports import ServerId, Shares
 from .capacity_table import CapacityTable
 from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
 
-_MAX_LOAD = 0.6  # of a copy, in servers: the rest is for others, and for bursts
-_DWELL_STEPS = 2  # for so many steps in a row fewer copies must do before one goes
-_MAX_OVER_MEAN = 2.0  # adapters of a server, times the mean
+_MAX_LOAD = 0.6  # of a copy, in servers; the rest is for other adapters and bursts
+_DWELL_STEPS = 2  # a copy is dropped after so many steps in a row with less need
+_MAX_OVER_MEAN = 2.0  # limit of adapters per server, relative to the mean
 
 
 class StickyPlacement(PlacementPolicy):
-    """Copies come at once and go late; those that stay are where they were."""
+    """Adds copies at once, drops them late, and keeps the others in place."""
 
     def __init__(self, capacity: CapacityTable) -> None:
         self._capacity = capacity
-        self._fewer_steps: dict[str, int] = {}  # for how long fewer copies would have done
+        self._fewer_steps: dict[str, int] = {}  # steps in a row in which fewer copies would do
 
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
@@ -32,7 +32,7 @@ class StickyPlacement(PlacementPolicy):
         ordered = sorted(demand, key=lambda one: (-loads[one.name], -one.num_bytes, one.name))
         numbers = self._num_copies(ordered, loads, room, previous)
         homes: dict[str, list[ServerId]] = {}
-        # All that stay before any that come, and each adapter's first copy before any second.
+        # Kept copies before new ones, and each adapter's first copy before any second one.
         for adapter in ordered:
             homes[adapter.name] = self._kept(adapter, loads, numbers, room, previous)
         max_adapters = math.ceil(_MAX_OVER_MEAN * sum(numbers.values()) / len(servers))
@@ -75,7 +75,7 @@ class StickyPlacement(PlacementPolicy):
         self, adapter: AdapterDemand, loads: Mapping[str, float], numbers: Mapping[str, int],
         room: Room, previous: Shares,
     ) -> list[ServerId]:  # fmt: skip
-        """Those of its homes that it keeps."""
+        """Return the servers at which an adapter keeps its copy."""
         number = numbers[adapter.name]
         homes = [home for home in previous.get(adapter.name, ()) if home in room.free_bytes]
         kept = sorted(homes, key=lambda home: (room.load[home], home))[:number]
@@ -89,9 +89,9 @@ def _new_home(
     adapter: AdapterDemand, own: Sequence[ServerId], room: Room, max_adapters: int,
     *, must_have_one: bool,
 ) -> ServerId | None:  # fmt: skip
-    """The least loaded with room, among those that do not have many adapters yet; None = none.
+    """Return the least loaded server with room and not too many adapters, or None.
 
-    Raises ``ConfigError`` if it must have one and no server has room.
+    Raises ``ConfigError`` if there must be one and no server has room.
     """
     others = [one for one in room.server_ids if one not in own]
     fitting = [

@@ -1,4 +1,4 @@
-"""A whole agent with bare engines, as its controller and gateways see it."""
+"""An agent with bare engines, as its controller and gateways see it."""
 
 import asyncio
 import contextlib
@@ -59,8 +59,8 @@ class Controlled:
         self.report: AgentReport | None = None
         self._heard = asyncio.Event()
 
-    async def hear(self, request: web.Request) -> web.StreamResponse:
-        """Take a report."""
+    async def on_report(self, request: web.Request) -> web.StreamResponse:
+        """Answer a report with orders."""
         if self.is_away:
             raise HttpError(503, "away", code="away")
         self.report = msgspec.json.decode(await request.read(), type=AgentReport)
@@ -68,7 +68,7 @@ class Controlled:
         return struct_response(self.orders)
 
     async def reported(self, condition: Callable[[AgentReport], bool]) -> AgentReport:
-        """The first report that fits."""
+        """Return the first report that fits."""
         async with asyncio.timeout(DEADLINE_S):
             while self.report is None or not condition(self.report):
                 self._heard.clear()
@@ -76,12 +76,12 @@ class Controlled:
         return self.report
 
     async def ask(self, path: str, body: msgspec.Struct, kind: Any) -> Any:
-        """What the agent answers."""
+        """Call the agent; return its answer."""
         assert self.report is not None
         return await call(self.session, self.report.url + path, body, kind, timeout_s=DEADLINE_S)
 
     async def engine(self, engine_id: str = "m-0") -> EngineStatus:
-        """An engine that is ready."""
+        """Return an engine that is ready."""
         report = await self.reported(lambda report: _state(report, engine_id) == READY)
         (engine,) = (one for one in report.engines if one.engine_id == engine_id)
         return engine
@@ -95,7 +95,7 @@ class Controlled:
         return answer
 
     async def loaded(self, engine_id: str = "m-0") -> dict[str, Any]:
-        """What an engine serves, by name."""
+        """Return the adapters of an engine, by name."""
         url = (await self.engine(engine_id)).url
         found = (await asyncio.to_thread(received_by, url))["adapters"]
         assert isinstance(found, dict)
@@ -142,7 +142,7 @@ def with_agent(
 async def _controller() -> AsyncIterator[tuple[Controlled, str]]:
     async with make_session(KEY) as session:
         controlled = Controlled(session)
-        app = make_app(cluster_key_check(KEY), [web.post(AGENTS_PATH, controlled.hear)])
+        app = make_app(cluster_key_check(KEY), [web.post(AGENTS_PATH, controlled.on_report)])
         async with serving(app) as url:
             yield controlled, url
 
@@ -150,7 +150,7 @@ async def _controller() -> AsyncIterator[tuple[Controlled, str]]:
 async def checked(
     agent: Controlled, source: Path, *, name: str = "x", revision: int = 1, pinned: bool = False
 ) -> AdapterEntry:
-    """A name for a directory that the agent has looked at."""
+    """Return an entry for a directory that the agent has checked."""
     found = await agent.ask(AGENT_CHECK_PATH, CheckAdapter(path=str(source)), CheckedAdapter)
     return AdapterEntry(
         name=name, revision=revision, digest=found.digest, rank=found.rank,
@@ -172,12 +172,12 @@ def test_a_name_goes_up_in_revisions_and_never_back(tmp_path: Path) -> None:
         assert served["load_inplace"]
         new = await checked(agent, second, revision=3, pinned=True)
         assert (await agent.ensure(new)).revision == 3
-        assert await agent.ensure(old) == await agent.ensure(new)  # an old table asks
+        assert await agent.ensure(old) == await agent.ensure(new)  # from an old table
         assert (await agent.loaded())["x"]["pinned"]
         await agent.ask(AGENT_PIN_PATH, Pin(name="x", pinned=False), Pin)
         assert not (await agent.loaded())["x"]["pinned"]
         await agent.ask(AGENT_UNLOAD_PATH, Unload(name="x", revision=3), Unload)
-        assert "x" in await agent.loaded()  # it is about what was before
+        assert "x" in await agent.loaded()  # the unload is older than the load
         await agent.ask(AGENT_UNLOAD_PATH, Unload(name="x", revision=4), Unload)
         assert await agent.loaded() == {}
         with pytest.raises(HttpError, match="'x' is unloaded") as caught:
@@ -288,7 +288,9 @@ def test_content_leaves_engines_before_it_leaves_the_store(tmp_path: Path) -> No
         agent.orders = AgentOrders()
         await agent.reported(lambda report: not report.keeps)
         await agent.ask(AGENT_UNLOAD_PATH, Unload(name="n0", revision=2), Unload)
-        await checked(agent, sources[1], name="n1")  # what n0 was is in use until its requests end
+        await checked(
+            agent, sources[1], name="n1"
+        )  # the former content of n0 is in use until its requests end
         report = await agent.reported(lambda report: entries[1].digest in report.copies)
         assert set(report.copies) == {entries[0].digest, entries[1].digest}
         await use(agent, engine, "n0", used=False)
@@ -348,13 +350,13 @@ def test_an_agent_that_died_has_the_engines_that_there_were(tmp_path: Path) -> N
         report = await agent.reported(lambda report: len(report.engines) == 2)
         assert [one.engine_id for one in report.engines] == ["m-1", "m-2"]
 
-    async def begin_anew(agent: Controlled) -> None:
+    async def restart(agent: Controlled) -> None:
         await agent.engine("m-0")
         assert agent.report is not None and len(agent.report.engines) == 1
 
     with_agent(tmp_path, change)
     with_agent(tmp_path, look)
-    with_agent(tmp_path, begin_anew, run_id="another")
+    with_agent(tmp_path, restart, run_id="another")
 
 
 def test_engines_that_cannot_begin_end_the_agent(tmp_path: Path) -> None:
@@ -386,7 +388,7 @@ def test_another_controller_is_followed_once_its_own_is_gone(
     with_agent(tmp_path, work)
 
 
-def test_it_ends_in_order_when_it_is_told_to(tmp_path: Path) -> None:
+def test_it_ends_in_order_on_request(tmp_path: Path) -> None:
     async def work(controlled: Controlled) -> None:
         pid = (await controlled.engine()).pid
         with pytest.raises(HttpError, match="this is agent m"):

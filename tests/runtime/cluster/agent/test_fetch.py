@@ -1,4 +1,4 @@
-"""Files from other agents, some of which are wrong, silent or dead; last from where they came."""
+"""Fetches from other agents, also wrong, silent and dead ones, and from the source."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ Work = Callable[[AdapterFileStore, Fetcher, str, str], Awaitable[None]]
 
 
 def with_peer(tmp_path: Path, work: Work, *, capacity_bytes: int = 1 << 30) -> None:
-    """Call ``work`` with an empty store, its fetcher, an adapter's digest, and who has it."""
+    """Call ``work`` with an empty store, its fetcher, a digest and the peer that has it."""
     source = write_adapter(tmp_path / "source", num_bytes=NUM_BYTES)
 
     async def run() -> None:
@@ -44,7 +44,7 @@ def with_peer(tmp_path: Path, work: Work, *, capacity_bytes: int = 1 << 30) -> N
 async def bad_peer(
     good: str, break_it: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 ) -> AsyncIterator[str]:
-    """A peer with the right manifest, whose weights are ``break_it``'s to answer."""
+    """A peer with the right manifest; ``break_it`` answers requests for its weights."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         headers = {"Authorization": request.headers["Authorization"]}
@@ -178,10 +178,10 @@ def test_one_fetch_however_many_wait(tmp_path: Path) -> None:
             asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)
         ]
         await asyncio.sleep(0)
-        waiting[0].cancel()  # who began it leaves; the others have it all the same
+        waiting[0].cancel()  # the fetch goes on without the request that started it
         await asyncio.gather(*waiting[1:])
         assert fetcher.by_peer.keys() == {good} and fetcher.by_peer[good].num_fetched == 1
-        await fetcher.ensure(entry_of(digest), [])  # it is here
+        await fetcher.ensure(entry_of(digest), [])  # already in the store
 
     with_peer(tmp_path, work)
 
@@ -200,7 +200,7 @@ def test_a_new_template_brings_no_weights_again(tmp_path: Path) -> None:
                 await fetcher.ensure(entry_of(new), [url])
                 assert 0 < fetcher.by_peer[url].num_bytes - num_before < 1000
                 ours.released = frozenset({old})
-                shutil.rmtree(ours.path(old))  # as when it is dropped
+                shutil.rmtree(ours.path(old))  # as if it were dropped
                 manifest = ours.manifest(new)
                 assert manifest is not None and holds(ours.path(new), manifest)
                 await fetcher.close()

@@ -1,4 +1,4 @@
-"""Adapter files by digest: whole or not there, whatever happens, and who goes for others."""
+"""The store of adapter files: copies are complete or absent, and which is dropped for room."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ async def ingest(store: AdapterFileStore, source: Path) -> str:
 def test_files_are_copied_and_named_by_what_they_hold(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a", rank=16)
     (source / "chat_template.jinja").write_text("x")
-    (source / "README.md").write_text("nobody reads it")
+    (source / "README.md").write_text("not read")
     same = write_adapter(tmp_path / "b", rank=16)
     (same / "chat_template.jinja").write_text("x")
     other = write_adapter(tmp_path / "c", rank=16)
@@ -138,7 +138,7 @@ def test_a_start_finds_what_is_whole_and_removes_the_rest(tmp_path: Path) -> Non
         assert set(store.ages_s()) == set(digests[1:])
         assert os.listdir(tmp_path / "store/incoming") == []
         async with store.in_use(digests[1]) as path:
-            assert path is None  # another byte: found before anybody loads it
+            assert path is None  # a changed byte is found before it is loaded
         assert set(store.ages_s()) == {digests[2]}
         async with store.in_use(digests[2]) as path:
             assert path == adapters / digests[2]
@@ -200,7 +200,7 @@ def test_the_one_unused_longest_goes_but_not_what_must_stay(tmp_path: Path) -> N
             clock.sleep(1.0)
         store.released = {digests[0], digests[2]}
         digests.append(await ingest(store, sources[3]))
-        # 0 was used last, nobody has let go of 1: 2 has gone.
+        # 0 was used last, 1 is not released: 2 is dropped.
         assert set(store.ages_s()) == {digests[0], digests[1], digests[3]}
         store.released = {digests[0], digests[3]}
         async with store.in_use(digests[0]):
@@ -222,7 +222,7 @@ def test_what_no_name_stands_for_goes_after_a_while(tmp_path: Path) -> None:
         digest = await ingest(store, write_adapter(tmp_path / "a"))
         store.released = {digest}
         await store.drop_unneeded([digest], always)
-        assert digest in store.ages_s()  # it has just come: a name is on its way
+        assert digest in store.ages_s()  # a new copy: its name may follow
         clock.sleep(100.0)
         await store.drop_unneeded([digest], never)
         assert digest in store.ages_s()
@@ -244,12 +244,12 @@ def test_what_is_placed_elsewhere_goes_as_soon_as_it_is_not_used(tmp_path: Path)
         digest = await ingest(store, write_adapter(tmp_path / "a"))
         clock.sleep(4.0)
         await store.drop_strays([digest], always)
-        assert digest in store.ages_s()  # the last copy, for all that is known
+        assert digest in store.ages_s()  # perhaps the last copy
         store.released = {digest}
         await store.drop_strays([digest], always)
-        assert digest in store.ages_s()  # a request is on its way
+        assert digest in store.ages_s()  # a request may follow
         clock.sleep(2.0)
-        for _ in range(3):  # not asked about at each report
+        for _ in range(3):  # engines are not queried at each report
             await store.drop_strays([digest], used)
         assert asked == [digest] and digest in store.ages_s()
         clock.sleep(6.0)

@@ -24,20 +24,20 @@ def task_of(folder: Path, **fields: Any) -> CapacityTask:
 def test_capacity_is_found_for_an_engine_as_its_profile_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    calls = []
 
     def find(setup: Any, ranks: Any, *, slo: Any, **_: Any) -> tuple[tuple[int, float], ...]:
-        told.append((setup, ranks, slo))
-        if slo is not None and len(told) == 1:
-            raise NoLimitError("it is borne")
+        calls.append((setup, ranks, slo))
+        if slo is not None and len(calls) == 1:
+            raise NoLimitError("no limit")
         return tuple((rank, 10.0 * rank) for rank in ranks)
 
     monkeypatch.setattr(simulated_capacity, "find_capacity", find)
     task = task_of(tmp_path)
     find_and_keep(task)
-    # Whoever bears any load is placed by what it does at most.
-    assert [one[2] is None for one in told] == [False, True] and told[0][2].ttft_s == 2.0
-    setup, ranks, _ = told[0]
+    # An engine without a load limit counts with its maximum throughput.
+    assert [one[2] is None for one in calls] == [False, True] and calls[0][2].ttft_s == 2.0
+    setup, ranks, _ = calls[0]
     assert ranks == [4, 8, 16, 32, 64, 128]
     assert (setup.machine.num_blocks, setup.machine.max_num_seqs) == (1000 // 16, 16)
     assert setup.workload.lengths.prompt_divisor == 8  # prompts fit into 2048 tokens

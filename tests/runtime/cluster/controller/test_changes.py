@@ -1,4 +1,4 @@
-"""Crashes between any two steps of a change: no name without a copy, none that comes back old."""
+"""Crashes between any two steps of a change: names keep a copy and never get old content."""
 
 import asyncio
 import tempfile
@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from support.fake_cluster import digest_of, profile_of
 
 _ENGINES = ("e0", "e1")
-# What is asked, of which name, with which content, refused (or pinned), steps to a crash.
+# Action, name, content, whether it is refused (or pinned), and steps until a crash.
 Step = tuple[str, str, str, bool, int | None]
 
 
 class CrashedError(BaseException):
-    """The controller has ended here."""
+    """The controller crashes."""
 
 
 class World:
-    """Engines and files outlive controllers; each that is asked may be the last step."""
+    """Engines and files, which outlive controllers. Each call may be the last step."""
 
     def __init__(self) -> None:
         self.served: dict[str, dict[str, AdapterEntry]] = {one: {} for one in _ENGINES}
         self.files: set[str] = set()
-        self.steps_left: int | None = None  # to a crash
+        self.steps_left: int | None = None  # until a crash
         self.refuses = False
-        # What ``Members`` shows of itself.
+        # The interface of ``Members``.
         self.base = profile_of()
 
     def step(self) -> None:
@@ -76,11 +76,11 @@ class World:
         pass
 
     async def state(self, engine_id: str) -> None:
-        raise HttpError(503, "nobody follows here", code="unreachable")
+        raise HttpError(503, "no other engine", code="unreachable")
 
 
 class CrashingTable(RoutingTable):
-    """A table whose gateways may not be told any more."""
+    """A table in which a crash may come before gateways get a change."""
 
     world: World
 
@@ -108,7 +108,7 @@ async def crash_at_will(
     world = World()
     registry = Registry(directory, lambda: 0.0)
     table, changes = begun(registry, world)
-    answered: dict[str, str] = {}  # what clients know
+    answered: dict[str, str] = {}  # by name: digests that clients got as answers
     unsure: set[str] = set()  # names of changes that were not answered
     highest = 0
     for action, name, content, refuses, crash_after in steps:
@@ -137,7 +137,7 @@ async def crash_at_will(
         check(world, table, answered, unsure)
         for entry in table.adapters.values():
             highest = max(highest, entry.revision)
-    # A name that is loaded now is newer than whatever was there.
+    # A name that is loaded now has a newer revision than before.
     world.refuses = False
     entry = await changes.apply(AdapterChange(action="load", name="z", path="last"))
     assert entry.revision > highest
@@ -147,10 +147,10 @@ async def crash_at_will(
 
 def check(world: World, table: RoutingTable, answered: dict[str, str], unsure: set[str]) -> None:
     for name, entry in table.adapters.items():
-        assert entry.digest in world.files  # no route to a missing one
+        assert entry.digest in world.files  # no route to missing files
         for served in world.served.values():
             mine = served.get(name)
-            # Whoever may be sent requests has the content that the table has.
+            # Every engine that may get requests has the content of the table.
             if mine is not None and mine.revision >= entry.revision:
                 assert mine.digest == entry.digest
     for name in "xy":

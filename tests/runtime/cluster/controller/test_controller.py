@@ -1,4 +1,4 @@
-"""A controller over real HTTP, among agents and gateways that only answer."""
+"""A controller over real HTTP, with fake agents and gateways."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def test_a_load_is_answered_when_one_engine_serves_it_and_all_gateways_know(tmp_
         assert entry.state == "ready" and entry.digest == digest_of("content")
         assert [one.adapters["x"] for one in gateways] == [entry, entry]
         assert [one.engine_id for one in agent.asked] == ["a-0"]
-        assert await cluster.load("x", "content") == entry  # the same again changes nothing
+        assert await cluster.load("x", "content") == entry  # loading the same again changes nothing
 
     in_cluster(tmp_path, work)
 
@@ -44,7 +44,7 @@ def test_a_reload_has_a_new_revision_and_the_other_engines_follow(tmp_path: Path
         agent = await cluster.agent("a", "a-0", "a-1", "a-2")
         gateway = await cluster.gateway()
         first = await cluster.load("x", "old")
-        agent.engines["a-2"].entries["x"] = first  # a request has brought it there
+        agent.engines["a-2"].entries["x"] = first  # loaded for a request
         with pytest.raises(HttpError, match="'x' is already loaded with other content") as refused:
             await cluster.load("x", "new")
         assert (refused.value.status, refused.value.code) == (400, "adapter_exists")
@@ -69,7 +69,7 @@ def test_what_an_engine_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
         for name in ("x", "y"):
             with pytest.raises(HttpError, match="rank 999 is too large"):
                 await cluster.load(name, "new", load_inplace=True)
-        # An engine might have the new content at the revision that was tried.
+        # An engine may have the new content at the failed revision.
         await eventually(lambda: "y" not in gateway.adapters)
         assert gateway.adapters["x"].digest == first.digest
         assert gateway.adapters["x"].revision > agent.asked[1].adapter.revision
@@ -115,7 +115,7 @@ def test_an_unload_reaches_gateways_first_and_all_agents(tmp_path: Path) -> None
     in_cluster(tmp_path, work)
 
 
-def test_pins_are_kept_and_told(tmp_path: Path) -> None:
+def test_pins_are_kept_and_published(tmp_path: Path) -> None:
     async def work(cluster: RunningCluster) -> None:
         agent = await cluster.agent("a", "a-0")
         gateway = await cluster.gateway()
@@ -199,14 +199,14 @@ def test_the_last_copy_moves_before_the_last_engine_of_an_agent_goes(tmp_path: P
         removing = asyncio.ensure_future(cluster.engines("remove", engine_id="a-0"))
         await eventually(lambda: gateway.engines["a-0"].is_draining)
         for _ in range(3):
-            await cluster.report(agent)  # of what it has now
+            await cluster.report(agent)  # with its present copies
             await asyncio.sleep(0.02)
         await eventually(lambda: digest_of("content") in other.copies)
         assert other.asked[0].sources == (agent.url,)
         assert not agent.changed and not removing.done()
-        await cluster.report(other)  # is told to keep it
+        await cluster.report(other)  # the answer orders to keep it
         assert other.orders.keep == (digest_of("content"),) and not removing.done()
-        await cluster.report(other)  # says that it does
+        await cluster.report(other)  # confirms it
         await removing
         assert agent.changed
 
@@ -279,13 +279,13 @@ def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
             await cluster.report(agent)  # its copy
             await eventually(lambda: gateway.sequence > 0)
             sequence = gateway.sequence
-        # Another command says itself which engines others run.
+        # A new command adds engines without an agent itself.
         for run_id, engines in (("run", {"a-0", static.url}), ("another command", {"a-0"})):
             async with running_controller(tmp_path, outlive, run_id=run_id) as cluster:
                 after = await cluster.gateway()
                 assert after.adapters == {"x": entry} and after.sequence > sequence
-                # Gateways lose no engine while agents have not said anything yet, nor the agents
-                # that have engines serve what is asked for, and that have its files.
+                # Gateways lose no engine before the first reports of agents, nor the agents
+                # that load adapters and have the files.
                 is_same = run_id == "run"
                 assert {*after.engines} == (engines if is_same else set())
                 cards = [(one.url, one.digests) for one in after.agents.values()]
@@ -301,7 +301,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_metrics_show_copies_and_who_is_there(tmp_path: Path) -> None:
+def test_metrics_show_copies_engines_and_gateways(tmp_path: Path) -> None:
     async def work(cluster: RunningCluster) -> None:
         agent = await cluster.agent("a", "a-0")
         await cluster.gateway()

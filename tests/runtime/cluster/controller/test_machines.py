@@ -1,4 +1,4 @@
-"""Engines that are to be started on machines that somebody else finds."""
+"""Wishes: engines to be started on machines that another process finds."""
 
 import asyncio
 from pathlib import Path
@@ -15,36 +15,38 @@ DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for long."""
+    """Shorten timeouts."""
     monkeypatch.setattr(machines, "_TAKE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(machines, "_SILENT_S", 0.3)
 
 
-async def told(cluster: RunningCluster, report: MachinesReport) -> MachinesOrders:
+async def send_report(cluster: RunningCluster, report: MachinesReport) -> MachinesOrders:
     return await cluster.post(MACHINES_PATH, report, MachinesOrders)
 
 
 async def take(cluster: RunningCluster, report: MachinesReport) -> tuple[str, ...]:
     """Wait for wishes, and take them."""
-    while not (wishes := (await told(cluster, report)).wishes):
+    while not (wishes := (await send_report(cluster, report)).wishes):
         await asyncio.sleep(0.02)
-    await told(cluster, MachinesReport(kind="ray", is_up=report.is_up, num_agents=2, taken=wishes))
+    await send_report(
+        cluster, MachinesReport(kind="ray", is_up=report.is_up, num_agents=2, taken=wishes)
+    )
     return wishes
 
 
 def test_an_engine_is_started_where_there_is_a_place_and_else_elsewhere(tmp_path: Path) -> None:
     async def work(cluster: RunningCluster) -> None:
         agent = await cluster.agent("a", "a-0", num_places=2)
-        assert (await told(cluster, UP)).num_engines == 1
+        assert (await send_report(cluster, UP)).num_engines == 1
         await cluster.engines("add")
-        assert len(agent.changed) == 1 and (await told(cluster, UP)).wishes == ()
+        assert len(agent.changed) == 1 and (await send_report(cluster, UP)).wishes == ()
         agent.engines["a-1"] = await cluster.engine()
         await cluster.report(agent)
         adding = asyncio.ensure_future(cluster.engines("add", num_engines=2))
         await take(cluster, UP)
         await take(cluster, UP)
         await adding
-        assert len(agent.changed) == 1 and (await told(cluster, UP)).wishes == ()
+        assert len(agent.changed) == 1 and (await send_report(cluster, UP)).wishes == ()
 
     in_cluster(tmp_path, work)
 
@@ -53,7 +55,7 @@ def test_an_engine_is_started_where_there_is_a_place_and_else_elsewhere(tmp_path
 def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: bool) -> None:
     async def work(cluster: RunningCluster) -> None:
         await cluster.agent("a", "a-0", num_places=1)
-        await told(cluster, UP if is_silent else DOWN)
+        await send_report(cluster, UP if is_silent else DOWN)
         await asyncio.sleep(0.4 if is_silent else 0.0)
         why = "it is silent" if is_silent else "its head is away"
         with pytest.raises(
@@ -63,7 +65,7 @@ def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: boo
         state = (await cluster.status()).machines
         assert state is not None and not state.is_up and state.reason == why
         assert len(await take(cluster, UP)) == 1  # it is back
-        assert (await told(cluster, UP)).wishes == ()
+        assert (await send_report(cluster, UP)).wishes == ()
 
     in_cluster(tmp_path, work)
 
@@ -71,13 +73,13 @@ def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: boo
 def test_what_must_wait_is_done_though_the_controller_ends_before(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_controller(tmp_path) as cluster:
-            await told(cluster, DOWN)
+            await send_report(cluster, DOWN)
             with pytest.raises(HttpError, match="the start is stored"):
                 await cluster.engines("add")
         async with running_controller(tmp_path) as cluster:
             assert len(await take(cluster, UP)) == 1
         async with running_controller(tmp_path) as cluster:
-            assert (await told(cluster, UP)).wishes == (), "once"
+            assert (await send_report(cluster, UP)).wishes == (), "once"
 
     asyncio.run(run())
 

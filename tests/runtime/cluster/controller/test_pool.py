@@ -1,4 +1,4 @@
-"""No last copy is lost, whoever evicts what at the same time, whoever leaves or restarts."""
+"""No last copy is lost while agents evict, leave and restart at the same time."""
 
 from corun.runtime.cluster.controller.pool import CopyPool
 from corun.runtime.cluster.wire import AdapterEntry, AgentOrders, AgentReport
@@ -29,7 +29,7 @@ def orders_of(pool: CopyPool, agent_id: str, copies: set[str], keeps: set[str]) 
 def test_a_copy_is_released_once_another_agent_says_that_it_keeps_one() -> None:
     pool = CopyPool()
     assert orders_of(pool, "a", {"p"}, set()).keep == ("p",)
-    assert orders_of(pool, "b", {"p"}, set()).keep == ("p",)  # the other has said nothing yet
+    assert orders_of(pool, "b", {"p"}, set()).keep == ("p",)  # the other has not reported yet
     assert orders_of(pool, "a", {"p"}, {"p"}).keep == ("p",)
     assert orders_of(pool, "b", {"p"}, {"p"}).keep == ()
     assert pool.only_at("a") == [] and pool.holders("p") == ["a", "b"]
@@ -37,7 +37,7 @@ def test_a_copy_is_released_once_another_agent_says_that_it_keeps_one() -> None:
     assert pool.only_at("a") == ["p"] and orders_of(pool, "b", {"p"}, set()).keep == ("p",)
 
 
-def test_what_is_pinned_planned_or_loading_stays_and_what_nobody_names_is_said() -> None:
+def test_pinned_planned_or_loading_copies_stay_and_unnamed_ones_are_listed() -> None:
     pool = CopyPool()
     pinned = AdapterEntry(
         name="x", revision=1, digest="p", rank=8, num_bytes=1, source="/s", pinned=True
@@ -62,7 +62,7 @@ def test_what_the_placement_has_elsewhere_is_said_once_another_agent_keeps_it() 
 
 
 class Evictions(RuleBasedStateMachine):
-    """Agents evict whatever they may, while reports and answers are under way."""
+    """Agents evict all that they may, while reports and answers are on their way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Evictions(RuleBasedStateMachine):
         self.answers: dict[str, set[str]] = {}
         self.leaving: set[str] = set()
         self.gone: set[str] = set()
-        self.asked: set[str] = set()  # have told since who leaves now began to
+        self.asked: set[str] = set()  # agents that have reported since an agent began to leave
         self.has_reported: set[str] = set()
 
     @initialize()
@@ -134,7 +134,7 @@ class Evictions(RuleBasedStateMachine):
             self.pool.set_ended(self.leaving | self.gone)
 
     @rule()
-    def end_who_leaves(self) -> None:
+    def end_leaving(self) -> None:
         for agent_id in self.leaving & self.has_reported:
             if not {*self.pool.only_at(agent_id)} & {*_DIGESTS}:  # the last copies have moved
                 self.gone.add(agent_id)

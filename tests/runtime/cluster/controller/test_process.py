@@ -1,4 +1,4 @@
-"""The controller as a process: killed, it is back with all that it knew."""
+"""The controller as a process: after a kill it restores its state."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from support.agents import KEY
 from support.fake_cluster import RunningCluster, digest_of, settings_of
 
 _MODULE = "corun.runtime.cluster.controller"
-_DEADLINE_S = 20.0  # ten times what it may take
+_DEADLINE_S = 20.0  # ten times what is expected
 
 
 async def answering(cluster: RunningCluster) -> None:
@@ -46,7 +46,7 @@ def test_after_a_kill_it_is_back_with_all_that_it_knew(tmp_path: Path) -> None:
             await answering(cluster)
             gateway = await cluster.gateway()
             assert gateway.adapters == {"x": entry} and gateway.sequence >> 32 == 2
-            assert list(gateway.engines) == ["a-0"]  # before its agent has said so
+            assert list(gateway.engines) == ["a-0"]  # before its agent reports
             await cluster.report(agent)
             assert agent.orders.keep == (digest_of("content"),)
             process.terminate()

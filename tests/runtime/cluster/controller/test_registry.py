@@ -1,4 +1,4 @@
-"""What the registry keeps, through crashes between any two steps; and what it refuses."""
+"""What the registry keeps over crashes between any two steps, and what it refuses."""
 
 import contextlib
 import os
@@ -101,10 +101,10 @@ def test_what_is_no_registry_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the registry of a cluster"):
         opened(tmp_path)
     assert path.read_bytes() == b""
-    path.write_bytes(b"notes of somebody" * 1000)
+    path.write_bytes(b"another format" * 1000)
     with pytest.raises(ConfigError, match=r"is damaged \(file is not a database\)") as damaged:
         opened(tmp_path)
-    assert path.read_bytes() == b"notes of somebody" * 1000 and "\n" not in str(damaged.value)
+    assert path.read_bytes() == b"another format" * 1000 and "\n" not in str(damaged.value)
     path.unlink()
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE others (x)")
@@ -150,17 +150,17 @@ while True:
 """
 
 
-def test_what_was_told_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_committed_changes_are_there_after_a_kill(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    with process.stdout as told:
+    with process.stdout as output:
         for _ in range(20):
-            last = int(told.readline())
+            last = int(output.readline())
         process.send_signal(signal.SIGKILL)
         process.wait()
-        last = max([last, *(int(line) for line in told.read().splitlines())])
+        last = max([last, *(int(line) for line in output.read().splitlines())])
     registry = opened(tmp_path)
     (entry,) = registry.adapters()
     assert entry.revision in (last, last + 1)
@@ -168,7 +168,7 @@ def test_what_was_told_is_there_after_a_kill(tmp_path: Path) -> None:
     registry.close()
 
 
-# What may be done to a name, and whether the controller crashes before the next step.
+# Changes of a name, and whether the controller crashes before the next step.
 _STEPS = st.lists(
     st.tuples(
         st.sampled_from(["load", "undo", "unload"]), st.sampled_from("xy"), st.sampled_from("pqr"),
@@ -185,11 +185,11 @@ def test_crashes_lose_no_adapter_and_no_revision_comes_again(
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         registry = opened(Path(directory))
-        expected: dict[str, str] = {}  # digests that clients were answered
+        expected: dict[str, str] = {}  # digests that clients got as answers
         seen: list[int] = []
 
         def crash() -> Registry:
-            """What a crash leaves is what is on disk: nothing is written at the end."""
+            """Keep only what is on disk, as a crash does."""
             registry.close()
             after = opened(Path(directory))
             for name in after.open_changes():

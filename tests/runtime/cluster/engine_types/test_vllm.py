@@ -1,4 +1,4 @@
-"""vLLM as an engine, by itself: adapters, what is refused of it, and what its states say."""
+"""vLLM as an engine type: adapters, refused servers, and states."""
 
 import asyncio
 import contextlib
@@ -52,12 +52,12 @@ def test_a_name_with_other_content_has_another_name_there(tmp_path: Path) -> Non
             entry_of("sql", number + 1, digest=digest) for number, digest in enumerate(DIGESTS)
         )
         assert await api.load(first, str(paths[0])) == "sql@" + "0" * 16
-        assert await api.load(first, str(paths[0])) == "sql@" + "0" * 16  # it is there
+        assert await api.load(first, str(paths[0])) == "sql@" + "0" * 16  # loaded already
         await api.load(entry_of("sqlx", digest=DIGESTS[0]), str(paths[0]))
         assert await api.load(second, str(paths[1])) == "sql@" + "1" * 16
         assert set(server.loaded) == {"sql@" + "1" * 16, "sqlx@" + "0" * 16}
         await api.unload("sql")
-        await api.unload("sql")  # it is gone
+        await api.unload("sql")  # unloaded already
         assert set(server.loaded) == {"sqlx@" + "0" * 16}
         with pytest.raises(HttpError, match="No adapter found for") as refused:
             await api.load(second, str(tmp_path / "nowhere"))
@@ -98,7 +98,7 @@ def test_a_server_like_it_is_what_was_measured() -> None:
         assert (profile.model, profile.max_model_len, base.id) == (BASE, 512, BASE)
         assert card.measured is not None and profile.machine == card.measured.machine
 
-    with_vllm(work, key=KEY, num_blocks=6200)  # a little less room, as after another start
+    with_vllm(work, key=KEY, num_blocks=6200)  # a little less room, as after a restart
 
 
 def test_states_say_what_metrics_and_the_record_do() -> None:
@@ -118,8 +118,8 @@ def test_states_say_what_metrics_and_the_record_do() -> None:
         }  # fmt: skip
         assert (second.adapters, second.removed) == ((), ())
         assert [one.beat for one in (first, second, third)] == [1, 2, 3]
-        # What was sent before the last poll began is in it, what was sent since may not be.
-        told = [one.accepted and one.accepted["g"].last for one in (first, second, third)]
-        assert told == [0, 0, 1]
+        # A state includes requests sent before the previous poll; later ones may be missing.
+        accepted = [one.accepted and one.accepted["g"].last for one in (first, second, third)]
+        assert accepted == [0, 0, 1]
 
     with_vllm(work, max_loras=1)

@@ -1,4 +1,4 @@
-"""What is read of vLLM's metrics, as they were recorded."""
+"""Reading vLLM's metrics, as recorded."""
 
 import pytest
 from corun.runtime.cluster.engine_types.vllm_metrics import read_metrics
@@ -19,7 +19,7 @@ def test_all_is_read_of_the_recorded_ones() -> None:
     assert metrics.running_adapters == {"upper@0123456789abcdef"}
 
 
-def test_of_what_is_told_by_labels_the_newest_counts() -> None:
+def test_the_newest_sample_of_an_info_metric_counts() -> None:
     idle = b'running_lora_adapters="",waiting_lora_adapters=""} '
     newer = TEXT.replace(idle + b"1.7955448147104743e+09", idle + b"1.8e+09")
     assert newer != TEXT and not read_metrics(newer).running_adapters
@@ -37,7 +37,7 @@ def test_older_servers_call_the_use_of_kv_otherwise() -> None:
     assert read_metrics(old) == read_metrics(TEXT)
 
 
-def test_blocks_count_where_tokens_are_not_told() -> None:
+def test_blocks_count_if_tokens_are_missing() -> None:
     old = TEXT.replace(b'kv_cache_size_tokens="838784",', b"")
     assert old != TEXT and read_metrics(old).kv_tokens == 6553 * 128
 

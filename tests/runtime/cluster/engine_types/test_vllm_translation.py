@@ -1,4 +1,4 @@
-"""Requests to vLLM and its answers, as they go over the wire."""
+"""Translation of requests to vLLM and its answers, as recorded."""
 
 import json
 from typing import Any
@@ -68,14 +68,16 @@ def test_errors_are_ours(
 
 
 def test_an_error_within_a_stream_is_ours_too() -> None:
-    told = b'data: {"error":{"message":"EngineCore died","type":"x","param":null,"code":500}}\n\n'
-    data = TRANSLATION.events(EVENT % b"t" + told + b"data: [DONE]\n\n")
+    error_event = (
+        b'data: {"error":{"message":"EngineCore died","type":"x","param":null,"code":500}}\n\n'
+    )
+    data = TRANSLATION.events(EVENT % b"t" + error_event + b"data: [DONE]\n\n")
     first, error, done, rest = data.split(b"\n\n")
     assert b'"text":"t"' in first and (done, rest) == (b"data: [DONE]", b"")
     assert error_of(error.removeprefix(b"data: "))["code"] == "internal_error"
 
 
-def test_what_is_no_vllm_is_said_to_be_none() -> None:
+def test_an_answer_of_another_server_is_refused() -> None:
     assert "with an error that is not vLLM's" in str(vllm_refusal("http://e/x", 500, b"<html>"))
     refused = vllm_refusal("http://e/x", 401, b'{"error":"Unauthorized"}')
     assert refused.status == 502 and "as its --api-key" in str(refused)

@@ -1,4 +1,4 @@
-"""Adapters of the cluster, as a gateway serves, lists and changes them, over real HTTP."""
+"""A gateway serves, lists and changes the adapters of a cluster, over real HTTP."""
 
 import asyncio
 
@@ -17,9 +17,11 @@ from support.gateways import (
     refuse,
 )
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 
 def asked(cluster: GatewayCluster) -> list[tuple[str, str, int]]:
-    """Which engine was to serve what, at which revision."""
+    """Return recorded loads: engine, adapter and revision."""
     return [
         (one.engine_id, one.adapter.name, one.adapter.revision) for one in cluster.controller.asked
     ]
@@ -41,14 +43,14 @@ def test_an_engine_is_asked_once_however_many_wait() -> None:
         waiting.append(asyncio.ensure_future(cluster.complete(model=f"{BASE}:x")))
         await asyncio.sleep(0.1)
         assert not cluster.engines[0].received
-        waiting.pop(0).cancel()  # whoever asked first leaves
+        waiting.pop(0).cancel()  # the first client leaves
         await asyncio.sleep(0.05)
         opens.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 5
         assert asked(cluster) == [("e0", "x", 1)]
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 1
-        # From another revision on it is asked again, and after that of a new process.
+        # It is loaded again at a new revision, and then by a new process of the engine.
         await cluster.controller.publish(adapters=(entry_of("x", 2),))
         assert (await cluster.complete(model="x"))[0] == 200
         assert asked(cluster)[1:] == [("e0", "x", 2)]
@@ -98,7 +100,7 @@ def test_an_adapter_that_an_engine_has_dropped_is_asked_for_again() -> None:
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 2
         await cluster.state_read()
-        del engine.adapters["x"]  # and says so
+        del engine.adapters["x"]  # and its state shows it
         await cluster.state_read()
         assert (await cluster.complete(model="x"))[0] == 200
         assert len(asked(cluster)) == 3

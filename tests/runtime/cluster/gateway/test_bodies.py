@@ -1,4 +1,4 @@
-"""What is read of bodies, and what it comes to in tokens."""
+"""Facts that are read from bodies, and estimates of tokens."""
 
 import json
 from typing import Any
@@ -42,7 +42,7 @@ def test_limits_of_output_are_those_of_each_kind() -> None:
 @given(
     st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode())
 )
-def test_whatever_comes_is_forwarded(body: bytes) -> None:
+def test_invalid_bodies_are_forwarded(body: bytes) -> None:
     for is_chat in (False, True):
         facts = read_facts(body, is_chat=is_chat)
         assert facts.model is None and facts.num_choices >= 1
@@ -94,7 +94,9 @@ def test_tokens_of_text_are_learned_by_adapter_and_kind() -> None:
     assert ratio.num_tokens(text, "a", is_chat=False) == 250
     ratio.observe(text, 501, "a", is_chat=False)
     assert ratio.num_tokens(text, "a", is_chat=False) == 500
-    assert ratio.num_tokens(text, "b", is_chat=False) == 500  # as others, before it has its own
+    assert (
+        ratio.num_tokens(text, "b", is_chat=False) == 500
+    )  # the ratio of all adapters, before its own is known
     assert ratio.num_tokens(text, "a", is_chat=True) == 250
     ratio.observe(text, 1, "a", is_chat=False)  # a prompt of special tokens says nothing
     assert ratio.num_tokens(b"", None, is_chat=False) == 1

@@ -1,6 +1,6 @@
-"""A gateway before a real server over a simulated machine: what is seen of it through the gateway.
+"""A gateway in front of a real server on a simulated machine.
 
-All that a server says of requests comes through as it is, whether it answers or refuses.
+Answers and refusals of the server pass the gateway unchanged.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def server() -> Iterator[LatencyServer]:
 
 
 def _comparable(raw: bytes) -> list[Any]:
-    """Every object of an answer or stream, without what is another one each time."""
+    """Return the objects of an answer or stream, without fields that differ each time."""
     found = []
     for text in raw.decode().removesuffix("\n\n").split("\n\n"):
         line = text.removeprefix("data: ")
@@ -85,7 +85,7 @@ def test_a_client_that_leaves_frees_the_server(server: LatencyServer) -> None:
             async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
                 await response.content.readany()
                 assert await num_running(session) == 1.0
-            deadline_s = asyncio.get_running_loop().time() + 2.0  # ten times what is said
+            deadline_s = asyncio.get_running_loop().time() + 2.0  # ten times what is expected
             while await num_running(session):
                 assert asyncio.get_running_loop().time() < deadline_s
                 await asyncio.sleep(0.02)

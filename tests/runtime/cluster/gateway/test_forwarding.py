@@ -1,4 +1,4 @@
-"""A gateway looks like one server: what goes in and comes out, over real HTTP."""
+"""Forwarding: a gateway looks like one server, over real HTTP."""
 
 import asyncio
 
@@ -133,7 +133,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event_behind_whole_events() -> 
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_client_that_leaves_is_told_to_the_engine(has_begun: bool) -> None:
+def test_the_engine_sees_that_a_client_has_left(has_begun: bool) -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         response = await begin_stream(request) if has_begun else web.StreamResponse()
         for _ in range(1000):
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_is_told_to_the_engine(has_begun: bool) -> None:
         asking.cancel()
         left_s = asyncio.get_running_loop().time()
         await eventually(lambda: engine.num_left == 1)
-        assert asyncio.get_running_loop().time() - left_s < 2.0  # ten times what is said
+        assert asyncio.get_running_loop().time() - left_s < 2.0  # ten times what is expected
         await eventually(lambda: engine.num_open == 0)
 
     in_cluster(work, ScriptedEngine("e0", endless))
@@ -180,7 +180,7 @@ def test_a_slow_reader_holds_back_its_own_stream_only() -> None:
             % (len(body), body)
         )
         await reader.readline()
-        while True:  # until the engine is held back, too
+        while True:  # until the engine is blocked, too
             before = num_written
             await asyncio.sleep(0.3)
             if num_written == before:
@@ -210,7 +210,7 @@ def test_a_connection_that_an_engine_has_closed_meanwhile_loses_nothing() -> Non
     in_cluster(work)
 
 
-def test_tokens_of_streams_that_tell_no_usage_are_asked_for_now_and_then() -> None:
+def test_tokens_of_streams_without_usage_are_sampled() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path != "/tokenize":
             return await stream_at_once(request)

@@ -1,4 +1,4 @@
-"""Engines that are gone, stopped or on their way out, over real HTTP."""
+"""Engines that are gone, stopped or draining, over real HTTP."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ from support.gateways import (
 
 
 class Slow:
-    """Streams an event, and the rest when it is told to."""
+    """Streams an event, and the rest when the test continues it."""
 
     def __init__(self) -> None:
         self.goes_on = asyncio.Event()
@@ -35,7 +35,7 @@ class Slow:
 
 
 async def begins(cluster: GatewayCluster) -> "asyncio.Task[tuple[int, bytes]]":
-    """A stream that has begun."""
+    """Return a stream that has begun."""
     before = sum(len(engine.received) for engine in cluster.engines)
     task = asyncio.ensure_future(cluster.complete(stream=True))
     await eventually(lambda: sum(len(engine.received) for engine in cluster.engines) > before)
@@ -82,9 +82,9 @@ def test_an_engine_whose_beat_stops_is_ejected_and_three_beats_bring_it_back(
 
         stopped.answer = silent
         waiting = await begins(cluster)
-        stopped.is_beating = False  # its front is there, and its stream of states
+        stopped.is_beating = False  # its server and its stream of states go on
         assert b"engine_lost" in (await begun)[1]
-        assert await waiting == (200, 3 * EVENT + DONE)  # nobody had seen any of it
+        assert await waiting == (200, 3 * EVENT + DONE)  # the client had received nothing
         assert await cluster.num_usable() == 1
         labels = {"engine": "e0", "cause": "silent"}
         assert await cluster.metric("gateway_engine_ejections_total", **labels) == 1.0
@@ -125,7 +125,7 @@ def test_a_draining_engine_gets_nothing_new_and_ends_what_it_has() -> None:
     in_cluster(work, ScriptedEngine("e0"), ScriptedEngine("e1"))
 
 
-def test_without_any_engine_requests_are_told_why() -> None:
+def test_without_an_engine_requests_are_refused_with_the_reason() -> None:
     async def work(cluster: GatewayCluster) -> None:
         (engine,) = cluster.engines
         engine.is_ready = False
@@ -141,7 +141,7 @@ def test_without_any_engine_requests_are_told_why() -> None:
         engine.is_ready = True
         await cluster.usable(1)
         assert (await cluster.get("/ready"))[0] == 200
-        # An engine that says so itself.
+        # An engine that reports it itself.
         engine.answer = refuse(503, "shutting_down")
         status, body = await cluster.complete()
         assert status == 503 and b"the engine says shutting_down" in body
@@ -201,7 +201,7 @@ def test_an_engine_that_comes_back_is_not_taken_for_the_one_that_left() -> None:
         assert (await cluster.complete(stream=True))[0] == 200
         slow.goes_on.set()
         assert await stream == (200, EVENT + DONE)
-        await asyncio.sleep(0.3)  # the gateway lets go of the one that left
+        await asyncio.sleep(0.3)  # the gateway closes the connections to the removed engine
         assert await cluster.num_usable() == 1
         assert (await cluster.complete(stream=True))[0] == 200
         assert await cluster.metric("gateway_decision_seconds_count") >= 3.0

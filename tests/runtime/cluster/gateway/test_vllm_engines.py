@@ -1,6 +1,6 @@
-"""Controller and gateway before vLLM servers: adapters, reloads, and what becomes of faults.
+"""Controller and gateway in front of vLLM servers: adapters, reloads and faults.
 
-The servers answer as recorded ones did; those that are stopped and killed are processes.
+The servers answer as recorded. Those that are stopped or killed are processes.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "stream": True}
 
 
 class Front:
-    """A gateway, and the controller behind it."""
+    """A gateway and its controller."""
 
     def __init__(self, url: str, session: ClientSession, controller: RunningCluster) -> None:
         self.url = url
@@ -38,37 +38,37 @@ class Front:
         self.controller = controller
 
     async def add(self, url: str, **measured: Any) -> None:
-        """One more engine, which is sent requests."""
+        """Add an engine, and wait until it gets requests."""
         card = vllm_card(url, **measured)
         number = await self.num_usable()
         await self.controller.engines("add", url=url, measured=card.measured)
         await self.usable(number + 1)
 
     async def complete(self, **fields: Any) -> tuple[int, Any]:
-        """Ask, and return status and answer."""
+        """Send a completion request; return status and answer."""
         body = {"prompt": "Once upon a time", "max_tokens": 3} | fields
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
             return response.status, await response.json()
 
     @contextlib.asynccontextmanager
     async def stream(self) -> AsyncIterator[ClientResponse]:
-        """One that has begun."""
+        """Return a stream that has begun."""
         async with self.session.post(f"{self.url}/v1/completions", json=STREAM) as response:
             await response.content.readany()
             yield response
 
     async def usable(self, number: int) -> None:
-        """Wait until so many engines are sent requests."""
+        """Wait until ``number`` engines get requests."""
         async with asyncio.timeout(DEADLINE_S):
             while await self.num_usable() != number:
                 await asyncio.sleep(0.02)
 
     async def num_usable(self) -> int:
-        """Engines that are sent requests."""
+        """Return the number of engines that get requests."""
         return round(await self.metric("gateway_engine_usable"))
 
     async def metric(self, name: str) -> float:
-        """The sum of a family."""
+        """Return the sum of a metric family."""
         async with self.session.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(float(one.rpartition(" ")[2]) for one in lines if f"corun:{name}{{" in one)
@@ -88,7 +88,7 @@ def in_front(tmp_path: Path, work: Callable[[Front], Awaitable[None]]) -> None:
             async with make_session(KEY) as session:
                 front = Front(f"http://127.0.0.1:{port}", session, controller)
                 try:
-                    await _heard(front)
+                    await _connected(front)
                     await work(front)
                 finally:
                     stop.set()
@@ -97,7 +97,7 @@ def in_front(tmp_path: Path, work: Callable[[Front], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def _heard(front: Front) -> None:
+async def _connected(front: Front) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ async def eventually_shown(front: Front, url: str, engines: dict[str, str]) -> N
 
 
 def test_a_reload_never_answers_with_the_former_content(tmp_path: Path) -> None:
-    """Of the same prompt, whose KV vLLM keeps by the adapter's name, and on each engine."""
+    """The prompt is the same, and vLLM caches its KV by the adapter's name."""
 
     async def work(front: Front) -> None:
         async with recorded() as first, recorded() as second:
@@ -181,8 +181,8 @@ def test_an_adapter_that_it_has_lost_is_loaded_again(tmp_path: Path) -> None:
             await front.add(server.url)
             await front.controller.load("sql", str(write_adapter(tmp_path / "source")))
             assert (await front.complete(model="sql"))[0] == 200
-            server.loaded.clear()  # somebody else has unloaded it
-            server.started_unix_s += 1.0  # or it has begun anew
+            server.loaded.clear()  # another client has unloaded it
+            server.started_unix_s += 1.0  # or the server has restarted
             await asyncio.sleep(0.3)
             assert (await front.complete(model="sql"))[0] == 200
 
@@ -190,7 +190,7 @@ def test_an_adapter_that_it_has_lost_is_loaded_again(tmp_path: Path) -> None:
 
 
 def test_it_is_asked_how_many_tokens_a_text_has(tmp_path: Path) -> None:
-    """A stream whose usage nobody asked for does not say so."""
+    """A stream without requested usage has no number of prompt tokens."""
 
     async def work(front: Front) -> None:
         async with recorded() as server:
@@ -220,7 +220,7 @@ def test_an_error_within_a_stream_is_an_event_of_ours(tmp_path: Path) -> None:
     in_front(tmp_path, work)
 
 
-def test_adapters_are_not_pinned_where_nobody_can(tmp_path: Path) -> None:
+def test_adapters_cannot_be_pinned_on_vllm(tmp_path: Path) -> None:
     async def work(front: Front) -> None:
         async with recorded() as server:
             await front.add(server.url)
@@ -261,7 +261,7 @@ def test_a_drained_engine_goes_when_its_requests_have_ended(tmp_path: Path) -> N
 
 @contextlib.asynccontextmanager
 async def processes(front: Front, number: int) -> AsyncIterator[list[VllmProcess]]:
-    """Servers that are engines."""
+    """Yield servers as processes."""
     options = VllmOptions(key=KEY, decode_s=0.005)
     servers = [VllmProcess(port, options) for port in free_ports(number)]
     try:
@@ -282,7 +282,7 @@ def test_a_server_that_is_killed_ends_its_streams_and_comes_back(tmp_path: Path)
                 rests = [await one.content.read() for one in (first, second)]
             codes = [json.loads(one.rsplit(b"data: ", 1)[1])["error"]["code"]
                      for one in rests if b'"error"' in one]  # fmt: skip
-            assert codes == ["engine_lost"]  # one stream each: the other one is whole
+            assert codes == ["engine_lost"]  # one stream each: the other one is complete
             assert sum(one.endswith(b"data: [DONE]\n\n") for one in rests) == 1
             await front.usable(1)
             statuses = [(await front.complete())[0] for _ in range(4)]

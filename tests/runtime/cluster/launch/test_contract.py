@@ -1,4 +1,4 @@
-"""What every launcher does, wherever its engines are."""
+"""The contract of all launchers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -38,7 +38,7 @@ def test_what_is_started_is_listed_and_answers(make: Make, tmp_path: Path) -> No
         assert launcher.list() == ()
         for engine_id in launched.ids:
             await launcher.start(engine_id)
-            await launcher.start(engine_id)  # it runs
+            await launcher.start(engine_id)  # it runs already
         assert [one.engine_id for one in launcher.list()] == list(launched.ids)
         assert {one.state for one in launcher.list()} <= {STARTING, READY}
         for engine_id in launched.ids:
@@ -81,13 +81,13 @@ def test_what_is_stopped_is_listed_no_more(make: Make, tmp_path: Path) -> None:
         assert [one.engine_id for one in launcher.list()] == [second]
         assert (await watching).url is None
         await launcher.stop(first, drain_timeout_s=5.0)
-        await launcher.stop("nobody", drain_timeout_s=5.0)
+        await launcher.stop("unknown", drain_timeout_s=5.0)
         launched.kill(second)
         await seen(launcher, lambda one: one.engine_id == second and one.state == EXITED)
         await launcher.stop(second, drain_timeout_s=5.0)
         assert launcher.list() == ()
         if make is locally:
-            await launcher.start(first)  # its place is free again
+            await launcher.start(first)  # its share is free again
 
     with_launcher(make, tmp_path, work)
 
@@ -98,7 +98,7 @@ def test_what_cannot_begin_is_refused_and_not_listed(make: Make, tmp_path: Path)
         if make is elsewhere:
             launched.kill(launched.ids[0])
         else:
-            (tmp_path / "a.json").mkdir()  # where its options would be
+            (tmp_path / "a.json").mkdir()  # in place of the file of its options
         with pytest.raises(CorunError):
             await launched.launcher.start(launched.ids[0])
         assert launched.launcher.list() == ()

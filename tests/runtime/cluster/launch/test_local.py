@@ -1,4 +1,4 @@
-"""Engines as processes: their share of the machine, their keys; none outlives its launcher."""
+"""Engines as processes: share of the machine, keys, and their end with the launcher."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def with_launcher(
 def test_an_engine_gets_its_share_and_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CORUN_PORT", "1")  # an option, which the command has read by now
+    monkeypatch.setenv("CORUN_PORT", "1")  # an option, which the command has read before
     monkeypatch.setenv("CORUN_API_KEY", "a client's")
 
     async def work(launcher: LocalLauncher) -> None:
@@ -104,7 +104,7 @@ asyncio.run(main())
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Or waits for whoever inherited it to reap it."""
+    """Return whether a process has ended, even if its new parent has not reaped it yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

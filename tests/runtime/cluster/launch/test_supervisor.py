@@ -1,4 +1,4 @@
-"""A cluster's processes: begun, begun again, ended in order; engines simulate."""
+"""A cluster's processes are started, restarted and ended in order; engines are simulated."""
 
 import asyncio
 import subprocess
@@ -50,7 +50,9 @@ async def complete(cluster: Supervised, model: str) -> int:
 def test_what_is_killed_is_back_and_what_ends_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_ASK_EVERY_S", 0.5)  # clients see gateways as ready first
+    monkeypatch.setattr(
+        supervisor, "_ASK_EVERY_S", 0.5
+    )  # clients see ready gateways before the command does
     source = save_tiny_adapter(tmp_path / "a")
     plan = simulated_plan(tmp_path / "state", adapters=[LoraModule("a", str(source))])
 
@@ -76,7 +78,7 @@ def test_what_is_killed_is_back_and_what_ends_leaves_nothing(
         await asyncio.to_thread(engine.wait, 20)
         await cluster.until(lambda status: num_ready(status, without=engine.pid) == 1)
         await cluster.ready()
-        assert await complete(cluster, "a") == 200  # its files were there
+        assert await complete(cluster, "a") == 200  # its files are in the store
 
         assert await cluster.end() == 0
         assert not (tmp_path / "state/cluster.json").exists()
@@ -127,7 +129,7 @@ def test_a_state_directory_that_is_held_ends_the_start(tmp_path: Path) -> None:
         await cluster.until(lambda status: True)
         async with supervised(other) as second:
             assert await second.running == 2
-        assert (tmp_path / "state/cluster.json").is_file()  # of the first
+        assert (tmp_path / "state/cluster.json").is_file()  # of the first cluster
 
     try:
         with_cluster(replace(plan, engines=(static_card(engine.url),)), work)

@@ -1,4 +1,4 @@
-"""What keeps agents running on Ray's machines, over machines that are none."""
+"""The process that keeps agents running on Ray's machines, over fake machines."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ ONE, TWO = AgentResources(1, 1.0, 0.0), AgentResources(2, 1.0, 0.0)
 
 @dataclass
 class FakeMachines:
-    """Machines on which all agents are one server; what they do, they do at once."""
+    """Machines without delays; one server plays all agents."""
 
     url: str
     free: list[Node]
@@ -59,21 +59,21 @@ class FakeMachines:
     is_away: threading.Event = field(default_factory=threading.Event)
 
     def nodes(self) -> list[Node]:
-        """All."""
+        """Return all machines."""
         return self.free
 
     def names(self) -> set[str]:
-        """Of actors."""
+        """Return the names of all actors."""
         while self.is_away.is_set():
             time.sleep(0.01)
         return set(self.actors)
 
     def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
-        """Have one more."""
+        """Start an actor."""
         self.actors[name] = msgspec.structs.replace(settings, resources=resources)
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
-        """All are there."""
+        """Return all agents as running, or failing."""
         if self.failing is not None:
             return {name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing)
                     for name in names}  # fmt: skip
@@ -89,33 +89,33 @@ class FakeMachines:
         }  # fmt: skip
 
     def end(self, name: str) -> None:
-        """Have one less."""
+        """End an actor."""
         self.actors.pop(name, None)
 
 
 @dataclass
 class World:
-    """A controller and agents, on one server."""
+    """A controller and agents on one server."""
 
     directory: Path
     url: str = ""
     reports: list[MachinesReport] = field(default_factory=list)
     orders: MachinesOrders = field(default_factory=MachinesOrders)
-    led_by: str | None = None  # agents refuse to be led by others
+    led_by: str | None = None  # agents refuse all other controllers
     ended: set[str] = field(default_factory=set)
 
     def app(self) -> web.Application:
-        """Their routes."""
+        """Return the routes of controller and agents."""
         return make_app(
             cluster_key_check(KEY),
             [
-                web.post(MACHINES_PATH, self._hear),
+                web.post(MACHINES_PATH, self._on_report),
                 web.post(AGENT_JOIN_PATH, self._join),
                 web.post(AGENT_END_PATH, self._end),
             ],
         )
 
-    async def _hear(self, request: web.Request) -> web.Response:
+    async def _on_report(self, request: web.Request) -> web.Response:
         self.reports.append(await read_struct(request, MachinesReport))
         return struct_response(self.orders)
 
@@ -133,15 +133,15 @@ class World:
         return struct_response(asked)
 
     def settings(self, num_engines: int, run_id: str = "run") -> RaySettings:
-        """Of a keeper."""
+        """Return the settings of a keeper."""
         return RaySettings(
             cluster_key=KEY, run_id=run_id, address="h:1", cluster_name="c",
             controller_url=self.url, state_dir=str(self.directory), num_engines=num_engines,
             drain_timeout_s=1.0, node=node_settings(self.directory, self.url, run_id=run_id),
         )  # fmt: skip
 
-    async def told(self, condition: Callable[[MachinesReport], bool]) -> MachinesReport:
-        """The first report that fits."""
+    async def reported(self, condition: Callable[[MachinesReport], bool]) -> MachinesReport:
+        """Return the first report that fits."""
         async with asyncio.timeout(TIMEOUT_S):
             while not self.reports or not condition(self.reports[-1]):
                 await asyncio.sleep(0.01)
@@ -150,7 +150,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for long."""
+    """Shorten timeouts."""
     for name, seconds in (("_EVERY_S", 0.02), ("_LATE_S", 0.5), ("_LED_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(nodes, name, seconds)
 
@@ -169,7 +169,7 @@ def in_world(tmp_path: Path, work: Callable[[World, FakeMachines], Awaitable[Non
 async def keeping(
     world: World, machines: FakeMachines, settings: RaySettings, *, ends: bool = True
 ) -> AsyncIterator[None]:
-    """A keeper that runs inside; without ``ends`` it is killed rather than told to end."""
+    """Run a keeper inside the block; without ``ends`` it is killed at the end."""
     stop = asyncio.Event()
     async with make_session(KEY) as session:
         keeper = NodesKeeper(settings, session, stop, lambda address, name: machines)
@@ -186,16 +186,16 @@ async def keeping(
                 await running
         except asyncio.CancelledError:
             inside.uncancel()
-            await running  # raises what it has ended with
+            await running  # raises its error
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-def test_agents_are_spread_told_of_their_controller_and_ended(tmp_path: Path) -> None:
+def test_agents_are_spread_join_their_controller_and_are_ended(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(4)):
-            report = await world.told(lambda one: one.num_supervised == 3)
+            report = await world.reported(lambda one: one.num_supervised == 3)
             assert report.is_up and report.num_agents == 3
             numbers = sorted(one.resources.num_engines for one in machines.actors.values())
             assert numbers == [1, 1, 2]
@@ -208,13 +208,13 @@ def test_agents_are_spread_told_of_their_controller_and_ended(tmp_path: Path) ->
 def test_what_is_wished_is_done_once_where_no_agent_is(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(2), ends=False):
-            await world.told(lambda one: one.num_supervised == 2)
+            await world.reported(lambda one: one.num_supervised == 2)
             world.orders = MachinesOrders(wishes=("w",))
-            await world.told(lambda one: one.taken == ("w",) and one.num_supervised == 3)
+            await world.reported(lambda one: one.taken == ("w",) and one.num_supervised == 3)
         async with keeping(world, machines, world.settings(2)):
-            await world.told(lambda one: one.num_supervised == 3)
+            await world.reported(lambda one: one.num_supervised == 3)
             world.orders = MachinesOrders(wishes=("w", "none is free"))
-            await world.told(lambda one: "machines without an agent" in (one.reason or ""))
+            await world.reported(lambda one: "machines without an agent" in (one.reason or ""))
             assert len(machines.actors) == 3
 
     in_world(tmp_path, work)
@@ -223,12 +223,12 @@ def test_what_is_wished_is_done_once_where_no_agent_is(tmp_path: Path) -> None:
 def test_what_ray_has_forgotten_begins_again_as_it_was(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(4), ends=False):
-            await world.told(lambda one: one.num_supervised == 3)
+            await world.reported(lambda one: one.num_supervised == 3)
         before, machines.actors = machines.actors, {}
         world.reports.clear()
         machines.free = []  # they come back one by one
         async with keeping(world, machines, world.settings(4)):
-            await world.told(lambda one: one.num_supervised == 3)
+            await world.reported(lambda one: one.num_supervised == 3)
             assert machines.actors == before
 
     in_world(tmp_path, work)
@@ -242,7 +242,7 @@ def test_another_start_finds_what_is_there_unless_it_is_other(tmp_path: Path) ->
         machines.begin("7", TWO, other)
         kept = machines.actors["3"]
         async with keeping(world, machines, world.settings(2, "another")):
-            await world.told(lambda one: one.num_supervised == 2)
+            await world.reported(lambda one: one.num_supervised == 2)
             assert set(machines.actors) == {"3", "8"} and machines.actors["3"] is kept
 
     in_world(tmp_path, work)
@@ -268,10 +268,10 @@ def test_an_agent_that_cannot_begin_ends_the_start_and_only_that(tmp_path: Path)
                 await asyncio.sleep(TIMEOUT_S)
         machines.failing, world.orders = None, MachinesOrders(num_engines=1)
         async with keeping(world, machines, world.settings(1, "later")):
-            await world.told(lambda one: one.num_supervised == 1)
+            await world.reported(lambda one: one.num_supervised == 1)
             machines.failing = "no room"
             await asyncio.sleep(0.1)
-            assert (await world.told(lambda one: one.is_up)).num_supervised == 1
+            assert (await world.reported(lambda one: one.is_up)).num_supervised == 1
 
     in_world(tmp_path, work)
 
@@ -279,13 +279,13 @@ def test_an_agent_that_cannot_begin_ends_the_start_and_only_that(tmp_path: Path)
 def test_ray_that_does_not_answer_is_away(tmp_path: Path) -> None:
     async def work(world: World, machines: FakeMachines) -> None:
         async with keeping(world, machines, world.settings(1)):
-            await world.told(lambda one: one.is_up)
+            await world.reported(lambda one: one.is_up)
             machines.is_away.set()
-            report = await world.told(lambda one: not one.is_up)
+            report = await world.reported(lambda one: not one.is_up)
             assert report.num_supervised == 0 and "has not answered for 0.5 s" in (
                 report.reason or ""
             )
             machines.is_away.clear()
-            await world.told(lambda one: one.is_up and one.num_supervised == 1)
+            await world.reported(lambda one: one.is_up and one.num_supervised == 1)
 
     in_world(tmp_path, work)

@@ -23,7 +23,7 @@ from corun.runtime.config.engine import EngineConfig
 from support.launching import DEADLINE_S, KEY
 from support.supervising import SupervisingProcess, node_settings, wait_gone
 
-NOWHERE = "http://127.0.0.1:1"  # a controller that is away
+NOWHERE = "http://127.0.0.1:1"  # no controller listens there
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_it_is_restarted_unless_it_ended_on_request(settings: NodeSettings) -> N
         )  # fmt: skip
         assert answer.status_code == 200
         assert first.until(ENDED).location is None
-    with SupervisingProcess(settings) as second:  # as when its machine is there again
+    with SupervisingProcess(settings) as second:  # as after a restart of its machine
         assert location_of(second.until(RUNNING)).pid != location.pid
 
 

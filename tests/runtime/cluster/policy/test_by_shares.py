@@ -1,4 +1,4 @@
-"""LoRAServe's table: shares are kept, and sessions stay where they are."""
+"""Routing by shares: shares are kept, and sessions stay at one server."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ def _router(shares: dict[ServerId, float], *, is_as_printed: bool = False) -> Lo
 
 
 def _homes(router: LoraServeRouter, number: int) -> list[ServerId]:
-    """Where a request of each session goes."""
+    """Return the server of each session's request."""
     servers, rng = servers_of(*(server_report() for _ in range(4))), random.Random(0)
     return [
         router.rank(request_of(8, session=f"session {index}"), servers, 0.0, rng)[0]
@@ -36,7 +36,7 @@ def test_each_server_gets_its_share(is_as_printed: bool) -> None:
 
 
 def test_a_session_stays_where_it_is_but_not_as_printed() -> None:
-    """What its server keeps of it is lost to a request that is drawn elsewhere."""
+    """A request that is drawn for another server loses its cached prefix."""
     shares = {_S0: 0.5, _S1: 0.5}
     router, printed = _router(shares), _router(shares, is_as_printed=True)
     servers, rng = servers_of(*(server_report() for _ in range(3))), random.Random(0)
@@ -53,12 +53,12 @@ def test_only_as_many_sessions_move_as_shares_do() -> None:
     assert len(moved) == pytest.approx(200, abs=40)
 
 
-def test_who_has_no_share_comes_after_those_who_have() -> None:
+def test_servers_without_a_share_come_last() -> None:
     reports = (server_report(), server_report(is_ready=False), server_report(), server_report())
     servers, rng = servers_of(*reports), random.Random(0)
     router = _router({_S1: 0.6, _S2: 0.4, _S0: 0.0})
     assert router.rank(request_of(8), servers, 0.0, rng)[0] == "s2"
-    # An adapter that is in no table yet always goes to the same one.
+    # An adapter without a row always goes to the same server.
     orders = {tuple(router.rank(request_of(16), servers, 0.0, rng)) for _ in range(5)}
     assert len(orders) == 1
     servers[2].assign(request_of(), 0.0)

@@ -68,7 +68,7 @@ def test_a_server_is_as_slow_as_it_measures() -> None:
     assert _best(servers, request_of()) == "s0"
 
 
-def test_who_has_no_room_is_waited_for() -> None:
+def test_a_server_without_room_costs_a_wait() -> None:
     """Of 10 running requests one ends in 5 steps; a lack of a tenth of their KV is gone then."""
     full = server_report(num_running_by_rank={0: 10}, running_context_tokens=1500, free_kv_tokens=0)
     roomy = server_report(num_running_by_rank={0: 10}, running_context_tokens=1500)
@@ -81,7 +81,7 @@ def test_who_has_no_room_is_waited_for() -> None:
         assert _best(servers_of(full, queued), request_of()) == best
 
 
-def test_who_has_no_free_row_is_waited_for() -> None:
+def test_a_server_without_a_free_row_costs_a_wait() -> None:
     """Servers of two kinds: with 32 rows s0 takes one more when one of them has ended."""
     report = server_report(num_running_by_rank={0: 32})
     kinds = (server_costs(), server_costs(max_num_seqs=33))

@@ -1,4 +1,4 @@
-"""What holds for all routers."""
+"""The contract of all routers."""
 
 import random
 import warnings
@@ -21,7 +21,7 @@ def _routers(name: str) -> list[Router]:
 
 
 def _send(router: Router, servers: Sequence[ServerView], number: int) -> list[Sequence[ServerId]]:
-    """Requests of all kinds, each to the best server; what was best for each."""
+    """Send requests of all kinds to the best server; return the server of each."""
     rng, draws = random.Random(1), random.Random(2)
     views = {view.server_id: view for view in servers}
     orders = []
@@ -43,7 +43,7 @@ def _send(router: Router, servers: Sequence[ServerView], number: int) -> list[Se
 
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_all_that_are_ready_are_ranked_once_and_nobody_else(name: str, is_padded: bool) -> None:
+def test_exactly_the_ready_servers_are_ranked_once(name: str, is_padded: bool) -> None:
     reports_rng = random.Random(3)
     reports = [random_report(reports_rng) for _ in range(12)]
     for router in _routers(name):
@@ -68,7 +68,7 @@ def test_the_same_requests_and_draws_go_the_same_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_nobody_is_ranked_where_nobody_is_ready(name: str) -> None:
+def test_without_a_ready_server_none_is_ranked(name: str) -> None:
     for router in _routers(name):
         assert list(router.rank(request_of(8), [], 0.0, random.Random(0))) == []
         servers = servers_of(server_report(is_ready=False))
@@ -111,13 +111,13 @@ def test_zero_full_and_infinite_servers_are_no_error(name: str, is_padded: bool)
                 assert sorted(order) == ["s0", "s1", "s2", "s3"]
 
 
-# Those that look at nothing, or at a table, or on purpose at the first.
+# Routers without load, by a table, or that prefer the first server on purpose.
 _BLIND = {"random", "loraserve", "loraserve-paper", "first-fit", "affinity", "toppings-paper"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ROUTERS) - _BLIND))
 def test_equal_servers_get_equal_shares(name: str) -> None:
-    """Two servers, nothing ends: whatever is sent counts at once, so they take turns."""
+    """Two servers without ends of requests: sent requests count at once, so servers alternate."""
     for router in _routers(name):
         servers = servers_of(server_report(), server_report())
         rng = random.Random(5)

@@ -1,4 +1,4 @@
-"""Routers that predict nothing."""
+"""Routers without predictions."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Toppings' cost, mended; and what is wrong with it as printed (Algorithm 1)."""
+"""Toppings' cost, fixed, and its faults as printed (Algorithm 1)."""
 
 import random
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def _chosen(
     return {router.rank(request, servers, 0.0, random.Random(seed))[0] for seed in seeds}
 
 
-def test_as_printed_idle_servers_are_all_the_same_whatever_a_request_costs_there() -> None:
+def test_as_printed_idle_servers_are_equal_at_any_cost() -> None:
     """Cost x requests is 0 where there is none: the first gets it, slower and cold as it is."""
     slow = server_report(measured_over_predicted=10.0)
     servers = servers_of(slow, server_report(gpu_adapters={"r64"}))
@@ -80,7 +80,7 @@ def test_small_adapters_stay_away_from_large_ones_where_kernels_pad() -> None:
     assert _chosen(router, exact, request_of(8), range(30)) == {"s0", "s1"}
 
 
-def test_who_lacks_memory_is_no_candidate() -> None:
+def test_a_server_without_memory_is_no_candidate() -> None:
     full = server_report(free_kv_tokens=100)
     servers = servers_of(full, server_report(num_running_by_rank={0: 5}))
     for router in (ToppingsRouter(slo_tpot_s=_LOOSE), ToppingsPaperRouter(slo_tpot_s=_LOOSE)):

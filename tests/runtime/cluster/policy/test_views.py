@@ -1,4 +1,4 @@
-"""A view is what the server last reported, and what this router sent it since."""
+"""A view is the server's last report and the requests sent since."""
 
 import pytest
 from corun.runtime.sim.machines import MACHINES
@@ -14,7 +14,7 @@ def test_what_is_sent_counts_until_a_report_has_it() -> None:
     assert view.load.queued_tokens == 200
     assert view.load.largest_bytes == request_of(64).num_bytes
     view.apply(server_report(reported_s=1.5, num_running_by_rank={8: 2, 16: 1}))
-    assert view.load.num_requests == 4  # the second is not in it
+    assert view.load.num_requests == 4  # the second request is not in the report
     view.apply(server_report(reported_s=2.0, num_running_by_rank={8: 2, 16: 1, 64: 1}))
     assert view.load.num_requests == 4
     assert view.load.queued_tokens == 0
@@ -68,8 +68,8 @@ def test_a_report_may_say_itself_what_it_lacks() -> None:
     assert numbers == [1, 2, 3, 4]
     view.apply(server_report(reported_s=9.0, num_running_by_rank={0: 2}), lambda one: one in (2, 4))
     assert view.load.num_requests == 4 and view.load.queued_tokens == 200
-    view.withdraw(2)  # it has failed
-    view.withdraw(3)  # the report has it
+    view.withdraw(2)  # failed
+    view.withdraw(3)  # in the report
     assert view.load.num_requests == 3 and view.load.queued_tokens == 100
 
 

@@ -1,4 +1,4 @@
-"""A server whose times are known, measured over HTTP."""
+"""Measures a server with known times over HTTP."""
 
 import asyncio
 import json
@@ -18,6 +18,8 @@ from corun.runtime.server.errors import HttpError
 from support.agents import KEY, serving
 from support.profiles import any_fit
 from support.recorded_vllm import BLOCK_SIZE, NUM_BLOCKS, RecordedVllm, VllmOptions
+
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 BASE = BaseModel(
     fingerprint="f", dtype="bfloat16", num_layers=2, vocab_size=260, kv_bytes_per_token=512,
@@ -39,7 +41,7 @@ OPTIONS = VllmOptions(
 
 
 class Interrupted(Exception):  # noqa: N818 - no error, but an end
-    """Somebody has ended it."""
+    """The measurement is interrupted."""
 
 
 def task_of(tmp_path: Path, url: str, **changes: Any) -> ServerTask:
@@ -63,7 +65,7 @@ def measure(
                 with any_fit():
                     return await profile_server(task, said.append, on_report), server
             finally:
-                assert not server.loaded  # whatever comes of it
+                assert not server.loaded  # also after an interruption
                 assert not list((tmp_path / "adapters").glob("*"))
 
     return asyncio.run(run())
@@ -90,7 +92,7 @@ def test_the_times_are_those_of_the_server(measured: tuple[Profile, list[str]]) 
 
 def test_what_the_server_does_not_take_is_left_out(measured: tuple[Profile, list[str]]) -> None:
     profile, _ = measured
-    assert profile.model.step_s.x == (16, 256, 511)  # of 512 tokens with the answer
+    assert profile.model.step_s.x == (16, 256, 511)  # 512 tokens with one of output
     assert profile.model.decode_step_s is not None
     assert profile.model.decode_step_s.x == (1, 4)  # --max-num-seqs
     assert [one.rank for one in profile.budgets] == [8, 32]

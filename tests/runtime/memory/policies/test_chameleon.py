@@ -43,7 +43,7 @@ def test_parts_are_normalised_by_the_most_on_the_device_in_use_or_not() -> None:
     policy.offer(large)
     policy.offer(frequent)
     assert names_of(policy) == ["large", "frequent"]  # 1/8 and 2/8, 80/400 and 36/400
-    policy.forget(busy)
+    policy.remove(busy)
     assert names_of(policy) == ["frequent", "large"]  # 1/2 and 2/2, 80/80 and 36/80
 
 
@@ -52,7 +52,7 @@ def test_visits_count_as_long_as_the_window_and_while_the_adapter_is_away() -> N
     often, once = adapter("often"), adapter("once")
     visit(policy, often, 0.0, 0.5, 1.0)
     policy.offer(often)
-    policy.forget(often)
+    policy.remove(often)
     visit(policy, often, 1.5)
     visit(policy, once, 9.0)
     policy.offer(often)

@@ -1,4 +1,4 @@
-"""What every memory policy keeps to: it ranks what is offered, each once, and the same again."""
+"""Rules for all memory policies: they rank each offered item once, deterministically."""
 
 import gc
 import itertools
@@ -35,14 +35,14 @@ def check_kinds(policy: RankingPolicy) -> None:
 
 
 def use(policy: RankingPolicy, item: MemoryItem, now_s: float) -> None:
-    """As when a request names what is on the device, and ends."""
+    """Use an item that is on the device, as a request does."""
     policy.withdraw(item)
     policy.visit(item, now_s)
     policy.offer(item)
 
 
 class History:
-    """Anything in any order, with a list of what is offered beside it."""
+    """Random calls, compared with a list of offers."""
 
     def __init__(self, name: str, seed: int) -> None:
         self.policy = make(name)
@@ -68,18 +68,18 @@ class History:
             policy.visit(item, self._now_s)
         elif item.name not in self.offered:
             if rng.random() < 0.2:
-                policy.forget(item)
+                policy.remove(item)
             else:
                 policy.offer(item)
                 self.offered.add(item.name)
         else:
             self.offered.remove(item.name)
             if rng.random() < 0.5:
-                policy.forget(item)
+                policy.remove(item)
             else:
                 policy.withdraw(item)
                 if rng.random() < 0.3:
-                    policy.forget(item)
+                    policy.remove(item)
 
 
 @every_policy
@@ -152,7 +152,7 @@ def test_who_has_left_may_come_back(name: str, is_adapter: bool) -> None:
     first, second = (Item(name, is_adapter=is_adapter) for name in ("first", "second"))
     policy.offer(first)
     policy.offer(second)
-    policy.forget(first)
+    policy.remove(first)
     assert names_of(policy) == ["second"]
     policy.visit(first, 2.0)
     policy.offer(first)
@@ -166,12 +166,12 @@ def test_a_block_that_was_forgotten_is_a_new_one_and_let_go(name: str) -> None:
     policy.offer(popular)
     for now_s in range(1, 5):
         use(policy, popular, float(now_s))
-    policy.forget(popular)
+    policy.remove(popular)
     policy.offer(popular)
     policy.offer(other)
     use(policy, other, 5.0)
     assert names_of(policy) == ["popular", "other"]
-    policy.forget(popular)
+    policy.remove(popular)
     reference = weakref.ref(popular)
     del popular
     gc.collect()
@@ -186,7 +186,7 @@ def test_sizes_of_nothing(name: str) -> None:
         policy.visit(item, 0.0)
         policy.offer(item)
     for item in items[:3]:
-        policy.forget(item)
+        policy.remove(item)
     assert sorted(names_of(policy)) == ["3", "4", "5"]
 
 

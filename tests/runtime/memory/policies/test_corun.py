@@ -16,7 +16,7 @@ def names_of(policy: CorunMemoryPolicy) -> list[str]:
 
 
 def arrive(policy: CorunMemoryPolicy, number: int) -> None:
-    """Requests for an adapter that is in use all the time."""
+    """Visit an adapter that is always in use."""
     busy = Item("busy", is_adapter=True)
     for _ in range(number):
         policy.visit(busy, 0.0)
@@ -38,7 +38,7 @@ def test_what_has_no_bytes_goes_last_and_leaves_the_others_as_they_were() -> Non
         policy.offer(item)
     assert names_of(policy) == ["dear", "nothing"]
     policy.withdraw(dear)
-    policy.forget(nothing)
+    policy.remove(nothing)
     policy.offer(dear)
     policy.offer(cheap)
     assert names_of(policy) == ["cheap", "dear"]
@@ -63,7 +63,7 @@ def test_only_visits_of_adapters_are_arrivals() -> None:
     policy.visit(block, 0.0)
     for _ in range(5000):
         policy.visit(other, 0.0)
-    policy.forget(other)
+    policy.remove(other)
     policy.visit(block, 0.0)
     policy.offer(block)
     policy.offer(other)
@@ -75,7 +75,7 @@ def test_who_comes_after_a_victim_starts_from_its_rank() -> None:
     old, victim = Item("old", cost_s=3.0), Item("victim", cost_s=2.0)
     policy.offer(old)  # 0.03
     policy.offer(victim)  # 0.02
-    policy.forget(victim)
+    policy.remove(victim)
     policy.offer(Item("lower", cost_s=0.9))  # 0.029
     policy.offer(Item("higher", cost_s=1.1))  # 0.031
     assert names_of(policy) == ["lower", "old", "higher"]
@@ -87,7 +87,7 @@ def test_what_was_withdrawn_to_be_evicted_is_a_victim_too() -> None:
     policy.offer(old)
     policy.offer(victim)
     policy.withdraw(victim)
-    policy.forget(victim)
+    policy.remove(victim)
     policy.offer(Item("higher", cost_s=1.1))
     assert names_of(policy) == ["old", "higher"]
 
@@ -101,7 +101,7 @@ def test_who_goes_before_its_turn_does_not_age_the_others(is_offered: bool) -> N
     if not is_offered:
         policy.withdraw(unloaded)
         policy.visit(unloaded, 0.0)
-    policy.forget(unloaded)
+    policy.remove(unloaded)
     policy.withdraw(old)
     policy.visit(old, 0.0)
     policy.offer(old)  # 0.04, and 0.02 more if L were that of the lowest
@@ -116,7 +116,7 @@ def test_a_block_that_becomes_a_leaf_late_is_as_old_as_its_prefix() -> None:
     policy.visit(leaf, 0.0)
     policy.offer(leaf)
     policy.offer(other)
-    policy.forget(leaf)
+    policy.remove(leaf)
     policy.offer(parent)
     assert names_of(policy) == ["parent", "other"]
 

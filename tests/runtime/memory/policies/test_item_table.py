@@ -1,4 +1,4 @@
-"""Rows that grow and are given back, and an order that is sorted piece by piece."""
+"""Rows that are added and removed, and incremental sorting."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def test_lowest_first_is_as_sorting_would() -> None:
 
 
 def _scored(table: ItemTable, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random scores of so many values; 0 = all alike."""
+    """Random scores with this number of values; 0 = all equal."""
     rows = table.offered_rows()
     rng = np.random.default_rng(num_values)
     return rows, rng.integers(0, num_values or 1, len(rows)).astype(float)

@@ -1,4 +1,4 @@
-"""FastLibra's equations as they were settled, by closed forms."""
+"""FastLibra's equations as implemented, by closed forms."""
 
 import gc
 import math
@@ -12,7 +12,7 @@ TAU_S = 600.0
 
 
 def worth_of(age_s: float, tau_s: float) -> float:
-    """Of something used once, over the same thing used just now."""
+    """Ratio of Eval of an item used once to that of the same item used now."""
     fade = math.exp(-age_s / tau_s)  # of its visit; and 1 - sigmoid(x) = e^-x / (1 + e^-x)
     return fade * 2.0 * fade / (1.0 + fade)
 
@@ -24,7 +24,7 @@ def names_of(policy: LibraPolicy) -> list[str]:
 @pytest.mark.parametrize("age_s", [10.0, 600.0, 100_000.0])
 @pytest.mark.parametrize(("factor", "first"), [(0.999, "new"), (1.001, "old")])
 def test_ages_count_in_units_of_tau_however_long(age_s: float, factor: float, first: str) -> None:
-    """In seconds all that is older than 37 would be alike."""
+    """In seconds, all ages above 37 would be equal."""
     policy = LibraPolicy(facts_of())
     old, new = Item("old"), Item("new", cost_s=factor * worth_of(age_s, TAU_S))
     policy.visit(old, 0.0)
@@ -68,13 +68,13 @@ def test_tau_is_the_median_of_ages_at_reuse(factor: float, first: str) -> None:
 
 @pytest.mark.parametrize(("batch_size", "first"), [(0.0, "adapter"), (50.0, "block")])
 def test_the_reward_is_for_adapters_alone(batch_size: float, first: str) -> None:
-    """With it on all, as printed, it would cancel."""
+    """If it applied to all items, as in the paper, it would cancel."""
     policy = LibraPolicy(facts_of(mean_batch_size=batch_size))
     block, adapter = Item("block", cost_s=1.5), Item("adapter", is_adapter=True)
     for index in range(9):
         away = Item(f"{index}", is_adapter=True)
         policy.visit(away, 0.0)
-        policy.forget(away)
+        policy.remove(away)
     policy.visit(adapter, 0.0)
     policy.visit(block, 0.0)
     policy.offer(block)
@@ -90,7 +90,7 @@ def test_the_reward_is_what_equation_3_expects_over_what_is_there() -> None:
     for item, number in ((there, 2), (away, 6)):
         for _ in range(number):
             policy.visit(item, 0.0)
-    policy.forget(away)
+    policy.remove(away)
     reward = 2.0 - 0.75**10 - 0.25**10
     policy.offer(there)
     for name, factor in (("lower", 0.999), ("higher", 1.001)):
@@ -103,7 +103,7 @@ def test_an_adapter_that_is_away_for_long_is_let_go() -> None:
     item, busy = Item("item", is_adapter=True), Item("busy", is_adapter=True)
     policy.visit(item, 0.0)
     policy.offer(item)
-    policy.forget(item)
+    policy.remove(item)
     reference = weakref.ref(item)
     del item
     for turn in range(2500):

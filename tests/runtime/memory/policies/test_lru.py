@@ -1,4 +1,4 @@
-"""The order of last visits, and what changes where idle adapters do not stay."""
+"""The order of last visits, with and without idle adapters."""
 
 import pytest
 from corun.runtime.memory.policies.facts import MemoryRules

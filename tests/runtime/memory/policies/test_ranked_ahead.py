@@ -33,7 +33,7 @@ class Ranked:
     def evict(self) -> str:
         (item,) = islice(self.policy.victims(), 1)
         assert isinstance(item, Item)
-        self.policy.forget(item)
+        self.policy.remove(item)
         return item.name
 
 
@@ -44,7 +44,7 @@ def test_who_asks_for_blocks_does_not_change_what_goes_first_of_all() -> None:
     for item in (*adapters, *blocks):
         policy.offer(item)
     assert list(islice(policy.victims(is_adapter=False), 1)) == blocks[:1]
-    policy.forget(blocks[0])
+    policy.remove(blocks[0])
     assert list(policy.victims(is_adapter=False)) == blocks[1:]
     assert list(policy.victims()) == [*adapters, *blocks[1:]]
 
@@ -80,5 +80,5 @@ def test_who_cannot_be_taken_is_named_once_and_does_not_hide_the_others() -> Non
     for number in range(1, 39):
         (item,) = islice(ranked.policy.victims(), 1, 2)  # the first must stay
         assert item is ranked.items[number]
-        ranked.policy.forget(item)
+        ranked.policy.remove(item)
     assert ranked.names() == "039"

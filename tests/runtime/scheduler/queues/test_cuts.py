@@ -1,4 +1,4 @@
-"""Queues that are cut by what came lately: their number, cut-offs and quotas."""
+"""Queues divided by recent requests: their number, cutoffs and quotas."""
 
 import math
 
@@ -30,7 +30,7 @@ def request_of(sizes: Sizes, request_id: int = 1) -> Request:
 
 
 def rows_of(sizes: list[Sizes], *, duration_s: float = math.nan) -> Floats:
-    """One arrives in a second, and takes a second on an idle engine."""
+    """Requests arrive one a second, and take a second on an idle engine."""
     return np.array(
         [
             (prompt, output, num_bytes, prompt + output + num_bytes // 10, index, 1.0, duration_s)
@@ -112,7 +112,7 @@ def test_quotas_follow_arrivals_sizes_and_times() -> None:
 
 @pytest.mark.parametrize(("duration_s", "believed_s"), [(0.2, 1.0), (2.0, 2.0), (50.0, 3.0)])
 def test_times_under_load_are_believed_within_bounds(duration_s: float, believed_s: float) -> None:
-    """The queue of LARGE has none of its own: all queues' factor counts."""
+    """The queue of LARGE has too few ended requests, so the factor of all queues counts."""
     rows = rows_of([SMALL] * 60 + [LARGE] * 40)
     rows[:60, Column.DURATION_S] = duration_s
     rows[:, Column.ARRIVAL_S] /= 10

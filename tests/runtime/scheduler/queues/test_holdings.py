@@ -1,4 +1,4 @@
-"""What running requests are charged, and to which queue."""
+"""Charges of running requests, and their queues."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from support.scheduling import make_request
 
 
 def make(request_id: int, *, prompt: int = 5, predicted: int = 5, adapter: int = 0) -> Request:
-    """Adapters take ten tokens each for their number."""
+    """Adapters take ten tokens times their number."""
     request = make_request(
         request_id, prompt=prompt, adapter_id=AdapterId(adapter), adapter_bytes=100 * adapter
     )

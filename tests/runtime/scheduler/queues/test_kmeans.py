@@ -1,4 +1,4 @@
-"""Exact clusters of one dimension, held to all clusterings that there are."""
+"""Exact clusters in one dimension, compared with all possible clusterings."""
 
 from itertools import combinations, pairwise
 
@@ -10,7 +10,7 @@ from hypothesis import given
 
 
 def least_wcss(values: list[float], num_clusters: int) -> float:
-    """By trying all cuts; clusters of one dimension are intervals."""
+    """Try all boundaries; clusters in one dimension are intervals."""
     ordered = np.sort(values)
     costs = []
     for cuts in combinations(range(1, len(ordered)), num_clusters - 1):

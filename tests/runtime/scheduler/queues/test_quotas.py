@@ -1,4 +1,4 @@
-"""Shares of the device's tokens, and the account of who holds and lends them."""
+"""Quotas of the device's tokens, and the ledger of charges and loans."""
 
 import hypothesis.strategies as st
 import pytest
@@ -54,14 +54,14 @@ def test_quotas_are_all_there_is_and_hold_the_largest(
 
 def test_loans_come_from_all_lenders_and_go_back_to_them() -> None:
     ledger = QuotaLedger([100, 300, 600])
-    ledger.take(RequestId(1), 0, 80)
-    ledger.take(RequestId(2), 0, 110, lenders=[1, 2])  # 20 of its own, a third of 90 from queue 1
+    ledger.charge(RequestId(1), 0, 80)
+    ledger.charge(RequestId(2), 0, 110, lenders=[1, 2])  # 20 of its own, a third of 90 from queue 1
     assert ledger.available == [0, 270, 540]
-    ledger.take(RequestId(3), 0, 30, lenders=[1, 2], is_all_lent=True)
+    ledger.charge(RequestId(3), 0, 30, lenders=[1, 2], is_all_lent=True)
     assert ledger.available == [0, 260, 520]
-    ledger.give_back(RequestId(2))
+    ledger.refund(RequestId(2))
     assert ledger.available == [20, 290, 580]
-    ledger.take(RequestId(4), 0, 50)  # more than there is: its own queue owes it
+    ledger.charge(RequestId(4), 0, 50)  # more than there is: its own queue owes it
     assert ledger.available == [-30, 290, 580]
     assert not ledger.is_idle(0)
 
@@ -85,12 +85,12 @@ def test_nothing_is_lost_or_spent_twice(
     held: dict[int, int] = {}
     for request_id, queue, num_tokens, lenders, is_all_lent in acts:
         if request_id in held and num_tokens % 2:
-            ledger.give_back(RequestId(request_id))
+            ledger.refund(RequestId(request_id))
             del held[request_id]
         else:
             before = list(ledger.available)
             others = sorted(lenders - {queue})
-            ledger.take(RequestId(request_id), queue, num_tokens, others, is_all_lent=is_all_lent)
+            ledger.charge(RequestId(request_id), queue, num_tokens, others, is_all_lent=is_all_lent)
             held[request_id] = held.get(request_id, 0) + num_tokens
             for other in range(3):
                 assert other == queue or ledger.available[other] >= min(0, before[other])

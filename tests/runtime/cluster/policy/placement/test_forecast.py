@@ -1,4 +1,4 @@
-"""What the next step brings, from those before."""
+"""Forecasts of the next step from earlier ones."""
 
 import math
 
@@ -27,10 +27,10 @@ def test_a_trend_goes_on_but_not_for_ever() -> None:
 
 def test_of_two_forecasts_the_one_that_has_been_nearer() -> None:
     steps = [value for value in (10.0, 50.0, 20.0, 90.0) for _ in range(10)]
-    assert after(*steps, 30.0) == 30.0  # who expects the last value again is mostly right
+    assert after(*steps, 30.0) == 30.0  # the last value was the better forecast
 
 
-def test_prompts_and_outputs_are_added_and_nobody_has_none() -> None:
+def test_prompts_and_outputs_are_added_and_unknown_adapters_have_none() -> None:
     forecast = DemandForecast()
     forecast.add({"a": (3.0, 4.0)})
     assert forecast.tokens_per_s("a") == 7.0 and forecast.tokens_per_s("b") == 0.0
@@ -45,7 +45,7 @@ def test_never_below_nothing_nor_without_end(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 10])
-def test_who_has_stopped_fades(number: int) -> None:
+def test_demand_that_has_stopped_fades(number: int) -> None:
     forecast = DemandForecast()
     forecast.add({"a": (100.0, 0.0)})
     for _ in range(number):

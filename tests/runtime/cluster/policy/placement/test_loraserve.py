@@ -1,4 +1,4 @@
-"""LoRAServe's placement, and what is wrong with it as printed."""
+"""LoRAServe's placement, and its faults as printed."""
 
 import math
 
@@ -9,7 +9,7 @@ from corun.runtime.cluster.policy.placement.loraserve import LoraServePlacement,
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, PlacementPlan, StoreServer
 from corun.runtime.cluster.policy.reports import ServerId
 
-# A server bears 100 tokens/s of each rank, so that demand / 100 is load.
+# A server sustains 100 tokens/s of each rank, so load is demand / 100.
 RANKS = (8, 16, 32, 64, 128)
 CAPACITY = CapacityTable(dict.fromkeys(RANKS, 100.0))
 
@@ -70,7 +70,7 @@ def test_five_ranks_on_four_servers() -> None:
     ours = LoraServePlacement(CAPACITY).plan(demand, servers(4), {})
     assert max(loads(ours, demand, 4)) <= 1.6 + 1e-9
     assert all(math.fsum(row.values()) == pytest.approx(1.0) for row in ours.shares.values())
-    # The smallest is a leftover, and goes beside the largest rank whatever is there already.
+    # The smallest is a leftover. It goes to the largest rank, where the server has other adapters.
     printed = LoraServePaperPlacement(CAPACITY).plan(demand, servers(4), {})
     assert sorted(loads(printed, demand, 4)) == pytest.approx([0.8, 0.8, 0.8, 1.6])
 

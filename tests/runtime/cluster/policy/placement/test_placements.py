@@ -1,4 +1,4 @@
-"""What all placements hold, whatever they are asked."""
+"""The contract of all placements."""
 
 import itertools
 import math
@@ -80,7 +80,7 @@ def test_contract(
     name: str, demand: list[AdapterDemand], later: list[AdapterDemand], num_servers: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Each adapter is somewhere, nothing is too much, and the same demand moves nothing."""
+    """Each adapter has a server, stores are not exceeded, and equal demand moves nothing."""
     room = 6000 if name != "everywhere" else 20_000
     servers = servers_of(*(room + 100 * i for i in range(num_servers)))
     placement = make(name)
@@ -90,7 +90,7 @@ def test_contract(
     check(again, demand, servers, first.shares)
     assert again.copies == again.drops == ()
     assert make(name).plan(demand, servers, {}) == first
-    # Other adapters, another demand, and a server that has gone.
+    # Other adapters, other demand, and a server less.
     alive = servers[data.draw(st.integers(0, num_servers - 1)) :]
     before = {
         name: row for name, row in first.shares.items() if name in {one.name for one in later}
@@ -136,7 +136,7 @@ def test_unknown_names_are_refused() -> None:
 def test_the_least_is_copied(
     parts: list[dict[str, float]], previous: dict[str, dict[ServerId, float]]
 ) -> None:
-    """Against all permutations."""
+    """Compare with all permutations."""
     sizes = {name: 10 ** (i % 3) for i, name in enumerate("abcdef")}
     servers = servers_of(*([10**6] * len(parts)))
 

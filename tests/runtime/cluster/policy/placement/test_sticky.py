@@ -1,4 +1,4 @@
-"""Copies come at once, go late, and stay where they were."""
+"""Copies are added at once, dropped late, and kept in place."""
 
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, StoreServer
@@ -31,7 +31,7 @@ def test_fewer_copies_only_after_two_steps() -> None:
             assert set(shares["a"]) <= homes
 
 
-def test_who_is_gone_is_replaced_and_the_others_stay() -> None:
+def test_a_lost_server_is_replaced_and_other_copies_stay() -> None:
     demand = [adapter(f"a{i}", 0.1 * i) for i in range(12)]
     placement = StickyPlacement(CAPACITY)
     before = placement.plan(demand, SERVERS, {}).shares
@@ -41,7 +41,7 @@ def test_who_is_gone_is_replaced_and_the_others_stay() -> None:
 
 
 def test_no_server_has_many_more_than_others() -> None:
-    """However unequal the demand is."""
+    """Also if demand is very unequal."""
     demand = [adapter(f"a{i:03}", 3.0 / (i + 1)) for i in range(120)]
     shares = StickyPlacement(CAPACITY).plan(demand, SERVERS, {}).shares
     largest = max(sum(s.server_id in row for row in shares.values()) for s in SERVERS)

@@ -1,9 +1,9 @@
-"""Compares how long steps with cold rows held up other rows with what was predicted. Pure.
+"""Compares measured with predicted delays of steps with cold rows. Pure.
 
-The profile says how long a step takes without waits. Steps with a prompt and no cold row show how
-far the profile is off now, if possible steps beside a load: a load makes steps longer even where no
-row waits for it, most of all the step that begins it. What a step with cold rows takes beyond that
-is the wait of the running requests. Steps without other rows teach nothing: they held up none.
+The profile predicts the time of a step without waits. Steps with prompts and without cold rows show
+the present error of the profile. Steps during a load are preferred for this, because a load
+prolongs steps even if no row waits for it, most of all the step that begins it. The remaining time
+of a step with cold rows is the delay of running requests. Steps without other rows are ignored.
 """
 
 from collections.abc import Collection
@@ -16,8 +16,8 @@ _SMOOTHING = 0.2  # weight of the newest step in the running ratio
 
 
 @dataclass(frozen=True, slots=True)
-class StallLesson:
-    """A step with cold rows beside others has ended. Shares are of its time without waits."""
+class StallObservation:
+    """The delay of a step with cold and other rows, as shares of its time without waits."""
 
     strategy: LoadStrategy
     predicted_share: float
@@ -28,41 +28,41 @@ class StallLesson:
 class _Step:
     closed_at_s: float
     warm_s: float  # predicted for all its rows, with all adapters on the device
-    # Of its cold rows; None = it has none, or several of different strategies.
+    # Of its cold rows; None = no cold rows, or different strategies.
     strategy: LoadStrategy | None
     wait_s: float  # predicted
     is_cold: bool
     has_others: bool
-    begins_s: float  # which it takes to begin loads
+    begins_s: float  # time to begin loads
     is_loading: bool
 
 
-class Stalls:
-    """Steps that have been closed and not ended, and what similar steps took."""
+class DelayTracker:
+    """Open steps, and the measured over predicted time of steps without cold rows."""
 
     def __init__(self) -> None:
         self._steps: dict[StepId, _Step] = {}
-        # Of the step that is put together.
+        # Of the step that is being assembled.
         self._chunks: dict[RequestId, tuple[LoadStrategy, float]] = {}
         self._last_end_s = 0.0
-        # Measured over predicted, of steps that never wait, by whether a load is under way.
+        # Measured over predicted time of steps without cold rows, by whether a load was open.
         self._warm_ratios: dict[bool, float] = {}
 
     def planned(self, request_id: RequestId, strategy: LoadStrategy, wait_s: float) -> None:
-        """With a cold chunk, if it comes into the step, that is predicted to wait so long."""
+        """Record the predicted wait of a cold chunk for the next step."""
         self._chunks[request_id] = strategy, wait_s
 
     def closed(
         self, step_id: StepId, cold: Collection[RequestId], warm_s: float, now_s: float,
         *, has_others: bool, begins_s: float = 0.0, is_loading: bool = False,
     ) -> None:  # fmt: skip
-        """No other row joins the step, predicted to take ``warm_s`` with all adapters cached.
+        """Record a complete step, predicted to take ``warm_s`` with all adapters on the device.
 
-        ``begins_s``: which it takes to begin loads, beside that; ``is_loading``: one is under way.
+        ``begins_s``: additional time to begin loads. ``is_loading``: whether a load is open.
         """
         chunks = [self._chunks[request_id] for request_id in cold if request_id in self._chunks]
         self._chunks.clear()
-        if warm_s <= 0.0:  # of rows that decode alone nothing was predicted
+        if warm_s <= 0.0:  # steps with only decode rows are not predicted
             return
         strategies = {strategy for strategy, _ in chunks}
         self._steps[step_id] = _Step(
@@ -76,9 +76,9 @@ class Stalls:
             is_loading=is_loading,
         )
 
-    def ended(self, step_id: StepId, now_s: float) -> StallLesson | None:
-        """The step's result is there; None where nothing is to be learned of it."""
-        began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the later waits
+    def ended(self, step_id: StepId, now_s: float) -> StallObservation | None:
+        """Record the end of a step. Return its delay; None if it shows none."""
+        began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the second waits
         step = self._steps.pop(step_id, None)
         for given_up in [known for known in self._steps if known < step_id]:
             del self._steps[given_up]
@@ -93,4 +93,4 @@ class Stalls:
         warm_ratio = ratios.get(True, ratios.get(False, 0.0))
         if not warm_ratio or step.strategy is None or not step.has_others:
             return None
-        return StallLesson(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
+        return StallObservation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)

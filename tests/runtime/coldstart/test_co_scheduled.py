@@ -1,4 +1,4 @@
-"""What shares a step with a cold chunk costs the same as in a step of its own."""
+"""Rows that share a step with a cold chunk cost the same as in their own step."""
 
 from dataclasses import replace
 
@@ -6,15 +6,15 @@ import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.step_time import forward_s
 from corun.runtime.adapter import AdapterFacts
+from corun.runtime.coldstart.co_scheduled import co_scheduled_decodes, co_scheduled_rows
 from corun.runtime.coldstart.cold import (
     AdapterShape,
     ColdPart,
     ColdRequest,
-    Company,
+    CoScheduledRows,
     layer_times,
     warm_step_s,
 )
-from corun.runtime.coldstart.company import company_of_decodes, company_of_step
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import StepRows
@@ -40,49 +40,49 @@ def _request(number: int, num_computed: int, *, has_adapter: bool) -> Request:
     return request
 
 
-def _rows(*, is_decode_apart: bool) -> StepRows:
+def _rows(*, is_decode_separate: bool) -> StepRows:
     """Two that decode, and a chunk of 40 tokens."""
     decodes = [_request(1, 150, has_adapter=True), _request(2, 9, has_adapter=False)]
     chunk = _request(3, 64, has_adapter=True)
-    return StepRows(64, is_decode_apart, decodes, [(chunk, 40)])
+    return StepRows(64, is_decode_separate, decodes, [(chunk, 40)])
 
 
 @pytest.mark.parametrize("read_s", [0.0, 0.05])
 def test_a_mixed_step_is_one_forward_pass(read_s: float) -> None:
     model = replace(_MODEL, read_s=read_s)
     cold = ColdPart(16, _SHAPE, 0, (), 7)
-    company = company_of_step(model, _rows(is_decode_apart=False), [cold])
+    co_scheduled = co_scheduled_rows(model, _rows(is_decode_separate=False), [cold])
     rows = [1, 1, 40, 16], [150, 9, 64, 7], [_BYTES, 0, _BYTES, _BYTES]
-    assert warm_step_s(model, company) == pytest.approx(forward_s(model, *rows))
-    assert company.num_forward_tokens == 58
+    assert warm_step_s(model, co_scheduled) == pytest.approx(forward_s(model, *rows))
+    assert co_scheduled.num_forward_tokens == 58
 
 
 def test_rows_that_decode_apart_have_a_pass_of_their_own_and_the_step_one_host() -> None:
-    company = company_of_step(_MODEL, _rows(is_decode_apart=True), [])
+    co_scheduled = co_scheduled_rows(_MODEL, _rows(is_decode_separate=True), [])
     decodes_s = forward_s(_MODEL, [1, 1], [150, 9], [_BYTES, 0])
     chunk_s = forward_s(_MODEL, [40], [64], [_BYTES])
     expected_s = decodes_s + chunk_s - _MODEL.host_step_s
-    assert warm_step_s(_MODEL, company) == pytest.approx(expected_s)
-    assert company.num_forward_tokens == 40
+    assert warm_step_s(_MODEL, co_scheduled) == pytest.approx(expected_s)
+    assert co_scheduled.num_forward_tokens == 40
 
 
-@pytest.mark.parametrize("is_decode_apart", [False, True])
-def test_later_steps_have_those_that_decode(is_decode_apart: bool) -> None:
-    rows = _rows(is_decode_apart=is_decode_apart)
-    alone = StepRows(64, is_decode_apart, rows.decodes)
-    assert company_of_decodes(_MODEL, rows) == company_of_step(_MODEL, alone, [])
-    assert company_of_decodes(_MODEL, StepRows(64, is_decode_apart)) == Company()
+@pytest.mark.parametrize("is_decode_separate", [False, True])
+def test_later_steps_have_those_that_decode(is_decode_separate: bool) -> None:
+    rows = _rows(is_decode_separate=is_decode_separate)
+    alone = StepRows(64, is_decode_separate, rows.decodes)
+    assert co_scheduled_decodes(_MODEL, rows) == co_scheduled_rows(_MODEL, alone, [])
+    assert co_scheduled_decodes(_MODEL, StepRows(64, is_decode_separate)) == CoScheduledRows()
 
 
 @pytest.mark.parametrize("read_s", [0.0, 0.02, 0.05])
 def test_a_chunk_whose_adapter_is_there_takes_the_layers_of_a_warm_one(read_s: float) -> None:
-    """However much hides under reading the weights, and beside other cold rows."""
+    """Also if reading the weights hides costs, and beside other cold rows."""
     model = replace(_MODEL, read_s=read_s)
     other = ColdPart(16, _SHAPE, 0, (0.0, 0.0), 7)
-    company = company_of_step(model, _rows(is_decode_apart=False), [other])
+    co_scheduled = co_scheduled_rows(model, _rows(is_decode_separate=False), [other])
     request = ColdRequest(
         num_tokens=8, adapter=_SHAPE, ready_s=(0.0, 0.0), max_chunk_tokens=64, start_position=90
     )
-    times = layer_times(model, request, 8, company)
+    times = layer_times(model, request, 8, co_scheduled)
     own = ColdPart(8, _SHAPE, 0, (), 90)
-    assert sum(times.device_s) == pytest.approx(warm_step_s(model, company.joined_by(own)))
+    assert sum(times.device_s) == pytest.approx(warm_step_s(model, co_scheduled.with_row(own)))
