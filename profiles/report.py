@@ -7,7 +7,7 @@ from .models import GroupModel
 from .profile import DeltaCurves, FitRecord, Profile, is_within
 
 MIN_R_SQUARED = 0.96  # Toppings, figure 11: below it linear models are unreliable
-_MAX_ERROR = 0.1  # of a model that needs no warning whatever it explains, as times hardly differ
+_MAX_ERROR = 0.1  # of a model that needs no warning: if times hardly differ, R^2 says nothing
 _SHOWN_TOKENS = 64  # of the figures by input group
 
 
