@@ -123,14 +123,14 @@ def _as_floats(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
-    """Return bytes by level and kind. Those in ``promised`` are also in free or history."""
+    """Return bytes by level and kind. Those in ``reserved`` are also in free or history."""
     pool, host = memory.pool, memory.host
     levels = {
         "device": {
             "running_kv": pool.num_used_blocks * pool.block_bytes,
             "history_kv": pool.num_cached_blocks * pool.block_bytes,
             "adapters": memory.cache.used_bytes,
-            "promised": pool.num_reserved_blocks * pool.block_bytes,
+            "reserved": pool.num_reserved_blocks * pool.block_bytes,
             "free": memory.budget.free_bytes,
         }
     }

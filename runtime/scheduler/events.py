@@ -38,7 +38,7 @@ class TimePart(enum.StrEnum):
     KV_SWAP_IN = "kv_swap_in"  # copying KV that only the host has
     STEP_BUDGET = "step_budget"  # it runs, but steps are full of other requests' tokens
     COMPUTE = "compute"  # its own share of steps, by tokens
-    COMPANY = "company"  # the share of other requests in these steps
+    CO_SCHEDULED = "co_scheduled"  # the share of other requests in these steps
     COLD_WAIT = "cold_wait"  # additional time of steps because its adapter is still loading
     CPU_WAIT = "cpu_wait"  # in steps, for CPU cores that other processes use
     RECOMPUTE = "recompute"  # its share of steps, for tokens that were computed before

@@ -23,7 +23,7 @@ _WORDS = {
     TimePart.KV_SWAP_IN: "KV to be copied back from the host",
     TimePart.STEP_BUDGET: "room in steps that were full",
     TimePart.COMPUTE: "its own tokens to be computed",
-    TimePart.COMPANY: "other requests' tokens in the same steps",
+    TimePart.CO_SCHEDULED: "other requests' tokens in the same steps",
     TimePart.COLD_WAIT: "layers of its adapter that were still loading",
     TimePart.CPU_WAIT: "CPU cores that other processes used",
     TimePart.RECOMPUTE: "tokens that had to be computed again",
@@ -184,7 +184,7 @@ class Timelines:
         warm_s = None
         if request.is_cold and self._times is not None:
             warm_s = self._times.prefill_s(num_tokens, request.adapter_bytes) or None
-        timeline.turn(now_s, ((part, share), (TimePart.COMPANY, 1 - share)), warm_s)
+        timeline.turn(now_s, ((part, share), (TimePart.CO_SCHEDULED, 1 - share)), warm_s)
 
 
 def _why_not_planned(request: Request) -> TimePart:

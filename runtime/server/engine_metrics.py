@@ -82,7 +82,7 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
     """Memory by level, copies over the link, and evictions."""
     yield families.gauges(
         "memory_bytes",
-        "Memory by level and kind. Bytes promised (reserved for growth) are also free or history.",
+        "Memory by level and kind. Bytes reserved for growth are also free or history.",
         ("level", "kind"),
         [
             ((level, kind), num_bytes)

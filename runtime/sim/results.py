@@ -312,7 +312,7 @@ def _title_of_times(
 
 def _draw_memory(results: Results, cell: Cell, at_foot: str, path: Path) -> None:
     memory = results.of(cell)[0].memory
-    shown = {kind: values for kind, values in memory.num_bytes.items() if kind != "promised"}
+    shown = {kind: values for kind, values in memory.num_bytes.items() if kind != "reserved"}
     total = sum(sum(values) for values in shown.values())
     share = {kind: sum(values) / total for kind, values in shown.items()}
     most = max(share, key=share.__getitem__)

@@ -401,9 +401,10 @@ async def gateway_cluster(
     """Run a gateway in front of ``engines``; ``options``: of ``corun serve``."""
     controller = ScriptedController(engines={one.engine_id: one for one in engines})
     controller.adapters = {one.name: one for one in adapters}
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
     async with contextlib.AsyncExitStack() as stack:
+        # Held, so that no other process takes the port. Connections reach only sockets that listen.
+        held = stack.enter_context(bind("127.0.0.1", 0, shares_port=True))
+        port = held.getsockname()[1]
         for engine in engines:
             engine.url = await stack.enter_async_context(serving(engine.app()))
         controller.url = await stack.enter_async_context(serving(controller.app()))

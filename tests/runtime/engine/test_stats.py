@@ -42,7 +42,7 @@ def test_bytes_of_the_device_add_up_to_its_memory() -> None:
     levels = stats_of(scheduler).memory_bytes
     assert levels.keys() == {"device"}
     device = dict(levels["device"])
-    assert device.pop("promised") == BLOCK_BYTES
+    assert device.pop("reserved") == BLOCK_BYTES
     assert device == {
         "running_kv": 2 * BLOCK_BYTES, "history_kv": 2 * BLOCK_BYTES,
         "adapters": 100, "free": 4 * BLOCK_BYTES - 100,

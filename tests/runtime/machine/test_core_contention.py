@@ -120,7 +120,7 @@ def test_a_number_that_is_forced_stays() -> None:
     assert not threads.contention.is_contended
 
 
-def test_a_little_company_does_not_keep_threads_away() -> None:
+def test_few_other_programs_do_not_keep_threads_away() -> None:
     threads = Threads(2)
     threads.run(1, 0.4)
     assert threads.run(MIN_QUIET_S + 1, 0.08)[-1] == 2

@@ -114,7 +114,7 @@ def test_who_fails_every_pass_ends_alone(depth: int, mix: bool, from_position: i
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_fails_in_company_alone_is_served(depth: int) -> None:
+def test_a_request_that_fails_only_beside_others_is_served(depth: int) -> None:
     """As if memory were too small for all of them at once."""
     scheduler = make_scheduler()
     executor = make_executor(scheduler)
@@ -224,7 +224,7 @@ class TestColdRows:
         self.end(scheduler, executor, requests)
 
 
-def test_fault_of_its_company_never_counts_but_is_not_believed_for_ever() -> None:
+def test_a_fault_of_other_rows_never_counts_but_is_not_believed_for_ever() -> None:
     """A row without others in its sub-batch cannot fail because of another row."""
     scheduler = make_scheduler()
     requests = make_requests(2)

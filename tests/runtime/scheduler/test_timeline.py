@@ -60,12 +60,12 @@ def test_a_step_is_shared_out_by_tokens() -> None:
     assert end(timelines, one, 5.0) == {
         TimePart.ORDER: 1.0,
         TimePart.COMPUTE: 3.0,
-        TimePart.COMPANY: 1.0,
+        TimePart.CO_SCHEDULED: 1.0,
     }
     assert end(timelines, other, 5.0) == {
         TimePart.ORDER: 1.0,
         TimePart.COMPUTE: 1.0,
-        TimePart.COMPANY: 3.0,
+        TimePart.CO_SCHEDULED: 3.0,
     }
 
 
@@ -170,7 +170,7 @@ def test_cpu_cores_that_others_use_are_a_part_of_steps() -> None:
     timelines.computed(1.5)
     parts = end(timelines, one, 5.0)
     assert parts[TimePart.CPU_WAIT] == 2.0
-    assert (parts[TimePart.COMPUTE], parts[TimePart.COMPANY]) == (1.5, 0.5)
+    assert (parts[TimePart.COMPUTE], parts[TimePart.CO_SCHEDULED]) == (1.5, 0.5)
     timelines.computed(9.0)
     parts = end(timelines, other, 5.0)
     assert parts[TimePart.CPU_WAIT] == 4.0

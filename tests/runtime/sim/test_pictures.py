@@ -56,7 +56,15 @@ def memory(path: Path) -> None:
 
 
 def parts(path: Path) -> None:
-    names = ("order", "kv_memory", "adapter_load", "compute", "company", "step_budget", "disk_read")
+    names = (
+        "order",
+        "kv_memory",
+        "adapter_load",
+        "compute",
+        "co_scheduled",
+        "step_budget",
+        "disk_read",
+    )
     of_rank = {str(rank): {name: 0.001 * rank for name in names} for rank in (8, 16, 32, 64, 128)}
     pictures.draw_parts(of_rank, TITLE, FOOT, path)
 

@@ -72,7 +72,7 @@ def test_parts_add_up_under_every_policy_and_each_occurs() -> None:
         assert ("queue_quota" in parts) == (
             policy in ("chameleon", "chameleon-paper", "output-only")
         )
-        assert {"order", "compute", "company", "kv_memory", "recompute"} <= parts, policy
+        assert {"order", "compute", "co_scheduled", "kv_memory", "recompute"} <= parts, policy
 
 
 def test_parts_add_up_with_two_steps_in_flight() -> None:

@@ -18,7 +18,7 @@ each_arithmetic = pytest.mark.parametrize(
 
 @each_arithmetic
 @pytest.mark.parametrize("rank", [5, 16, 40])
-def test_a_token_gets_the_same_bits_in_every_company(
+def test_a_token_gets_the_same_bits_in_every_batch(
     dtype: torch.dtype, is_portable: bool, rank: int
 ) -> None:
     """Seeded answers do not depend on the batch, so deltas must not."""
