@@ -87,7 +87,8 @@ class SimulateConfig:
         None,
         metavar="NAME",
         help="Policy that chooses which servers have which adapters' files (sticky, loraserve, "
-        "random, contiguous, everywhere); default: where requests have brought them.",
+        "random, contiguous, everywhere); default: a server fetches a file when a request needs "
+        "it.",
         commands=_SIMULATE,
     )
     placement_every_s: float = option(
@@ -125,7 +126,8 @@ class SimulateConfig:
         1.2,
         above=0,
         maximum=1000,
-        help="Bandwidth of files from other servers, in GiB per second, one file after the other.",
+        help="Bandwidth at which a server fetches files from other servers, in GiB per second; it "
+        "fetches one file at a time.",
         commands=_SIMULATE,
     )
     compare: tuple[str, ...] = option(
@@ -152,7 +154,8 @@ class SimulateConfig:
     out: str | None = option(
         None,
         metavar="DIR",
-        help="Directory of the table, figures and pictures.",
+        help="Directory to write the table, figures and pictures to; it also keeps finished runs, "
+        "so that an interrupted simulation continues.",
         commands=_SIMULATE,
     )
     force: bool = option(
