@@ -129,8 +129,8 @@ def _check_sights(config: Any, record: AttentionRecord) -> None:
         }.get(kind, False)  # fmt: skip
         if is_lost:
             raise ModelError(
-                f"{describe(config)} cannot be served: layer {layer} is of type {kind} but "
-                "neither its mask nor its attention call says of what size"
+                f"{describe(config)} cannot be served: layer {layer} is of type {kind}, but "
+                "neither its mask nor its attention call has the size of the window or chunk"
             )
 
 
