@@ -18,7 +18,7 @@ _FIRST_GAP_S, _RATIO, _NUM_BINS = 0.1, 1.25, 54  # up to 4 hours, as in the sour
 _HEAD, _TAIL = 0.05, 0.99  # percentiles
 _MARGIN = 0.1  # by which the window between them is widened
 _MIN_GAPS = 8  # for a forecast
-# Largest ratio of the window's end to its begin for a forecast. The source limits the variation of
+# Largest ratio of the window's end to its start for a forecast. The source limits the variation of
 # the bins instead, but in geometric bins that is high whenever there are few gaps.
 _MAX_SPREAD = 8.0
 

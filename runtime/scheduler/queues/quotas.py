@@ -2,7 +2,7 @@
 
 Source: Chameleon, section 4.2 (Assigning Quotas per Queue). In the paper a quota may be smaller
 than one request (S · D · (1/SLO + λ) with SLO = 5 D is a fraction of S), which then waits for ever.
-All quotas together may exceed the memory. It is not said how memory beyond the quotas is divided.
+All quotas together may exceed the memory, and the weights that divide the rest are not given.
 """
 
 from collections.abc import Sequence
