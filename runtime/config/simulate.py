@@ -59,7 +59,7 @@ class SimulateConfig:
         None,
         minimum=1,
         maximum=1024,
-        help="Number of processes; default: one per CPU.",
+        help="Number of processes that simulate; default: one per CPU.",
         commands=_BOTH,
     )
     percentile: float = option(
@@ -159,7 +159,7 @@ class SimulateConfig:
         commands=_SIMULATE,
     )
     force: bool = option(
-        False, help="Write to --out even if it has other results.", commands=_SIMULATE
+        False, help="Write to --out even if it has results of other options.", commands=_SIMULATE
     )
     quick: bool = option(
         False,
