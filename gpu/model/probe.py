@@ -114,7 +114,7 @@ def _check_calls(config: Any, record: AttentionRecord, num_layers: int) -> None:
     else:
         reason = (
             f"calls transformers' attention interface in {len(calls)} of {num_layers} layers; "
-            "the others keep state outside the KV pool, or attend to something other than text"
+            "the other layers keep state outside the KV pool, or attend to something besides text"
         )
     raise ModelError(f"{describe(config)} cannot be served: it {reason}")
 
