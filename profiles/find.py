@@ -112,7 +112,7 @@ def find_saved(
         _LOG.warning(
             "the profile %s is stale; run corun profile again: %s", path, "; ".join(fitness.stale)
         )
-    _LOG.info("profile %s of %s", path, profile.created_at)
+    _LOG.info("using the profile %s, measured at %s", path, profile.created_at)
     _warn(profile)
     return profile
 

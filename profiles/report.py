@@ -34,7 +34,10 @@ def report_lines(profile: Profile) -> Iterator[str]:
     yield f"  {'input group':<16}{'base':>10}{'delta':>10}  fastest back end at rank {reference}"
     for group, deltas in zip(model.groups, profile.deltas, strict=True):
         yield f"  {_group(group, deltas)}"
-    yield f"  ({_SHOWN_TOKENS} tokens; base products on the device, deltas on one worker core)"
+    yield (
+        f"  ({_SHOWN_TOKENS} tokens; base: products with the base weights, on the device; delta: "
+        "LoRA deltas, on one worker core)"
+    )
     yield ""
     yield f"  {'rank':>6}{'adapter':>12}{'tokens per worker core':>26}"
     for budget in profile.budgets:
@@ -88,7 +91,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
 def _steps(profile: Profile) -> str:
     model = profile.model
     return (
-        f"beside that {_time(model.host_step_s)} + {_time(model.host_row_s)} per row, "
+        f"in addition {_time(model.host_step_s)} + {_time(model.host_row_s)} per row, "
         f"{_time(model.prefill_s_per_token_key)} per prefill token and key, "
         f"{_time(model.decode_s_per_key)} per key in decode, {_fit(profile.step_fit)}; around it "
         f"the engine takes {_time(model.turn_s)} + {_time(model.turn_row_s)} per row, "

@@ -139,7 +139,7 @@ class AdminKeyNeededError(RequestError):
 
 
 class TooManySequencesError(RequestError):
-    """The request has more prompts and choices than can run and wait at once."""
+    """The request has more prompts and choices than the server can run and queue at once."""
 
     code = "too_many_sequences"
 

@@ -58,7 +58,7 @@ def _why_not(folder: Path) -> str | None:
     for directory in directories:
         if _can_write(directory):
             shared = shared_with(directory)
-            return None if shared is None else f"others can write {shared}"
+            return None if shared is None else f"other users can write to {shared}"
     return f"{' and '.join(map(str, directories))} cannot be written"
 
 

@@ -208,7 +208,7 @@ def _replace_linears(
         weights = Weights(sum(full_bytes.values()))
     else:
         if linears.kind:
-            on_progress(f"reading or making weights in {linears.kind}")
+            on_progress(f"quantising weights, or reading kept ones ({linears.kind})")
         wrap_linears(model, context, make_linear, target_of, group_of, linears.make)
         weights = linears.finish(full_bytes)
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0

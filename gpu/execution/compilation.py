@@ -49,7 +49,7 @@ class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no ty
             self._reported.add(group)
             num_left = len(_NAMES) - 1 - _NAMES.index(group)
             self._on_progress(
-                f"compiling kernels for {group}; {num_left} of {len(_NAMES)} groups may follow"
+                f"compiling kernels for {group}; at most {num_left} of {len(_NAMES)} groups follow"
             )
 
     def on_end(self, event: Any) -> None:

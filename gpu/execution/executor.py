@@ -177,7 +177,10 @@ class DeviceExecutor:
             return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
-            _LOG.exception("a %s sub-batch of %d rows failed", batch.kind, len(batch.request_ids))
+            _LOG.exception(
+                "a %s sub-batch of %d rows failed; the rows will be planned again, or their "
+                "requests fail", batch.kind, len(batch.request_ids),
+            )  # fmt: skip
             reason = f"the step failed: {type(error).__name__}: {error}"
             # Rows with an adapter that is not on the device are the most likely cause.
             is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
@@ -202,8 +205,8 @@ class DeviceExecutor:
             for request_id in batch.request_ids
         ]
         if any(is_absent):  # its files are still being read
-            reason = "the adapter is not on its way to the device yet"
-            _LOG.warning("assisted rows are not computed; they will be planned again: %s", reason)
+            reason = "the load of the adapter has not begun"
+            _LOG.warning("cold rows were not computed; they will be planned again: %s", reason)
             return _not_computed(batch, is_absent, RetryCause.DELTAS, reason)
         states, inputs = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
@@ -211,7 +214,7 @@ class DeviceExecutor:
         try:
             assisted = self._assistant.begin(rows, self._runner.device)
         except ShmError as error:
-            _LOG.warning("assisted rows are not computed; they will be planned again: %s", error)
+            _LOG.warning("cold rows were not computed; they will be planned again: %s", error)
             counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
             return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:

@@ -78,7 +78,8 @@ def _limit_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: boo
         # A helper thread of torch would spin for milliseconds after each small sum, on the core
         # that the helper of corun's kernels needs.
         is_limited = limit_torch_threads()
-        _LOG.info("threads: torch %s", "uses 1 here" if is_limited else "keeps its own: no libgomp")
+        number = "1" if is_limited else "its default, because libgomp is not loaded"
+        _LOG.info("threads of torch: %s", number)
     sets_torch = owns_torch and not is_all_own
     return ThreadChoice(
         num_kernel_threads(), set_threads if sets_torch else set_kernel_threads,
@@ -104,14 +105,16 @@ def _limited(
         )
     if verdict.outcome == "untried":
         _LOG.warning(
-            "%s: no small copy of the model could be made (%s), so windows and chunks of its masks "
-            "are served, and other changes that begin beyond %d tokens are not detected",
-            name, verdict.reason, MAX_PROBE_TOKENS,
+            "%s: contexts of more than %d tokens could not be compared with transformers, because "
+            "no small copy of the model could be made (%s). Sliding windows and chunked attention "
+            "are served; other behaviour that begins beyond this length is not detected",
+            name, MAX_PROBE_TOKENS, verdict.reason,
         )  # fmt: skip
     if verdict.num_tokens is not None:
         _LOG.warning(
-            "%s is exact up to %d tokens: at %s it computes from the index of a token in its step. "
-            "Requests and steps (--max-num-batched-tokens) are limited to this number",
+            "%s is exact up to %d tokens: at %s it begins to use the position of a token in its "
+            "step instead of its position in the request. Requests and steps "
+            "(--max-num-batched-tokens) are limited to this number of tokens",
             name, verdict.num_tokens, verdict.reason,
         )  # fmt: skip
         limit = least(loaded.max_exact_len, verdict.num_tokens)

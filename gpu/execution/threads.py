@@ -64,7 +64,7 @@ def choose_threads(
     if not all(map(math.isfinite, (*all_ms, *one_ms))):
         set_threads(max_threads)
         _LOG.info(
-            "threads: %d (not measured, since other processes use the CPU cores)", max_threads
+            "threads: %d (not measured, because other processes use the CPU cores)", max_threads
         )
         return max_threads
     is_one_enough = all(
@@ -75,7 +75,7 @@ def choose_threads(
     if kept is not None:
         write_record(kept, chosen, "the next start measures the number of threads again")
     _LOG.info(
-        "threads: %d (decode, prefill: %.2f, %.2f ms with 1 thread, %.2f, %.2f ms with %d)",
+        "threads: %d (decode %.2f ms, prefill %.2f ms with 1 thread; %.2f and %.2f ms with %d)",
         chosen, *one_ms, *all_ms, max_threads,
     )  # fmt: skip
     return chosen

@@ -156,7 +156,10 @@ def _install_first_equal(
             module.forward = candidate
             counts.replaced += 1
             return
-    _LOG.info("fused kernels: none for %s", type(module).__name__)
+    _LOG.info(
+        "fused kernels: none for %s, because none gives the module's own results",
+        type(module).__name__,
+    )
 
 
 def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCounts:
@@ -180,7 +183,10 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
             module.forward = with_rotation(module, rotate)
             counts.replaced += 1
         else:
-            _LOG.info("fused kernels: no rotary embedding for %s", type(module).__name__)
+            _LOG.info(
+                "fused kernels: no rotary embedding for %s, because results differ from the "
+                "module's own", type(module).__name__,
+            )  # fmt: skip
     return counts
 
 

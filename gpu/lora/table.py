@@ -103,8 +103,8 @@ class LoraTable:
         """
         if not self._free_rows:
             raise ResourceError(
-                f"the LoRA table is full: {self.capacity} adapters are on the device; "
-                "unload one, or allow more at start"
+                f"the LoRA table is full: {self.capacity} adapters are on the device, which is "
+                "the limit; unload one"
             )
         row = self._free_rows.pop()
         self._adapters[row] = adapter

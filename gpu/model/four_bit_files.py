@@ -80,7 +80,7 @@ class FourBitFiles(WeightFiles):
                 raise _wrong(name, f"no tensor {name}{_STATE}{_KINDS[0]}")
         if self._matrices:
             _LOG.info(
-                "%d matrices of the checkpoint are in 4 bits (bitsandbytes); they are read in full",
+                "%d matrices of the checkpoint are in 4 bits (bitsandbytes); they are dequantised",
                 len(self._matrices),
             )  # fmt: skip
         else:

@@ -56,7 +56,7 @@ def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
         seen = mask(zero, zero, query, key).broadcast_to(query.shape[0], key.shape[1])
     except (IndexError, RuntimeError, ValueError) as error:
         raise _NotOfPositionsError(
-            f"a mask that is not a function of positions ({error})"
+            f"its attention mask is not a function of positions ({error})"
         ) from error
     causal = key <= query
     if torch.equal(seen, causal):
@@ -66,7 +66,7 @@ def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
             return Sight(window=local_size)
         if torch.equal(seen, causal & (key // local_size == query // local_size)):
             return Sight(chunk=local_size)
-    raise ModelError("a mask that is neither causal nor a causal window or chunk")
+    raise ModelError("its attention mask is neither causal nor a causal window or chunk")
 
 
 def _edges(local_size: int | None) -> torch.Tensor:

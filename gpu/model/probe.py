@@ -114,7 +114,7 @@ def _check_calls(config: Any, record: AttentionRecord, num_layers: int) -> None:
     else:
         reason = (
             f"calls transformers' attention interface in {len(calls)} of {num_layers} layers; "
-            "the others keep state outside the KV pool, or attend to something other than text"
+            "the other layers keep state outside the KV pool, or attend to something besides text"
         )
     raise ModelError(f"{describe(config)} cannot be served: it {reason}")
 
@@ -129,8 +129,8 @@ def _check_sights(config: Any, record: AttentionRecord) -> None:
         }.get(kind, False)  # fmt: skip
         if is_lost:
             raise ModelError(
-                f"{describe(config)} cannot be served: layer {layer} is of type {kind} but "
-                "neither its mask nor its attention call says of what size"
+                f"{describe(config)} cannot be served: layer {layer} is of type {kind}, but "
+                "neither its mask nor its attention call has the size of the window or chunk"
             )
 
 

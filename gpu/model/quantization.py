@@ -131,7 +131,7 @@ def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> t
                 "exact, but many times slower than --dtype bfloat16", name,
             )  # fmt: skip
         return dtype
-    _LOG.info("the model is of %s; with quantised weights it is served in bfloat16", name)
+    _LOG.info("the model's type is %s; with quantised weights it is served in bfloat16", name)
     return torch.bfloat16
 
 
@@ -249,7 +249,7 @@ class QuantizedLinears:
                 self._kept.write({path: _arrays(packed) for path, packed in made.items()})
         if self._narrow:
             _LOG.warning(
-                "%d linears are not quantised, because their inputs are not multiples of %d: "
+                "%d linears are not quantised, because their input widths are not multiples of %d: "
                 "%s%s", len(self._narrow), GROUP_SIZE, ", ".join(self._narrow[:3]),
                 " and more" if len(self._narrow) > 3 else "",
             )  # fmt: skip

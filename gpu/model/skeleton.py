@@ -184,6 +184,6 @@ def _check_layer_types(config: Any) -> None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if kinds:
         raise ModelError(
-            f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves "
-            "full, sliding and chunked attention only, others keep state outside the KV pool"
+            f"{describe(config)} has layers of type {', '.join(sorted(kinds))}; corun serves only "
+            "full, sliding and chunked attention, as other layers keep state outside the KV pool"
         )

@@ -312,9 +312,7 @@ class _StoredLinear:
         """Bits of a code, if this many words hold a whole row or column."""
         bits = num_words * _WORD_BITS // self._in
         if not fits or bits not in BITS or num_words * _WORD_BITS != bits * self._in:
-            raise self._wrong(
-                f"a packed weight that is no [{self._out}, {self._in}] in 4 or 8 bits"
-            )
+            raise self._wrong(f"its packed weight is not [{self._out}, {self._in}] in 4 or 8 bits")
         return bits
 
     def _check_order(self, name: str, group_size: int) -> None:

@@ -134,4 +134,4 @@ class DecodeGraphs:
         self._is_off = True
         self._captured.clear()
         self._verified.clear()
-        _LOG.warning("decode graphs: off, so that the model's modules run every step (%s)", reason)
+        _LOG.warning("decode graphs: off, and the model's modules run every step (%s)", reason)

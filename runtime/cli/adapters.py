@@ -75,7 +75,7 @@ def summary(page: Mapping[str, Any], num_shown: int) -> str:
     shown = "" if num_shown == page["num_adapters"] else f"{num_shown} of "
     fit = ""
     if not _is_of_cluster(page):
-        fit = f"{page['num_fitting']} fit on the device beside what runs; "
+        fit = f"{page['num_fitting']} fit on the device with the running requests; "
     return f"{shown}{page['num_adapters']} adapters; {fit}as of {page['age_s']:.1f} s ago"
 
 

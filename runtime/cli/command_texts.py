@@ -15,12 +15,12 @@ COMMANDS: Mapping[str, str] = {
     "first.",
     "cluster drain": "Let engines of a running cluster finish their requests, then remove them.",
     "check": "Check whether an adapter can be served over a model, without loading weights. With "
-    "--quantization, show what it costs the model.",
+    "--quantization, show how much quantization changes the model's predictions.",
     "adapters": "Show where the adapters of a running server or cluster are.",
     "env": "Show versions, devices and limits, for bug reports.",
     "profile": "Measure how fast this machine runs a model.",
-    "plan": "Compute the load that a server holds within a time to first token, what limits it, "
-    "and what would change it.",
+    "plan": "Compute the load at which a server keeps its target time to first token, what limits "
+    "that load, and what would change it.",
     "simulate": "Simulate engines under a workload, with the scheduler that serves.",
     "options": "Print the options of corun serve as a Markdown table.",
     "completion": "Print a completion script for a shell.",
@@ -29,9 +29,9 @@ COMMANDS: Mapping[str, str] = {
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Serve": ("serve", "cluster", "gateway"),
     "Running clusters": ("cluster status", "cluster add", "cluster remove", "cluster drain"),
-    "Check and look": ("check", "adapters", "env"),
+    "Inspect": ("check", "adapters", "env"),
     "Measure and plan": ("profile", "plan", "simulate"),
-    "Text": ("options", "completion"),
+    "Shell and documentation": ("options", "completion"),
 }
 
 EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -59,7 +59,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "simulate": (
         ("corun simulate --workload S1 --rps 4 --compare scheduling-policy=corun,fcfs", ""),
     ),
-    "options": (("corun options --update README.md", ""),),
+    "options": (("corun options --update docs/options.md", ""),),
     "completion": (
         ("source <(corun completion bash)", "bash, for instance in ~/.bashrc"),
         ("source <(corun completion zsh)", "zsh, after compinit"),

@@ -69,8 +69,10 @@ def command_parser(command: str) -> CommandParser:
         parser.add("Arguments", "engine_id", metavar="ENGINE", nargs="+", help=_ENGINE_HELP)
     parser.add_options(command, groups_of(command), _options(command))
     if command in _WITH_FILE:
-        parser.add("Server", "--config", metavar="FILE",
-                   help="YAML file of options. Flags and CORUN_ variables win.")  # fmt: skip
+        parser.add(
+            "Server", "--config", metavar="FILE",
+            help="YAML file of options. Flags and CORUN_ variables override it.",
+        )  # fmt: skip
     return parser
 
 
@@ -146,20 +148,21 @@ def _add_profile_arguments(parser: CommandParser) -> None:
     )  # fmt: skip
     parser.add(
         title, "--budget-s", metavar="X",
-        help="Measure for X seconds, or a little longer if that is too short.",
+        help="Measure for about X seconds; a very small X is exceeded.",
     )  # fmt: skip
     parser.add(
         title, "--output", metavar="FILE",
-        help="File of the profile; default: the one that corun serve reads.",
+        help="File to write the profile to; default: the file that corun serve reads.",
     )  # fmt: skip
     parser.add(
         title, "--picture", metavar="FILE",
-        help="PNG file of the curves; default: beside the profile.",
+        help="PNG file to draw the curves to; default: next to the profile.",
     )  # fmt: skip
     parser.add(
         server, "--url", metavar="URL",
-        help="Measure this server. Give --output, --max-num-batched-tokens and --max-num-seqs as "
-        "it was started with, and MODEL if the model is not on this machine.",
+        help="Measure this server. Also give --output, and --max-num-batched-tokens and "
+        "--max-num-seqs with the values that the server was started with. Give MODEL if the model "
+        "is not on this machine.",
     )  # fmt: skip
     parser.add(
         server, "--max-num-seqs", metavar="N", default=argparse.SUPPRESS,
@@ -185,7 +188,7 @@ def _add_check_arguments(parser: CommandParser) -> None:
     )  # fmt: skip
     parser.add(
         "Options", "--text", metavar="FILE",
-        help="Text that --quantization is compared on; default: stories like the demo's.",
+        help="Text for the comparison of --quantization; default: stories like the demo's.",
     )  # fmt: skip
 
 

@@ -111,8 +111,8 @@ def report(
     low, high = min(base.rates_rps), max(base.rates_rps)
     yield f"Simulated, not measured. Machine: {setup.machine.name}. Workload: {config.workload}."
     yield (
-        f"load      {base.median_rps:.3g} requests/s within P{slo.percentile:g} <= "
-        f"{slo.ttft_s:g} s of first tokens ({low:.3g} to {high:.3g} over {len(base.rates_rps)} "
+        f"load      {base.median_rps:.3g} requests/s with a P{slo.percentile:g} of first tokens of "
+        f"at most {slo.ttft_s:g} s ({low:.3g} to {high:.3g} over {len(base.rates_rps)} "
         f"seed{'s' if len(base.rates_rps) > 1 else ''})"
     )
     yield from _adapters(setup, base)

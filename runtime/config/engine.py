@@ -76,7 +76,8 @@ class EngineConfig:
     )  # fmt: skip
     lm_head_quantization: str = option(
         "auto", choices=("auto", "off", *QUANTIZATIONS), commands=_PROFILE + _CHECK,
-        help="The same for the output head; auto = int8 with --quantization, else as on disk.",
+        help="Store the output head in 8 or 4 bits; auto = int8 with --quantization, otherwise as "
+        "on disk.",
     )  # fmt: skip
     max_model_len: int | None = option(
         None,
@@ -92,8 +93,8 @@ class EngineConfig:
         None, above=0, maximum=86400,
         help="Maximum seconds of a step that computes a prompt while other requests decode. The "
         "prompt's chunk is cut to fit, but to no less than one block. Default: the time of five "
-        "decode steps or, if that is longer, of the smallest chunk that keeps 97 % of the prefill "
-        "rate (without a profile: of a quarter of --max-num-batched-tokens).",
+        "decode steps, but always enough for an efficient chunk: the smallest that keeps 97 % of "
+        "the prefill rate or, without a profile, a quarter of --max-num-batched-tokens.",
     )  # fmt: skip
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Maximum number of requests that run at once."
@@ -106,7 +107,7 @@ class EngineConfig:
     )
     max_queue_s: float | None = option(
         None, above=0, maximum=86400,
-        help="Maximum seconds that a request waits for its first turn; then it is refused (429).",
+        help="Maximum seconds that a request waits to start; then it is refused (429).",
     )  # fmt: skip
     max_stop_strings: int = option(
         16, minimum=0, maximum=1024, help="Maximum number of stop strings of a request."
@@ -117,13 +118,14 @@ class EngineConfig:
     memory_gib: float | None = option(
         None, above=0,
         help="Memory for KV blocks and adapters together, in GiB. Default: --memory-fraction of "
-        "the free memory; on a CPU not more than --max-num-seqs requests of --max-model-len and "
-        "adapters can need, and not more than half of the machine's memory or 85 % of a control "
-        "group's limit.",
+        "the free memory. On a CPU the default is also limited to what the adapters and "
+        "--max-num-seqs requests of --max-model-len can need, and to half of the machine's memory "
+        "or 85 % of a control group's limit.",
     )  # fmt: skip
     memory_fraction: float = option(
         0.85, above=0, maximum=1,
-        help="Share of the memory left free by the model that --memory-gib takes by default.",
+        help="Share of the free memory, once the model is loaded, that is the default of "
+        "--memory-gib.",
     )  # fmt: skip
     memory_policy: str = option(
         "corun",
@@ -149,8 +151,8 @@ class EngineConfig:
         metavar="BYTES",
         number_as_text=True,
         help="Host memory for packed adapters, such as 4GiB; default: an eighth of the free "
-        "memory, at most 8 GiB. Adapters are copied from there to the device. On a CPU without a "
-        "paced link they are used in place, and this limits the memory of adapters that no "
+        "memory, at most 8 GiB. Adapters are copied from there to the device. On a CPU without "
+        "--link-gib-per-s they are used in place, and this limits the memory of adapters that no "
         "request uses.",
         check=parse_num_bytes,
     )
@@ -159,15 +161,16 @@ class EngineConfig:
         metavar="BYTES",
         number_as_text=True,
         help="Host memory for the KV of finished requests, such as 16GiB; default: an eighth of "
-        "the free memory, at most 16 GiB. The KV returns to the device for requests that begin "
-        "alike. None on a CPU without a paced link, where KV blocks are in host memory anyway.",
+        "the free memory, at most 16 GiB. It is copied back to the device for requests with the "
+        "same prefix. 0 on a CPU without --link-gib-per-s, where KV blocks are in host memory "
+        "anyway.",
         check=parse_num_bytes,
     )
     prefix_cache: str = option(
         "on",
         choices=PREFIX_CACHES,
-        help="Keep the KV of finished requests for requests that begin alike, until its memory "
-        "is needed.",
+        help="Keep the KV of finished requests for later requests with the same prefix, until its "
+        "memory is needed.",
     )
     scheduling_policy: str = option(
         "corun",
@@ -177,8 +180,9 @@ class EngineConfig:
     output_predictor: str = option(
         "history",
         choices=tuple(OUTPUT_PREDICTORS),
-        help="How many output tokens admission reserves if a request does not say: history = as "
-        "earlier requests for the same adapter generated, limit = all that it may generate.",
+        help="How many output tokens admission reserves for a request without "
+        "predicted_output_tokens: history = the mean of earlier requests for the same adapter, "
+        "limit = the request's maximum.",
     )
     slo_ttft_s: float | None = option(
         None, above=0, maximum=86400,
@@ -191,8 +195,8 @@ class EngineConfig:
     queues: str = option(
         "auto",
         metavar="QUEUES",
-        help="Number of queues of policies with several: fixed:K with K from 1 to 4, or auto = "
-        "from the sizes of requests.",
+        help="Number of queues, for scheduling policies with several: fixed:K with K from 1 to 4, "
+        "or auto = chosen from the sizes of requests.",
         check=parse_queues,
     )
     prefetch_requests: int = option(
@@ -203,7 +207,8 @@ class EngineConfig:
     )
     prefetch_expected: bool = option(
         False,
-        help="Load adapters before they are requested, by the intervals between their requests.",
+        help="Load adapters before they are requested, as predicted from the intervals between "
+        "earlier requests.",
     )
     log_slow_s: float | None = option(
         None,
@@ -302,9 +307,9 @@ class EngineConfig:
         None,
         minimum=1,
         maximum=4096,
-        help="Maximum number of threads of the CPU device; default: as physical cores and the "
-        "CPU quota allow, or 1 where that measures as fast. Fewer compute while other processes "
-        "use the cores.",
+        help="Maximum number of threads of the CPU device; default: the number of physical cores "
+        "within the CPU quota, or 1 if a measurement finds that as fast. Fewer threads compute "
+        "while other processes use the cores.",
         commands=_PROFILE,
     )
     fixed_cpu_threads: bool = option(
@@ -348,7 +353,8 @@ class EngineConfig:
     load_strategy: str = option(
         "auto",
         choices=LOAD_STRATEGIES,
-        help="How a request starts without its adapter on the device; auto = by prediction.",
+        help="How a request starts if its adapter is not on the device; auto = the planner chooses "
+        "for each request.",
     )
     max_assisted_tokens_per_step: int = option(
         512,
@@ -360,8 +366,8 @@ class EngineConfig:
         0.05,
         minimum=0,
         maximum=10,
-        help="Share of a step by which requests that run before their adapter is loaded may delay "
-        "it together. A larger chunk is cut, and waits if that does not help.",
+        help="Maximum delay of a step by requests that run before their adapter is loaded, all "
+        "together, as a share of the step's time. A chunk that would exceed it is cut, or waits.",
     )
     link_gib_per_s: float | None = option(
         None,
@@ -380,9 +386,9 @@ class EngineConfig:
     device_sync: str = option(
         "auto",
         choices=DEVICE_SYNCS,
-        help="How CUDA works with shared memory and CPU workers: stream = memory is registered "
+        help="How CUDA streams and CPU workers synchronise: stream = shared memory is registered "
         "with the driver, and streams signal and wait; host = threads of the engine signal, wait "
-        "and copy; auto = stream where a probe at start finds that it works.",
+        "and copy; auto = stream if a probe at start finds that it works, otherwise host.",
         commands=_PROFILE,
     )
     skip_parity_probe: bool = option(

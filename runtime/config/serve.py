@@ -41,13 +41,13 @@ class ServeConfig:
         (),
         metavar="KEY",
         one_each=True,
-        help="Key that clients send as bearer token; without one, all requests are accepted. "
-        "Users of this machine can see it in the list of processes; --api-key-file and "
-        "CORUN_API_KEY are safer.",
+        help="Key that clients send as bearer token; default: no key is required. Other users of "
+        "this machine can see the key in the list of processes; --api-key-file and CORUN_API_KEY "
+        "are safer.",
         check=_check_keys,
     )
     api_key_file: str | None = option(
-        None, metavar="FILE", help="File with such keys, one per line."
+        None, metavar="FILE", help="File with keys of --api-key, one per line."
     )
     admin_key: tuple[str, ...] = option(
         (),
@@ -58,7 +58,7 @@ class ServeConfig:
         check=_check_keys,
     )
     admin_key_file: str | None = option(
-        None, metavar="FILE", help="File with such keys, one per line."
+        None, metavar="FILE", help="File with keys of --admin-key, one per line."
     )
     allow_runtime_lora_updating: bool = option(
         False,
@@ -136,13 +136,13 @@ class ServeConfig:
         64,
         minimum=1,
         maximum=2**20,
-        help="Maximum KiB that wait for a client to read them; then its answers pause.",
+        help="Maximum KiB of answers that a client has not read; beyond that, its answers pause.",
     )
     unsent_timeout_s: float = option(
         30.0,
         above=0,
         maximum=86400,
-        help="While answers pause, the client must read --max-unsent-kib within this many seconds; "
+        help="Seconds in which a client must read --max-unsent-kib while its answers pause; "
         "otherwise its connection is closed and its requests end.",
     )
     sse_keep_alive_s: float = option(
@@ -164,9 +164,9 @@ class ServeConfig:
     request_log: str | None = option(
         None,
         metavar="FILE",
-        help="File that gets a line of JSON for each request that generates, when it has ended; "
-        "- = stdout. A line has tokens, times, what the request waited for and how it ended, but "
-        "no prompt and no answer.",
+        help="File that gets a line of JSON for each generation request when it ends; - = stdout. "
+        "A line has tokens, times, what the request waited for and how it ended, but no prompt and "
+        "no answer.",
     )
     request_log_mib: int = option(
         64,

@@ -59,7 +59,7 @@ class SimulateConfig:
         None,
         minimum=1,
         maximum=1024,
-        help="Number of processes; default: one per CPU.",
+        help="Number of processes that simulate; default: one per CPU.",
         commands=_BOTH,
     )
     percentile: float = option(
@@ -87,7 +87,8 @@ class SimulateConfig:
         None,
         metavar="NAME",
         help="Policy that chooses which servers have which adapters' files (sticky, loraserve, "
-        "random, contiguous, everywhere); default: where requests have brought them.",
+        "random, contiguous, everywhere); default: a server fetches a file when a request needs "
+        "it.",
         commands=_SIMULATE,
     )
     placement_every_s: float = option(
@@ -125,7 +126,8 @@ class SimulateConfig:
         1.2,
         above=0,
         maximum=1000,
-        help="Bandwidth of files from other servers, in GiB per second, one file after the other.",
+        help="Bandwidth at which a server fetches files from other servers, in GiB per second; it "
+        "fetches one file at a time.",
         commands=_SIMULATE,
     )
     compare: tuple[str, ...] = option(
@@ -152,11 +154,12 @@ class SimulateConfig:
     out: str | None = option(
         None,
         metavar="DIR",
-        help="Directory of the table, figures and pictures.",
+        help="Directory to write the table, figures and pictures to; it also keeps finished runs, "
+        "so that an interrupted simulation continues.",
         commands=_SIMULATE,
     )
     force: bool = option(
-        False, help="Write to --out even if it has other results.", commands=_SIMULATE
+        False, help="Write to --out even if it has results of other options.", commands=_SIMULATE
     )
     quick: bool = option(
         False,

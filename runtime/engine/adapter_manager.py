@@ -165,7 +165,7 @@ class AdapterManager:
     def _follow_change(self, name: str, path: str) -> None:
         """Load an adapter that was added or changed at ``path``."""
         if self._registry.path_of(name) not in (None, path):
-            _LOG.warning("%s is not served: adapter %r has another path", path, name)
+            _LOG.warning("%s is not served: adapter %r is served from another path", path, name)
             return
         _LOG.info("adapter %r was added or changed: %s", name, path)
         try:

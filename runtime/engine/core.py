@@ -292,7 +292,7 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
-            _logger.exception("step %d could not be submitted", plan.step_id)
+            _logger.exception("step %d could not be submitted; its requests fail", plan.step_id)
             self._publish(self._scheduler.fail_step(plan.step_id, _reason(error), self._clock()))
             return False
         return True
@@ -320,7 +320,7 @@ class EngineCore:
             step_id = scheduler.oldest_step_in_flight
             if step_id is None:
                 raise
-            _logger.exception("step %d failed", step_id)
+            _logger.exception("step %d failed; its requests fail", step_id)
             self._publish(scheduler.fail_step(step_id, _reason(error), self._clock()))
             self._has_changes = True
             return

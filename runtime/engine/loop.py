@@ -158,7 +158,7 @@ def _closed_at_the_end(assembly: BuiltEngine) -> Iterator[None]:
         try:
             assembly.close()
         except Exception:
-            _logger.exception("the dead engine did not close cleanly")
+            _logger.exception("the engine has died, and freeing its resources failed, too")
         raise
     except BaseException:
         assembly.close()

@@ -111,7 +111,7 @@ def log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -
     """Log an adapter's new level, and parts of its file that are not used, if they have changed."""
     if now is not None and now.left_out and (before is None or before.left_out != now.left_out):
         _logger.info(
-            "adapter %r is served without %s, which do not affect answers to text",
+            "adapter %r is served without %s, which do not affect text answers",
             name, "; ".join(now.left_out),
         )  # fmt: skip
     if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):

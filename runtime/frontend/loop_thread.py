@@ -76,7 +76,7 @@ class LoopThread:
         try:
             await last
         except Exception:
-            _logger.exception("the engine did not close cleanly")
+            _logger.exception("the engine has ended, but freeing its resources failed")
         await cancel_all(*(asyncio.all_tasks() - {asyncio.current_task()}))
         await self._loop.shutdown_asyncgens()
         await asyncio.sleep(0)  # lets transports that were just closed report it

@@ -48,8 +48,8 @@ class DeviceMemory:
         Args:
             pool: KV blocks.
             cache: Adapters on the device; must allocate from the budget of ``pool``.
-            host: Adapters on the host. If that is the device's memory, idle adapters get the rest
-                of the budget, beside blocks and used adapters. None = the host is not planned.
+            host: Adapters on the host. If the device uses host memory, idle adapters get what
+                blocks and used adapters leave of the budget. None = host memory is not planned.
             tree: Stores KV of prefixes, ranked by the policy of ``cache``; None = no KV is kept.
             transfers: Open transfers; None = a new table.
             max_history_blocks: Limit of blocks that no request uses; None = all.
@@ -152,11 +152,11 @@ class DeviceMemory:
     ) -> bool:
         """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
 
-        The blocks may come from the reservation, the bytes not. Evicts unused KV and idle adapters
-        (except ``keep``), if free and draining memory is too little. With a slab the bytes are a
-        range of the slab, and adapters are not evicted for blocks. Returns whether the memory is
-        free now, or will be when steps in flight end or, as a last resort, copies end. Evicts
-        nothing if the answer is False.
+        The blocks may come from the reservation, the bytes may not. Evicts unused KV and idle
+        adapters (except ``keep``) if free and draining memory is not enough. With a slab the bytes
+        are a range of the slab, and adapters are not evicted for blocks. Returns whether the memory
+        is free now, or will be when the steps in flight have ended, or if that is not enough, the
+        copies. Evicts nothing if the answer is False.
         """
         num_draining = self._num_draining_blocks
         num_pinned = 0 if self.swapper is None else self.swapper.num_pinned_blocks
@@ -192,7 +192,7 @@ class DeviceMemory:
         )
 
     def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Free a range of the slab. If only pinned adapters are in the way, reload these."""
+        """Free a range of the slab, if necessary by evicting and reloading pinned adapters."""
         if self._room.free_range(num_bytes, include_waiting=include_waiting, keep=keep):
             return True
         slab = self.cache.slab
@@ -286,7 +286,7 @@ class DeviceMemory:
     def begin_plan(self, num_running: int, now_s: float) -> None:
         """Begin the next plan with the evictions of ``evict``, ``drop`` and limits.
 
-        History beyond its limit is evicted before admission, so that no request finds it.
+        KV of ended requests beyond its limit is evicted before admission, so no request finds it.
         """
         if self._inputs is not None:
             self._inputs.batch_size.record(num_running, now_s)

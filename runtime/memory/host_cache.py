@@ -1,8 +1,8 @@
 """Adapters in host memory, and their places. Pure account keeping.
 
-A load that gets a place here is sure to fit. The owner of the memory follows commands: it creates
-places of loads and registrations, and carries out evictions before all commands of the same or a
-later plan.
+A load that gets a place here is sure to fit. The owner of the memory carries out the commands of
+plans: it creates the places of loads and registrations, and evicts before it carries out any other
+command of the same or a later plan.
 
 Each content is stored once. The layers of an adapter lie in one range if one is free, else in
 separate ranges. So memory is lost to fragmentation only if no free range is as large as one
@@ -46,7 +46,8 @@ class HostCache:
         Args:
             capacity_bytes: Of memory, or of address space if memory is committed on use.
             is_device_memory: Whether the device's kernels read the adapters here.
-            idle_bytes: Idle adapters stay while all adapters fit this; None = the capacity.
+            idle_bytes: Idle adapters stay while all adapters together have at most these bytes;
+                None = the capacity.
         """
         self.is_device_memory = is_device_memory
         self._ranges = RangeAllocator(capacity_bytes, mmap.PAGESIZE)
@@ -144,7 +145,7 @@ class HostCache:
     def end_use(self, place_id: HostPlaceId) -> None:
         """End one use: a load, a registration or a device copy that is read in place.
 
-        After the last use the adapter is kept within the limit if it is indexed, else evicted.
+        After the last use an indexed adapter is kept if it fits the limit. Any other is evicted.
         """
         kept = self._kept[place_id]
         assert kept.num_users > 0, f"place {place_id} is released more often than used"
@@ -170,7 +171,7 @@ class HostCache:
             self._evict(kept)
 
     def keep_within(self, num_bytes: int) -> None:
-        """Evict idle adapters while all adapters exceed ``num_bytes``, now and later."""
+        """Limit all adapters to ``num_bytes`` from now on, by evicting idle ones."""
         self._limit_bytes = min(num_bytes, self._idle_bytes)
         self._trim(EvictionReason.KV)
 

@@ -33,7 +33,7 @@ class LinkUse:
         self, key: LinkKey, transfer_id: TransferId, now_s: float,
         *, is_busy: bool, new_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Record that a transfer has begun, moved or ended.
+        """Record that a transfer has begun, progressed or ended.
 
         ``is_busy``: it has something to copy now.
         """

@@ -96,7 +96,7 @@ def _check_parts(sizes: MemorySizes, num_blocks: int, share: float) -> None:
     num_tokens = num_blocks * sizes.block_size
     if num_tokens < sizes.max_model_len:
         raise ResourceError(
-            f"{num_tokens} tokens of KV fit beside {share:.0%} of the memory for adapters "
-            f"(--adapter-memory-fraction), but one request may take {sizes.max_model_len} "
+            f"with {share:.0%} of the memory for adapters (--adapter-memory-fraction), the KV of "
+            f"{num_tokens} tokens fits the rest, but one request may need {sizes.max_model_len} "
             "(--max-model-len); lower either, or raise --memory-gib"
         )

@@ -37,7 +37,7 @@ class Pins:
             return
         self._adapters[adapter_id] = adapter
         self._cache.pin(adapter_id)
-        self._pool.reserve_growth(self._pool.num_reserved_blocks)  # not of pinned bytes
+        self._pool.reserve_growth(self._pool.num_reserved_blocks)  # without pinned bytes
         if self._cache.state(adapter_id) is AdapterState.ABSENT:
             self._to_load[adapter_id] = adapter
 

@@ -112,10 +112,10 @@ class PrefixCache:
     def evict_behind(
         self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
     ) -> bool:
-        """Evict KV that no version on the device can use, among that of ``adapter_id``.
+        """Evict the KV of ``adapter_id`` that no version on the device can use.
 
-        Versions with the same content share KV. Returns whether nothing is left; copies under way
-        hold their blocks.
+        Versions with the same content share KV. Returns whether all of it was evicted: blocks that
+        copies in progress hold stay.
         """
         num_left = 0
         for namespace in self._namespaces.get(adapter_id, ()):

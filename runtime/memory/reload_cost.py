@@ -1,8 +1,9 @@
 """Costs, in seconds, of items that are not on the device. Pure.
 
 For KV, the time to copy it back or to compute it again, whichever is less. For an adapter, the time
-for which its load occupies the link and the cores that compute its deltas meanwhile. A first token
-is delayed by no more than this, because requests may start before the load ends. Costs are above 0.
+for which its load occupies the link, plus the time for which cores compute its deltas meanwhile.
+This is the most by which the reload delays a first token: requests may start before the load ends.
+Costs are above 0.
 """
 
 from typing import Protocol

@@ -57,7 +57,7 @@ class KvSwapper:
         self._coming: set[KvNode] = set()  # their blocks must not be read yet
         self.num_pinned_blocks = 0  # evictable when copies have ended
         self._num_leaving = 0  # blocks of copies to the host
-        # As of the last reading of the order: copied blocks at its beginning, and counts.
+        # When the order was last read: blocks at its beginning with copies, and the tree's counts.
         self._num_copied_ahead = 0
         self._num_claims, self._num_unreferenced = 0, 0
         self._has_more = True  # more could have been copied
@@ -167,7 +167,7 @@ class KvSwapper:
         assert sum(one.num_pinned_blocks for one in copies) == self.num_pinned_blocks
 
     def _is_short(self, num_wanted: int) -> bool:
-        """Whether too few blocks may be copied, and reading the order again may change that."""
+        """Whether fewer than ``num_wanted`` blocks may have copies, and a new reading may help."""
         num_claimed = self._tree.num_claims - self._num_claims
         num_left = max(0, self._num_copied_ahead - num_claimed)
         if num_left + self._num_leaving >= num_wanted:
@@ -176,7 +176,7 @@ class KvSwapper:
         return self._has_more or num_changed >= max(1, _CHANGE_SHARE * self._pool.num_blocks)
 
     def _next_to_copy(self, num_wanted: int, max_nodes: int) -> tuple[list[KvNode], list[KvNode]]:
-        """Return nodes to copy among the next ``num_wanted`` to be evicted, and all of these."""
+        """Read the order for ``num_wanted`` nodes. Return those to copy, and all that were read."""
         nodes: list[KvNode] = []
         walked: list[KvNode] = []
         for node in self._next_to_go():
@@ -191,8 +191,8 @@ class KvSwapper:
         """Yield blocks approximately in order of eviction.
 
         A parent follows its last child, because both were used at the same time. The policy does
-        not rank the parent before that. KV that is tied to an adapter leaves with it at once, so
-        parents come first there: the end of a prefix is useless without its beginning.
+        not rank the parent before that. KV that is tied to an adapter leaves together with it, and
+        its parents come first: the end of a prefix is useless without its beginning.
         """
         num_gone: dict[KvNode, int] = {}
         seen: set[KvNode] = set()

@@ -185,7 +185,7 @@ class TransferTable:
                 self._start_next_read(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
-        """Promote a prefetch of an adapter, which a request waits for now."""
+        """Promote the prefetch of an adapter to a demand load: a request waits for it now."""
         load = self._loads.get(adapter_id)
         if load is None or load.is_demand:
             return

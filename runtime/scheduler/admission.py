@@ -18,7 +18,7 @@ from .running_set import RunningSet
 from .step_draft import StepDraft
 from .waiting_work import WaitingWork
 
-_MAX_SWAP_INS = 2  # of a waiting request; then it computes missing KV
+_MAX_SWAP_INS = 2  # copies of KV from the host for a waiting request; then it computes the KV
 
 
 class Admission:
@@ -105,8 +105,8 @@ class Admission:
     def _has_slot(self) -> bool:
         """Whether one more request may run.
 
-        A full step does not matter: a request that runs takes part in the order of prefill, where a
-        short prompt passes the rest of a long one.
+        It may run even if the step is full: an admitted request takes part in the order of prefill,
+        in which a short prompt goes before the rest of a long one.
         """
         return len(self._running) < self._config.max_num_seqs
 
@@ -151,7 +151,7 @@ class Admission:
         self, request: Request, path: Sequence[KvNode], num_found: int, now_s: float,
         *, include_waiting: bool,
     ) -> Verdict | None:  # fmt: skip
-        """Copy to the device what only the host has of ``path``; None = the request computes it.
+        """Copy the blocks of ``path`` that only the host has; None = the request computes them.
 
         The request does not hold the copied blocks, so other requests may evict them before it
         runs. After two copies it computes what is missing.
@@ -275,7 +275,7 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _load_pinned(self, now_s: float) -> None:
-        # On demand: a prefetch waits for the loads of all requests, perhaps for ever.
+        # As demand loads: a prefetch waits until no request waits for a load, perhaps for ever.
         for adapter_id, adapter in self._memory.pins.to_load():
             if not self._load_ahead(adapter_id, adapter, now_s, is_demand=True):
                 return

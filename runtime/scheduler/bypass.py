@@ -1,4 +1,4 @@
-"""Decides which requests may pass one that has no room for its adapter. Pure.
+"""Decides which requests may pass a waiting request that has no room for its adapter. Pure.
 
 Source: Chameleon, section 4.2 (Bypassing Adapter Blocking). The paper does not define how long the
 blocked request waits. Here: until enough running requests are predicted to have ended.
@@ -27,7 +27,10 @@ class Bypass:
     """Predicts ends, and records which running request passed which waiting one."""
 
     def __init__(self, times: StepTimes, *, is_as_printed: bool) -> None:
-        """``is_as_printed``: squash each request that overruns, even if that frees too little."""
+        """``is_as_printed``: as the paper says, squash each request that exceeds its prediction.
+
+        Otherwise requests are squashed only if that frees enough.
+        """
         self._times = times
         self._is_as_printed = is_as_printed
         self._passings: dict[RequestId, _Passing] = {}  # by running request
@@ -128,10 +131,10 @@ class Bypass:
 
 
 def _lacking_tokens(head: Request, holdings: Holdings, num_unseen: int) -> int:
-    """Return the tokens that ``head`` lacks to run; ``num_unseen`` if the ledger lacks none.
+    """Return how many more free tokens ``head`` needs to run.
 
-    Then the ledger does not see why memory refused ``head``: free memory is fragmented, or idle
-    adapters occupy it.
+    If the ledger has enough, memory refused ``head`` for a reason that the ledger does not see:
+    free memory is fragmented, or idle adapters occupy it. Then the answer is ``num_unseen``.
     """
     lacking = holdings.need_tokens(head) - holdings.ledger.free_tokens
     return lacking if lacking > 0 else num_unseen

@@ -2,7 +2,7 @@
 
 A request joins a queue by its weighted size. In phase 1 a queue admits by arrival while its quota
 lasts. In phase 2 it combines the rest of its quota with loans from empty queues.
-Quotas are memory. ``ShortPrefillFirst`` divides the tokens of a step.
+Quotas limit memory only: ``ShortPrefillFirst`` divides the tokens of a step.
 
 How far a request can be overtaken by requests that arrived later:
 
@@ -58,14 +58,14 @@ class _Step:
 
 
 class ChameleonPolicy:
-    """Divides queues by the requests of the last minutes; preempts the latest admitted request.
+    """Chooses queues by the requests of the last minutes; preempts the latest admitted request.
 
-    ``is_as_printed`` follows the paper where it does not contradict itself. The number of queues is
-    the maximum. A quota may be smaller than a request. All of the predicted output is charged. A
-    request uses the rest of its queue's quota or loans, but not both. Each request that overruns
-    its prediction is squashed. A request that is larger than the quota and than the loans waits
-    until no request is running: in overload for ever. This way out is not in the paper, and neither
-    is the debit of lenders.
+    With ``is_as_printed`` it follows the paper, except where the paper contradicts itself. The
+    number of queues is the maximum. A quota may be smaller than a request. All of the predicted
+    output is charged. A request uses the rest of its queue's quota or loans, but not both. Each
+    request that exceeds its prediction is squashed. A request that is larger than the quota and
+    than the loans waits until no request is running, in overload for ever. The paper does not say
+    how such a request is admitted, nor that lenders are charged.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ChameleonPolicy:
         self._holdings.check_invariants()
 
     def _refresh(self, now_s: float) -> None:
-        """Divide the queues again if a refresh is due."""
+        """Choose new boundaries and quotas of the queues if a refresh is due."""
         if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + self._refresh_s
@@ -263,7 +263,7 @@ class ChameleonPolicy:
         return _End.DONE
 
     def _has_quota(self, request: Request, queue: int, lenders: Sequence[int] | None) -> bool:
-        """Whether quotas allow to admit a request."""
+        """Whether quotas allow the admission of a request."""
         ledger = self._holdings.ledger
         num_tokens = self._holdings.need_tokens(request)
         if lenders is None:

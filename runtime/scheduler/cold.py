@@ -1,7 +1,7 @@
 """Interface for cold starts: requests that start while their adapter is being loaded.
 
-The scheduler knows rows, and its ``ColdStarts`` knows times. Both read the memory's table of
-transfers. With ``WarmStarts`` every request waits for its adapter.
+The scheduler knows the rows of a step, and its ``ColdStarts`` predicts how long they take. Both
+read the memory's table of transfers. With ``WarmStarts`` every request waits for its adapter.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class ColdStarts(Protocol):
         ...
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Record the final rows of a step. A step without rows may not be issued."""
+        """Record the final rows of a step. A step without rows is not always issued."""
         ...
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:

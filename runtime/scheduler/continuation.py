@@ -70,7 +70,7 @@ class Continuation:
         """Allocate the blocks that known tokens need; False if memory was short."""
         short = [
             r for r in self._running.requests
-            if r.num_allocated_tokens < r.num_known_tokens < r.max_total_tokens  # else it only ends
+            if r.num_allocated_tokens < r.num_known_tokens < r.max_total_tokens  # else it ends
         ]  # fmt: skip
         if len(short) > 1:
             self._running.reclaim_for(short)  # one by one takes twice as long

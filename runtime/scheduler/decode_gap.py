@@ -11,16 +11,16 @@ from .step_times import StepTimes
 _AIM = 0.9  # of the bound, because durations of steps vary
 _DEFAULT_DECODE_STEPS = 5
 _KEPT_RATE = 0.97  # of prefill, by default
-_UNMEASURED_SHARE = 4  # of the tokens of a step, by default and without a profile
+_UNMEASURED_SHARE = 4  # 1/4 of the tokens of a step, by default and without a profile
 
 
 class DecodeGap:
     """Limits the prompt tokens of steps that have decode rows.
 
     With ``--max-decode-gap-s`` a step gets as many prompt tokens as it is predicted to compute in
-    that time, at least one block. By default that time is five times a step with only the decode
-    rows. But each step may have as many prompt tokens as efficient prefill needs, even if it then
-    exceeds that time: with a profile the fewest that keep 97 % of the rate, else a quarter of
+    that time, at least one block. By default the time is that of five steps with only the decode
+    rows. A step may exceed the default time to prefill efficiently: it may always have the fewest
+    prompt tokens that keep 97 % of the rate of prefill or, without a profile, a quarter of
     ``max_num_batched_tokens``. Times come from the profile, at the pace of the last steps. Without
     a profile they are learned from steps, and there is no bound until one has been measured.
     """
@@ -75,7 +75,10 @@ class DecodeGap:
     def _most_tokens(
         self, step: "_StepCosts", request: Request, tokens: range, aim_s: float
     ) -> int:
-        """Return the largest of ``tokens`` within ``aim_s``, in blocks above the smallest."""
+        """Return the largest of ``tokens`` with which the step takes at most ``aim_s``.
+
+        It is the smallest of them plus whole blocks, and the smallest even if that takes longer.
+        """
         low, high = 0, (len(tokens) - 1) // self._block_size
         while low < high:
             middle = (low + high + 1) // 2

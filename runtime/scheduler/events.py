@@ -78,7 +78,7 @@ class PreemptionCause(enum.StrEnum):
 
     KV_MEMORY = "kv_memory"  # it or another request grew
     SQUASH = "squash"  # it ran longer than predicted at its admission
-    ROPE = "rope"  # its KV is useless in a context of its present length
+    ROPE = "rope"  # its KV is useless at its current length, see ``recompute_at_tokens``
 
 
 @dataclass(slots=True)

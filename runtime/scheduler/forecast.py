@@ -18,8 +18,8 @@ _FIRST_GAP_S, _RATIO, _NUM_BINS = 0.1, 1.25, 54  # up to 4 hours, as in the sour
 _HEAD, _TAIL = 0.05, 0.99  # percentiles
 _MARGIN = 0.1  # by which the window between them is widened
 _MIN_GAPS = 8  # for a forecast
-# Largest ratio of the window's ends for a forecast. The source uses the variation of the bins.
-# In geometric bins that is high whenever there are few gaps.
+# Largest ratio of the window's end to its start for a forecast. The source limits the variation of
+# the bins instead, but in geometric bins that is high whenever there are few gaps.
 _MAX_SPREAD = 8.0
 
 
@@ -63,16 +63,16 @@ def _bin_of(gap_s: float) -> int:
 
 
 class ArrivalForecast:
-    """Forecasts adapters from the arrivals of requests, and counts hits of loads ahead."""
+    """Forecasts adapters from the arrivals of requests, and counts hits of prefetches."""
 
     def __init__(self) -> None:
         self._histories: dict[AdapterId, _History] = {}
         # Heap of begins of windows; outdated for adapters that were requested since.
         self._begins: list[tuple[float, AdapterId]] = []
         self._expected: dict[AdapterId, _History] = {}
-        self._loaded: dict[AdapterId, int] = {}  # ahead, not requested yet; bytes
-        self.num_hits = 0  # loads ahead; the adapter was still on the device when requested
-        self.num_misses = 0  # other loads ahead
+        self._loaded: dict[AdapterId, int] = {}  # bytes of prefetched adapters not used yet
+        self.num_hits = 0  # prefetched adapters that were still on the device when requested
+        self.num_misses = 0  # other prefetched adapters
         self.missed_bytes = 0
 
     def arrived(self, request: Request, now_s: float, *, is_on_device: bool) -> None:

@@ -5,7 +5,7 @@ How far a request can be overtaken, apart from the difference of keys:
 - No request with a larger key passes one that lacks memory.
 - A request that waits for its adapter's load is passed by requests that can run, at most 64 a step.
   This ends when ``max_overtaking_tokens`` tokens (prompt and recomputed output) have been admitted
-  before it, over all its loads. At most one request exceeds the bound.
+  before it, summed over all its loads. Only the last request that passes may exceed the bound.
 - A key is a time in seconds, at or after the arrival of its request. Requests that arrive after
   this time have larger keys. Before it, any number of requests may arrive that have smaller keys
   and pass.

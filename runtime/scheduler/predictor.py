@@ -28,7 +28,7 @@ class OutputPredictor(Protocol):
         ...
 
     def ended(self, request: Request) -> None:
-        """Learn from a request that has ended by itself."""
+        """Learn from a request that has ended without an abort or an error."""
         ...
 
 
@@ -54,7 +54,7 @@ class _Lengths:
 
 
 class OutputHistory(Generic[Key]):
-    """The mean output length of a key's requests, or of all requests while these are few."""
+    """The mean output length of a key's requests, or of all requests if the key has few."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
@@ -68,7 +68,7 @@ class OutputHistory(Generic[Key]):
         return self._all.mean if len(self._all) else _UNKNOWN_TOKENS
 
     def ended(self, key: Key, num_tokens: int) -> None:
-        """Include a request that has ended by itself."""
+        """Include a request that has ended without an abort or an error."""
         self._all.add(num_tokens)
         self._by_key.setdefault(key, _Lengths()).add(num_tokens)
 

@@ -10,7 +10,7 @@ sub-batches without other rows. Failures caused by other rows cost a step each:
 - After a failed forward pass that the row may have caused, its next sub-batch has no other rows.
 
 So a position is computed at most ``MAX_RETRIES`` + 1 times because of its own row, and twice more
-because of others.
+because of other rows.
 """
 
 import enum

@@ -83,11 +83,11 @@ class RunningSet:
         self.timelines.starts(request)
 
     def num_growth_blocks(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
-        """Return the most blocks that running requests need at a time, beyond those they have.
+        """Return how many more blocks running requests are predicted to need at the same time.
 
-        Each request is taken to end as predicted and to free its blocks then, so the need is
-        largest just before one of the ends. ``newcomer``: a request about to run, behind
-        ``num_found_blocks`` blocks of a prefix.
+        Each request is assumed to end as predicted and to free its blocks then, so the need is
+        largest just before one of the ends. ``newcomer``: a request that may be admitted now, with
+        ``num_found_blocks`` blocks of a known prefix.
         """
         requests = [*self._requests.values()]
         if newcomer is not None:
@@ -111,7 +111,10 @@ class RunningSet:
         self._memory.pool.reserve_growth(self.num_growth_blocks())
 
     def grow(self, request: Request) -> bool:
-        """Allocate the blocks that the known tokens lack, if free. Return whether they were."""
+        """Allocate the blocks that the known tokens still need, if so many are free.
+
+        Return whether they were free.
+        """
         block_ids = self._memory.pool.allocate(self._num_missing_blocks(request))
         if block_ids is None:
             return False
@@ -120,12 +123,12 @@ class RunningSet:
         return True
 
     def reclaim_for(self, requests: Iterable[Request]) -> bool:
-        """Evict for the growth of these requests. Return whether it has room, or will have."""
+        """Evict for the growth of these requests. Return whether it fits, now or soon."""
         num_blocks = sum(map(self._num_missing_blocks, requests))
         return self._memory.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
     def is_growth_reserved(self, request: Request) -> bool:
-        """Whether the blocks that the known tokens lack are reserved."""
+        """Whether the blocks that the known tokens still need are reserved."""
         return self._num_missing_blocks(request) <= self._memory.pool.num_reserved_blocks
 
     def stop(self, request: Request, status: RequestStatus) -> None:

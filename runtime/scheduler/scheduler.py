@@ -202,7 +202,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed or transferred now.
 
-        Growth comes first, then decode rows, prefill chunks of running requests, new requests.
+        Growth comes first, then decode rows, prefill chunks of running requests and new requests.
         """
         draft = StepDraft(self.config, self._recovery, self.decode_gap)
         self.memory.begin_plan(self.num_running, now_s)
@@ -269,7 +269,7 @@ class Scheduler:
         self.counters.num_failed_steps += 1
         events = self._results.fail(step, error)
         failed = {event.request_id for event in events}
-        for update in step.plan.block_updates:  # also without a row: their block table is lost
+        for update in step.plan.block_updates:  # also of requests without a row
             request = self._requests.get(update.request_id)
             if request is not None and request.request_id not in failed:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
@@ -304,7 +304,7 @@ class Scheduler:
             assert self.memory.pool.num_used_blocks == 0
 
     def _record_duration(self, step: InFlightStep, now_s: float) -> None:
-        """Record how long a step took. Of two in flight, the second begins as the first ends."""
+        """Record the time of a step, from its plan or from the end of the step before it."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)
         if self.times is not None:
             self.times.step_ended(step.plan.num_tokens, duration_s)

@@ -39,7 +39,7 @@ class InFlightStep:
     voided: set[RequestId] = field(default_factory=set)  # rows with void results
 
 
-# Of a chunk of a prompt that is scored: each token has logits over the whole vocabulary.
+# Largest chunk of a scored prompt: each of its tokens has logits over the whole vocabulary.
 _MAX_SCORED_TOKENS = 128
 
 
@@ -180,9 +180,10 @@ class StepDraft:
     def _lay_out(self) -> tuple[list[Request], list[_Pass]]:
         """Return the decode rows with a separate forward pass, and the other passes.
 
-        Rows of one adapter are adjacent, which makes their products fewer and larger. Each pass
-        reads all weights, and all results return at the end of the step, so rows share a pass. Two
-        kinds may be separate: decode rows, because their pass can be captured, and retried rows.
+        Rows of one adapter are adjacent, which makes their products fewer and larger. Rows share a
+        pass, because each pass reads all weights, and no result returns before the end of the step.
+        Two kinds may be separate: decode rows, because their pass can be captured, and retried
+        rows.
         """
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]

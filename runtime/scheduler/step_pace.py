@@ -12,7 +12,7 @@ _MEMORY_S = 5.0  # of computing time, after which the weight of a step is 1/e
 
 
 class StepPace:
-    """A running ratio of sums, so steps are weighted by their duration."""
+    """Measured over predicted time of recent steps, summed, so long steps weigh more."""
 
     def __init__(self, model: MachineModel) -> None:
         self.model = model

@@ -1,7 +1,8 @@
 """Records what each request waits for until its first token. Pure.
 
-Records change with events and never for all waiting requests at once: a request keeps the reason
-that the scheduler gave last. The parts of a request add up to its time in the engine.
+A record changes with events of its own request, so waiting requests cost nothing in a step: each
+keeps the reason that the scheduler gave last. The parts of a request add up to its time in the
+engine.
 """
 
 from collections.abc import Mapping
@@ -90,11 +91,11 @@ class Timelines:
     """Timelines of all requests without a first token."""
 
     def __init__(self, times: StepTimes | None = None) -> None:
-        """``times``: predict steps of cold requests if they were warm; None = no ``COLD_WAIT``."""
+        """``times``: predicts steps as if all requests were warm; None = no ``COLD_WAIT``."""
         self.total_s: dict[TimePart, float] = {}  # of all closed timelines
         self._times = times
         self._open: dict[RequestId, _Timeline] = {}
-        self._running: dict[RequestId, _Timeline] = {}  # those among them
+        self._running: dict[RequestId, _Timeline] = {}  # the open ones of running requests
 
     def arrived(self, request: Request, now_s: float) -> None:
         """Begin with a new request. The time since its arrival was spent on ``DISK_READ``."""

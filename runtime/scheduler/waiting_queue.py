@@ -1,4 +1,7 @@
-"""Waiting requests by a key. Reading the first ones costs the same however many wait. Pure."""
+"""Waiting requests by a key. The cost of reading the first ones does not grow with their number.
+
+Pure.
+"""
 
 import heapq
 from bisect import insort

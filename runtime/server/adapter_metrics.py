@@ -100,7 +100,7 @@ def adapter_families(
     )  # fmt: skip
     adapters = tuple(adapters)
     yield families.gauge(
-        "max_gpu_lora_adapters", "Adapters that fit on the device beside the running requests.",
+        "max_gpu_lora_adapters", "Adapters that fit on the device with the running requests.",
         num_fitting(adapters, stats.adapter_room_bytes),
     )  # fmt: skip
     yield families.gauge(

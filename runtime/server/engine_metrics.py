@@ -72,7 +72,7 @@ def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
     )  # fmt: skip
     yield families.gauges(
         "backend_info",
-        "Backend of each operation; torch for LoRA or attention on a GPU is a slow loop.",
+        "Backend of each operation; on a GPU, torch for LoRA or attention is slow.",
         ("computes", "backend"),
         [(choice, 1.0) for choice in info.backends.items()],
     )

@@ -67,7 +67,8 @@ def allow_descriptors(max_connections: int) -> None:
     if allowed < wanted:
         _logger.warning(
             "the limit of open files is %d (ulimit -n), too low for %d connections "
-            "(--max-connections)", allowed, max_connections,
+            "(--max-connections): connections beyond the limit fail; raise it, or lower "
+            "--max-connections", allowed, max_connections,
         )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ class Binding(enum.StrEnum):
 
     DEVICE = "the device's time"
     MEMORY = "memory"
-    LINK = "the way of adapters and KV to the device"
+    LINK = "copies of adapters and KV to the device"
 
 
 _BINDINGS = {

@@ -17,7 +17,7 @@ def test_the_table_has_every_figure_in_its_unit() -> None:
         "quick profile of 2 layers in bfloat16 on cpu (A CPU, 2 CPUs), measured in 12 s",
         "1, 64, 512 tokens: 1 ms, 2 ms, 16 ms",
         "1, 64 rows: 500 us, 1.5 ms",
-        "beside that 500 us + 20 us per row, 3 ns per prefill token and key, "
+        "in addition 500 us + 20 us per row, 3 ns per prefill token and key, "
         "40 ns per key in decode, R^2 0.990 on 3 held-out batches",
         "9.31 GiB/s + 10 us; layer groups from 1 MiB on",
         "1; an invocation costs 20 us + 100 ns per token in each input group, and 0 ns in each "

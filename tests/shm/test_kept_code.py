@@ -36,7 +36,7 @@ def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, mode: int
     cache = tmp_path / "kernels"
     cache.mkdir()
     cache.chmod(mode)
-    assert asked(cache) == f"True others can write {cache}"
+    assert asked(cache) == f"True other users can write to {cache}"
     assert not list(cache.iterdir())
 
 
@@ -45,7 +45,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
     cache = tmp_path / "kernels"
     cache.mkdir(mode=0o755)
     os.chown(cache, 4242, 4242)
-    assert asked(cache) == f"True others can write {cache}"
+    assert asked(cache) == f"True other users can write to {cache}"
     assert not list(cache.iterdir())
 
 

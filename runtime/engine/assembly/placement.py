@@ -47,12 +47,12 @@ def warn_of_what_is_not_kept() -> None:
     """Log once what each start has to repeat, and the variables that change this."""
     reasons = {
         KERNELS_VARIABLE: ("compiles kernels again", why_code_is_not_kept()),
-        STATE_VARIABLE: ("tries models again", _why_state_is_not_kept(_state())),
+        STATE_VARIABLE: ("tests models again", _why_state_is_not_kept(_state())),
     }
     found = {name: told for name, told in reasons.items() if told[1] is not None}
     if found:
         _LOG.warning(
-            "each start %s, since %s; set %s to a directory that only this user can write",
+            "every start %s, because %s; set %s to a directory that only this user can write to",
             " and ".join(what for what, _ in found.values()),
             ", and ".join(str(why) for _, why in found.values()), " and ".join(found),
         )  # fmt: skip
@@ -65,7 +65,7 @@ def _state() -> Path:
 def _why_state_is_not_kept(state: Path) -> str | None:
     shared = shared_with(state)
     if shared is not None:
-        return f"others can write {shared}"
+        return f"other users can write to {shared}"
     if state.exists():  # possibly on a read-only file system, prepared by another user
         return None
     try:

@@ -149,7 +149,7 @@ def _default_bounds(
 ) -> Iterator[tuple[int, str]]:
     """Yield the limits of memory without ``--memory-gib``, each with its reason."""
     share = config.memory_fraction
-    yield int(facts.free_bytes * share), f"{share:.0%} of what is free (--memory-fraction)"
+    yield int(facts.free_bytes * share), f"{share:.0%} of the free memory (--memory-fraction)"
     host = facts.host
     if host is None:
         return
@@ -162,14 +162,15 @@ def _default_bounds(
     yield (
         needed_bytes,
         (
-            f"what {config.max_num_seqs} requests (--max-num-seqs) of {max_model_len} tokens "
-            "(--max-model-len) and adapters can need"
+            f"the most that {config.max_num_seqs} requests (--max-num-seqs) of {max_model_len} "
+            "tokens (--max-model-len) and the adapters can need"
         ),
     )
     if host.limit_bytes is not None and host.limit_bytes < host.total_bytes:
-        yield int(host.limit_bytes * _GROUP_SHARE), f"{_GROUP_SHARE:.0%} of the control group's"
+        group = f"{_GROUP_SHARE:.0%} of the control group's limit"
+        yield int(host.limit_bytes * _GROUP_SHARE), group
     else:
-        yield int(host.total_bytes * _MACHINE_SHARE), "half of the machine's"
+        yield int(host.total_bytes * _MACHINE_SHARE), "half of the machine's memory"
 
 
 def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_rank: int) -> int:

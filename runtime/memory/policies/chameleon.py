@@ -15,12 +15,12 @@ _WINDOW_S = 300.0  # the paper's "specific time frame"; here the interval of its
 
 
 class ChameleonMemoryPolicy:
-    """Evicts KV of history first, least recently used first, then adapters by score.
+    """Evicts KV of ended requests first, least recently used first, then adapters by score.
 
-    The paper does not define how the three terms are scaled, and has no history. Here each is from
-    0 to 1 among the adapters on the device: visits of the last ``window_s`` over their maximum,
-    1 - age / largest age, bytes over the largest size. Ranking takes O(adapters), other calls
-    O(log n).
+    The paper does not define how the three terms are scaled, and keeps no KV of ended requests.
+    Here each is from 0 to 1 among the adapters on the device: visits of the last ``window_s`` over
+    their maximum, 1 - age / largest age, bytes over the largest size. Ranking takes O(adapters),
+    other calls O(log n).
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class CorunMemoryPolicy:
     - c: seconds to reload the item.
     - L: the lowest H among the evictable items at the last eviction.
 
-    All but c are as of the last visit, so a block that becomes a leaf late is as old as the rest of
-    its prefix. Items without bytes are evicted last. Items that have left are not remembered: on
+    f and L are those of the last visit, so a block that becomes a leaf late is as old as the rest
+    of its prefix. Items without bytes are evicted last. Items that have left are not remembered: on
     traces of adapters, remembering them cost as much as it gained. KV may stay without its
     adapter, because loading the adapter is faster than computing the KV. Each call takes O(log n).
     """

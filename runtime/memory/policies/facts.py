@@ -1,4 +1,4 @@
-"""Facts for memory policies, and rules of memory beside the order of evictions. Plain data."""
+"""Facts for memory policies, and the rules of a memory besides eviction order. Plain data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .policy import MemoryItem, MemoryPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Facts from other parts that ranks depend on."""
+    """Facts of other parts of the engine, which ranks depend on."""
 
     reload_cost_s: Callable[[MemoryItem], float]  # delay if the item is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
@@ -26,17 +26,18 @@ class MemoryRules:
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks and adapters have separate memory
-    ranked_share: float = 0.0  # share of the pool that one slow ranking serves; 0 = one item
+    # Share of the pool that is evicted in the order of one ranking; 0 = one ranking for each item.
+    ranked_share: float = 0.0
 
 
 class RankingPolicy(MemoryPolicy, Protocol):
     """A memory policy with its rules, as returned by the registry.
 
-    A visit affects the rank when the item is offered next. An item that is offered without a visit
-    counts as used at that time. Blocks become leaves long after they were computed, so the memory
-    visits them when it stores them. Requests for the base model visit an adapter of zero bytes, so
-    visits of adapters are arrivals. Policies may remember adapters that have left: an adapter that
-    is loaded again is the same object.
+    A visit changes the rank when the item is offered next. An item that is offered without a visit
+    counts as used at that time. The memory visits blocks when it stores them, because they become
+    leaves, and are offered, much later. Requests for the base model visit an adapter of zero bytes,
+    so each arrival is one visit of an adapter. Policies may remember adapters that have left: an
+    adapter that is loaded again is the same object.
     """
 
     @property

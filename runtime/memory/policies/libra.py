@@ -3,7 +3,8 @@
 The paper leaves several points open. Here:
 
 - The unit of age in the sigmoid is the median age at reuse.
-- Visits decay with the same time, so that the probabilities of adapters add up to at most 1.
+- Visits decay with this unit as time constant, so that the probabilities of adapters add up to at
+  most 1.
 - The reward for adapters applies to adapters only. Otherwise it would cancel.
 - The product is a sum of logarithms, since 1 - sigmoid is exactly 0 from 37 units on.
 """
@@ -21,7 +22,7 @@ from .item_table import ItemTable
 from .policy import MemoryItem
 
 _FIRST_REUSE_AGE_S = 600.0
-_MIN_AGES, _MAX_AGES = 64, 1023  # ages before the median is used, and in it
+_MIN_AGES, _MAX_AGES = 64, 1023  # number of ages that the median needs, and includes at most
 _PRUNE_QUERIES = 1000
 _RANKED_SHARE = 0.01
 _LOG_FADED = math.log(1e-3)  # visits, below which an absent adapter is dropped
@@ -52,8 +53,8 @@ class _ReuseAge:
 class LibraPolicy:
     """Evicts the lowest Eval = LoRA_Eval x cost x prob x (1 - sigmoid(age / tau)) first.
 
-    The cost is that of a reload. With a copy on the host and without workers it is the paper's
-    transfer over the link; the paper has no other case. Ranking takes O(n), other calls O(1),
+    The cost is that of a reload. The paper has one case, a copy on the host and no workers: there
+    the cost is the transfer over the link. Ranking takes O(n), other calls O(1),
     except one in 1,000 visits of adapters, which drops absent ones.
     """
 

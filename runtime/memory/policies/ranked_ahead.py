@@ -7,22 +7,22 @@ from .facts import MemoryRules, RankingPolicy
 from .policy import MemoryItem
 
 _KINDS = (None, False, True)  # of items, as in ``victims``; each has its own order
-_MOST_ROUNDS = 4  # old rankings with remaining victims; more are dropped for a new ranking
+_MOST_ROUNDS = 4  # rankings that may have victims left; with more, all older ones are dropped
 
 
 class RankedAhead:
-    """The same policy, but victims come in the order of the last ranking.
+    """Wraps a policy, and evicts ``num_items`` victims in the order of one of its rankings.
 
-    A ranking serves ``num_items`` victims. Items that are used or leave are removed from it. Items
-    that are offered later follow after its victims. A ranking takes effect with the first removal
-    of one of its victims: a call of ``victims`` alone changes nothing.
+    Items that are used or leave are removed from the ranking. Items that are offered later follow
+    after its victims. A ranking takes effect when one of its victims is removed: a call of
+    ``victims`` alone changes nothing.
     """
 
     def __init__(self, policy: RankingPolicy, num_items: int) -> None:
         assert num_items > 0, num_items
         self._policy = policy
         self._num_items = num_items
-        # Offered, and not used since they were ranked. ``_seen``: by the last call.
+        # Ranked items that have not been used since. ``_seen``: ranked by the last ``victims``.
         self._ahead: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
         self._seen: dict[bool | None, dict[MemoryItem, None]] = {kind: {} for kind in _KINDS}
 
@@ -54,7 +54,7 @@ class RankedAhead:
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         ahead = self._ahead[is_adapter]
         yield from ahead
-        # None of these could be evicted.
+        # The caller could evict none of these.
         others = (item for item in self._policy.victims(is_adapter) if item not in ahead)
         seen = self._seen[is_adapter] = dict.fromkeys(islice(others, self._num_items))
         yield from seen

@@ -2,15 +2,18 @@
 
 Source: Chameleon, section 4.2. Where the paper is undefined or contradicts itself:
 
-- WRS divides each size by its 99th percentile in the window of the last refresh, and each quotient
-  is at most 1. With the limits of the model as divisors, most terms would vanish.
-- K is the elbow of WCSS, not its minimum, which is always at the largest K. K changes when another
-  value was the best one twice in a row. It is lower if queues would be empty, or if their largest
-  requests would not fit the device together.
+- WRS, the weighted request size, divides each size by its 99th percentile in the window of the last
+  refresh, and limits each quotient to 1. With the limits of the model as divisors, most terms would
+  vanish.
+- K, the number of queues, is the elbow of WCSS (the sum of squared distances within clusters), not
+  its minimum, which is always at the largest K. K changes when another value was the best one twice
+  in a row. It is lower if queues would be empty, or if their largest requests would not fit the
+  device together.
 - S, D and lambda belong to one queue: the 99th percentile of its requests' sizes in tokens, their
-  mean time from admission to the end, and their rate. D should set the load but also grows with it,
-  so D is limited to 1 to 3 times the time of an idle engine. SLO is 5 times that time. For a queue
-  with fewer than 50 finished requests the factor of all queues is used.
+  mean time from admission to the end, and their rate. D determines the quota, and so the load, but
+  also grows with the load. So D is limited to 1 to 3 times the time of an idle engine. SLO is 5
+  times that time. For a queue with fewer than 50 finished requests the factor of all queues is
+  used.
 """
 
 from bisect import bisect_right
@@ -26,7 +29,7 @@ from .quotas import QueueLoad, Quotas, assign_quotas
 from .recent import Column
 
 _SLOWDOWN = 5.0  # SLO over the time on an idle engine
-_MAX_SLOWDOWN = 3.0  # of D
+_MAX_SLOWDOWN = 3.0  # D over the time on an idle engine
 _MIN_ENDS = 50
 _PERCENTILE = 99
 

@@ -5,9 +5,9 @@ are more. An adapter is charged once: to the first running request that uses it,
 when that request ends.
 
 Source: Chameleon, section 4.2, which charges all of the output, and the adapter with each request.
-But requests grow token by token and end at different times, so memory holds more requests than
-whole predictions. And with grouped-query attention an adapter of all linears at rank 64 takes as
-much as 2,560 tokens.
+But requests grow token by token and end at different times, so memory holds more requests than it
+would if each had its complete output. And with grouped-query attention an adapter of rank 64 on all
+linears is as large as the KV of 2,560 tokens, too much to charge with each request.
 """
 
 import math

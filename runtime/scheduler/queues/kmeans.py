@@ -1,7 +1,7 @@
 """Exact k-means in one dimension. Pure.
 
 Source: Chameleon, section 4.2 (Determining the Number of Queues). The paper chooses the K with the
-smallest WCSS, which is always the largest K.
+smallest WCSS (sum of squared distances within clusters), which is always the largest K.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _MAX_BINS = 256
-_SMALL_SHARE = 0.1  # of the WCSS of one cluster, below which no cluster is added
-_SMALL_GAIN = 0.2  # of the WCSS, below which another cluster is not worth it
+# No cluster is added if the WCSS is at most this share of the WCSS of one cluster, ...
+_SMALL_SHARE = 0.1
+_SMALL_GAIN = 0.2  # ... or if one more lowers the WCSS by less than this share.
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Source: Chameleon, section 4.2 (Assigning Quotas per Queue). In the paper a quota may be smaller
 than one request (S · D · (1/SLO + λ) with SLO = 5 D is a fraction of S), which then waits for ever.
-All quotas together may exceed the memory, and the weights for the rest are not given.
+All quotas together may exceed the memory, and the weights that divide the rest are not given.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def assign_quotas(loads: Sequence[QueueLoad], total: int, *, has_floor: bool) ->
 
 
 def _shares(needs: Sequence[float], floors: Sequence[int], total: int) -> list[int]:
-    """Scale needs by one factor. Those that would fall below their floors get these instead."""
+    """Scale all needs by one factor, but none to less than its floor."""
     shares = list(floors)
     free = set(range(len(needs)))
     while free:

@@ -19,7 +19,7 @@ class Column(enum.IntEnum):
     PROMPT_TOKENS = 0
     OUTPUT_TOKENS = 1  # predicted
     ADAPTER_BYTES = 2
-    SIZE_TOKENS = 3  # of all three
+    SIZE_TOKENS = 3  # prompt, predicted output and adapter together
     ARRIVAL_S = 4
     UNLOADED_S = 5  # from arrival to the end on an idle engine, predicted; 0 = unknown
     DURATION_S = 6  # from admission to the end; NaN = it has not ended

@@ -33,7 +33,7 @@ def compiled(said: list[str], module: str) -> Any:
 def test_says_which_group_begins_and_how_much_it_was() -> None:
     said: list[str] = []
     kernel = compiled(said, "corun.cpu_workers.kernels.linear.multiply")
-    assert said[0] == "compiling kernels for linear products; 3 of 6 groups may follow"
+    assert said[0] == "compiling kernels for linear products; at most 3 of 6 groups follow"
     assert said[-1].startswith("compiled 1 kernels in ")
     said.clear()
     with compilation_reported(said.append):

@@ -162,4 +162,4 @@ def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorD
     )  # fmt: skip
     assert [row.outcome for row in result.rows] == [Outcome.RETRY]
     assert [row.cause for row in result.rows] == [RetryCause.DELTAS]
-    assert "not on its way" in (result.rows[0].error or "")
+    assert "load of the adapter has not begun" in (result.rows[0].error or "")

@@ -239,7 +239,7 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = {line.split()[0]: line for line in lines(capsys)}
     assert {"load", "adapters", "binds", "what", "off", "servers"} <= said.keys()
     assert "one more server" in said["what"] and "simulated, router predicted" in said["servers"]
-    assert "within P90 <= 0.5 s" in said["load"]
+    assert "with a P90 of first tokens of at most 0.5 s" in said["load"]
 
 
 def test_placements_side_by_side(

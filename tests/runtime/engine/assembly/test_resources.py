@@ -59,17 +59,29 @@ class TestTheDefaultOnACpu:
     @pytest.mark.parametrize(
         ("of_machine", "expected_gib", "reason"),
         [
-            (host_facts(10.0), 8.5, "85% of what is free (--memory-fraction)"),
+            (host_facts(10.0), 8.5, "85% of the free memory (--memory-fraction)"),
             (host_facts(200.0), 64.0, "256 requests (--max-num-seqs) of 4096 tokens"),
-            (host_facts(200.0, adapter_gib=3.0), 67.0, "and adapters can need"),
-            (host_facts(60.0, total_gib=64.0), 32.0, "half of the machine's"),
-            (host_facts(30.0, total_gib=64.0), 25.5, "of what is free"),
-            (host_facts(60.0, total_gib=64.0, limit_gib=40.0), 34.0, "of the control group's"),
-            (host_facts(20.0, total_gib=64.0, limit_gib=40.0), 17.0, "of what is free"),
+            (host_facts(200.0, adapter_gib=3.0), 67.0, "and the adapters can need"),
+            (host_facts(60.0, total_gib=64.0), 32.0, "half of the machine's memory"),
+            (host_facts(30.0, total_gib=64.0), 25.5, "of the free memory"),
+            (
+                host_facts(60.0, total_gib=64.0, limit_gib=40.0),
+                34.0,
+                "of the control group's limit",
+            ),
+            (host_facts(20.0, total_gib=64.0, limit_gib=40.0), 17.0, "of the free memory"),
             (host_facts(190.0, limit_gib=200.0), 64.0, "can need"),
             # A limit above what there is does not limit.
-            (host_facts(60.0, total_gib=64.0, limit_gib=64.0), 32.0, "half of the machine's"),
-            (host_facts(60.0, total_gib=64.0, limit_gib=99.0), 32.0, "half of the machine's"),
+            (
+                host_facts(60.0, total_gib=64.0, limit_gib=64.0),
+                32.0,
+                "half of the machine's memory",
+            ),
+            (
+                host_facts(60.0, total_gib=64.0, limit_gib=99.0),
+                32.0,
+                "half of the machine's memory",
+            ),
         ],
     )
     def test_is_the_smallest(
