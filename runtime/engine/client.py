@@ -165,14 +165,17 @@ class ThreadClient(ChannelClient):
         )
         self._thread = thread
         thread.start()
-        weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
+        self._finalizer = weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
         return ours
 
     async def _end(self, grace_s: float) -> None:
         if self._thread is None:
             return
         # A thread cannot be killed: wait for the current step, unless that hangs.
-        while self._thread.is_alive() and self._hung is None:
+        while self._thread.is_alive():
+            if self._hung is not None:
+                self._finalizer.detach()  # it would wait, too
+                return
             await asyncio.sleep(_REAP_INTERVAL_S)
 
     def _log_stacks(self) -> None:

@@ -55,7 +55,8 @@ DIE = "DIE"  # the next step finds its device lost, and so does closing the engi
 FAIL = "FAIL"  # the request fails, the engine goes on
 LONG = "LONG"  # the duration of a slow step
 LONG_STEP_S = 1.0
-STUCK = "STUCK"  # its step never returns, as if a kernel did not
+STUCK = "STUCK"  # its step does not return before ``UNSTUCK``, as if a kernel did not
+UNSTUCK = threading.Event()
 LAYERS = "LAYERS"  # the step is slow, and its layers are not
 NUM_LAYERS = 15
 LAYER_S = 0.1
@@ -172,7 +173,7 @@ class FakeCore:
                 self.heartbeat.begin_layer(layer)
                 time.sleep(LAYER_S)
         if text.startswith(STUCK):
-            threading.Event().wait()
+            UNSTUCK.wait()
         if text.startswith(DIE):
             self.is_lost = True
             raise EngineDeadError("the device is lost")
