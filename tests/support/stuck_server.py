@@ -1,4 +1,4 @@
-"""``corun serve`` with a stand-in for attention that is slow, or does not return, as a file says."""
+"""``corun serve`` with a stand-in for attention that is slow or does not return."""
 
 import os
 import sys

@@ -11,6 +11,7 @@ import torch
 from corun.gpu.execution import compilation
 from corun.gpu.execution.compilation import compilation_published, compilation_reported
 from corun.runtime.engine.heartbeat import Activity, Heartbeat
+from numba.extending import overload
 
 
 def compiled(said: list[str], module: str) -> Any:
@@ -50,14 +51,16 @@ def test_compilations_of_the_engines_thread_are_published() -> None:
     def looks(x: int) -> int:
         return x
 
-    @numba.extending.overload(looks)
+    def kernel(x: int) -> int:
+        return looks(x)
+
+    @overload(looks)
     def compiled_looks(x: int) -> Any:
         seen.append(heartbeat.signs().activity)
         return lambda x: x + 1
 
     with compilation_published(heartbeat):
-        kernel = numba.njit(lambda x: looks(x))
-        assert kernel(1) == 2
+        assert numba.njit(kernel)(1) == 2
         signs = heartbeat.signs()
         assert signs.num_kernels >= 1 and signs.activity is Activity.WORKING
         assert seen and set(seen) == {Activity.COMPILING}

@@ -291,7 +291,7 @@ def test_an_engine_that_hangs_fails_its_requests_and_can_be_closed(tokenizer_dir
     try:
         with Engine(model=tokenizer_dir, factory=FACTORY, engine_hang_s=0.5) as engine:
             assert engine.hang is None and engine.stalled_s == 0
-            with pytest.raises(EngineDeadError, match="no progress.*engine-hang-s"):
+            with pytest.raises(EngineDeadError, match=r"no progress.*engine-hang-s"):
                 engine.generate(["fine", fake_core.STUCK], params())
             with pytest.raises(EngineDeadError, match="no progress"):
                 engine.generate("more", params())
