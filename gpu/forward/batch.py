@@ -102,20 +102,20 @@ class PassMetadata:
     deltas: DeltaPass | None  # None = no row has an adapter
 
 
-class PassProgress(Protocol):
-    """Is notified of each part of a pass as the thread that computes it gets there."""
+class WorkProgress(Protocol):
+    """Is notified as the engine's thread gets from one part of its work to the next."""
 
     def begin_layer(self, layer: int) -> None:
-        """The pass has reached the attention of this layer, counted from 0."""
+        """A pass has reached the attention of this layer, counted from 0."""
         ...
 
     def advance(self) -> None:
-        """The pass has reached a product."""
+        """A pass has reached another product, or a copy has gone on."""
         ...
 
 
 class _Unwatched:
-    """Nothing watches the pass."""
+    """Nothing watches the work."""
 
     def begin_layer(self, layer: int) -> None:
         pass
@@ -134,4 +134,4 @@ class StepContext:
     attention: AttentionMetadata | None = None
     deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
     known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)
-    progress: PassProgress = _UNWATCHED
+    progress: WorkProgress = _UNWATCHED

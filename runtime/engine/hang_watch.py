@@ -7,7 +7,7 @@ it is lost.
 
 from enum import Enum, auto
 
-from .heartbeat import BEAT_INTERVAL_S, Activity, Signs
+from .heartbeat import BEAT_INTERVAL_S, LoopActivity, Signs
 
 LOST_AFTER = 4
 COMPILE_S = 600.0  # a compiler may need so long for one kernel before that counts as no progress
@@ -73,9 +73,9 @@ class HangWatch:
             return
         has_beaten = signs.num_beats != before.num_beats
         self._since_beat_s = 0.0 if has_beaten else self._since_beat_s + passed_s
-        if signs.activity is Activity.RESTING:
+        if signs.activity is LoopActivity.RESTING:
             self._waited_s = 0.0
-        elif signs.activity is Activity.COMPILING and self._compiling_s < COMPILE_S:
+        elif signs.activity is LoopActivity.COMPILING and self._compiling_s < COMPILE_S:
             self._compiling_s += passed_s
         else:
             self._waited_s += passed_s
@@ -90,7 +90,7 @@ class HangWatch:
         where = f"turn {signs.turn}"
         if signs.num_layers:
             where += f", layer {signs.num_layers} of the pass"
-        if signs.activity is Activity.COMPILING:
+        if signs.activity is LoopActivity.COMPILING:
             known = f"{signs.num_kernels} kernels compiled before"
             return f"{text} in {where}: a compiler does not return ({known})"
         return f"{text} in {where}: a kernel, a copy or a call of the driver does not return"

@@ -19,7 +19,7 @@ BEAT_INTERVAL_S = 0.25
 _BEATS, _LOOP_ADVANCES, _CORE_ADVANCES, _ACTIVITY, _TURN, _LAYERS, _KERNELS = range(7)
 
 
-class Activity(IntEnum):
+class LoopActivity(IntEnum):
     """What the engine's thread does now."""
 
     RESTING = 0  # it sleeps, and nothing is under way on the device
@@ -32,7 +32,7 @@ class Signs(NamedTuple):
 
     num_beats: int
     num_advances: int  # grows whenever a part of the work is done
-    activity: Activity
+    activity: LoopActivity
     turn: int  # of the loop
     num_layers: int  # of the current pass, begun so far; 0 = none in this turn
     num_kernels: int  # compiled since the engine is ready
@@ -59,7 +59,7 @@ class Heartbeat:
         return Signs(
             numbers[_BEATS],
             numbers[_LOOP_ADVANCES] + numbers[_CORE_ADVANCES],
-            Activity(numbers[_ACTIVITY]),
+            LoopActivity(numbers[_ACTIVITY]),
             numbers[_TURN],
             numbers[_LAYERS],
             numbers[_KERNELS],
@@ -78,7 +78,7 @@ class Heartbeat:
         numbers = self._numbers
         numbers[_LAYERS] = 0
         numbers[_TURN] += 1
-        numbers[_ACTIVITY] = Activity.WORKING
+        numbers[_ACTIVITY] = LoopActivity.WORKING
 
     def end_turn(self, num_advances: int) -> None:
         """The turn has ended; ``num_advances``: plans submitted and results applied so far."""
@@ -86,7 +86,7 @@ class Heartbeat:
 
     def rest(self) -> None:
         """The loop sleeps, and nothing is under way on the device."""
-        self._numbers[_ACTIVITY] = Activity.RESTING
+        self._numbers[_ACTIVITY] = LoopActivity.RESTING
 
     def begin_layer(self, layer: int) -> None:
         """A pass begins its layer ``layer``, counted from 0."""
@@ -100,7 +100,7 @@ class Heartbeat:
     def begin_compilation(self) -> None:
         """The compilation of a kernel begins, possibly inside another one."""
         self._num_compiling += 1
-        self._numbers[_ACTIVITY] = Activity.COMPILING
+        self._numbers[_ACTIVITY] = LoopActivity.COMPILING
         self.advance()
 
     def end_compilation(self) -> None:
@@ -108,7 +108,7 @@ class Heartbeat:
         self._num_compiling -= 1
         self._numbers[_KERNELS] += 1
         if not self._num_compiling:
-            self._numbers[_ACTIVITY] = Activity.WORKING
+            self._numbers[_ACTIVITY] = LoopActivity.WORKING
         self.advance()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from corun.gpu.execution import compilation
 from corun.gpu.execution.compilation import compilation_published, compilation_reported
-from corun.runtime.engine.heartbeat import Activity, Heartbeat
+from corun.runtime.engine.heartbeat import LoopActivity, Heartbeat
 from numba.extending import overload
 
 
@@ -45,7 +45,7 @@ def test_says_which_group_begins_and_how_much_it_was() -> None:
 
 
 def test_compilations_of_the_engines_thread_are_published() -> None:
-    seen: list[Activity] = []
+    seen: list[LoopActivity] = []
     heartbeat = Heartbeat()
 
     def looks(x: int) -> int:
@@ -62,8 +62,8 @@ def test_compilations_of_the_engines_thread_are_published() -> None:
     with compilation_published(heartbeat):
         assert numba.njit(kernel)(1) == 2
         signs = heartbeat.signs()
-        assert signs.num_kernels >= 1 and signs.activity is Activity.WORKING
-        assert seen and set(seen) == {Activity.COMPILING}
+        assert signs.num_kernels >= 1 and signs.activity is LoopActivity.WORKING
+        assert seen and set(seen) == {LoopActivity.COMPILING}
         elsewhere = threading.Thread(target=lambda: numba.njit(lambda x: x + 2)(1))
         elsewhere.start()
         elsewhere.join()

@@ -2,10 +2,10 @@
 
 import pytest
 from corun.runtime.engine.hang_watch import COMPILE_S, LOST_AFTER, HangState, HangWatch
-from corun.runtime.engine.heartbeat import Activity, Signs
+from corun.runtime.engine.heartbeat import LoopActivity, Signs
 
 LIMIT_S = 30.0
-WORKING, RESTING, COMPILING = Activity.WORKING, Activity.RESTING, Activity.COMPILING
+WORKING, RESTING, COMPILING = LoopActivity.WORKING, LoopActivity.RESTING, LoopActivity.COMPILING
 
 
 class Looks:
@@ -18,7 +18,7 @@ class Looks:
         self.watch.look(self._signs, self._now_s)
 
     def go(
-        self, duration_s: float, activity: Activity, *, beats: bool = True, advances: bool = False,
+        self, duration_s: float, activity: LoopActivity, *, beats: bool = True, advances: bool = False,
         step_s: float = 1.0,
     ) -> set[HangState]:  # fmt: skip
         """Look until ``duration_s`` has passed; return the states that were seen."""
@@ -76,8 +76,10 @@ def test_one_kernel_may_be_compiled_for_ten_minutes() -> None:
     assert "compiler" in looks.watch.describe()
 
 
-@pytest.mark.parametrize("activity", list(Activity))
-def test_a_process_without_heartbeats_is_stalled_with_and_without_work(activity: Activity) -> None:
+@pytest.mark.parametrize("activity", list(LoopActivity))
+def test_a_process_without_heartbeats_is_stalled_with_and_without_work(
+    activity: LoopActivity,
+) -> None:
     looks = Looks()
     assert looks.go(LIMIT_S - 1, activity, beats=False) == {HangState.MOVING}
     looks.go(2, activity, beats=False)

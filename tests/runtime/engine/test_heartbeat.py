@@ -17,7 +17,7 @@ from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.heartbeat import (
     BEAT_INTERVAL_S,
-    Activity,
+    LoopActivity,
     Heartbeat,
     beating,
     open_heartbeat_file,
@@ -42,17 +42,17 @@ def test_two_processes_share_the_number_of_a_file() -> None:
 def test_the_reader_sees_turns_layers_and_compilations() -> None:
     with open_heartbeat_file() as file:
         engine, reader = Heartbeat(file.fileno()), Heartbeat(file.fileno())
-    assert reader.signs() == (0, 0, Activity.RESTING, 0, 0, 0)
+    assert reader.signs() == (0, 0, LoopActivity.RESTING, 0, 0, 0)
     engine.begin_turn()
     engine.begin_layer(0)
     engine.advance()
     engine.begin_layer(1)
-    assert reader.signs() == (0, 3, Activity.WORKING, 1, 2, 0)
+    assert reader.signs() == (0, 3, LoopActivity.WORKING, 1, 2, 0)
     engine.end_turn(7)
     engine.begin_turn()
-    assert reader.signs() == (0, 10, Activity.WORKING, 2, 0, 0)
+    assert reader.signs() == (0, 10, LoopActivity.WORKING, 2, 0, 0)
     engine.rest()
-    assert reader.signs().activity is Activity.RESTING
+    assert reader.signs().activity is LoopActivity.RESTING
 
 
 def test_a_compilation_inside_another_one_does_not_end_it() -> None:
@@ -62,12 +62,12 @@ def test_a_compilation_inside_another_one_does_not_end_it() -> None:
     heartbeat.begin_compilation()
     heartbeat.end_compilation()
     signs = heartbeat.signs()
-    assert signs.activity is Activity.COMPILING and (signs.num_advances, signs.num_kernels) == (
+    assert signs.activity is LoopActivity.COMPILING and (signs.num_advances, signs.num_kernels) == (
         3,
         1,
     )
     heartbeat.end_compilation()
-    assert heartbeat.signs().activity is Activity.WORKING
+    assert heartbeat.signs().activity is LoopActivity.WORKING
     assert heartbeat.signs().num_kernels == 2
 
 

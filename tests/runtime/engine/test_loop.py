@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel import Channel
-from corun.runtime.engine.heartbeat import Activity, Heartbeat
+from corun.runtime.engine.heartbeat import LoopActivity, Heartbeat
 from corun.runtime.engine.loop import EngineLoop
 from corun.runtime.engine.messages import FromEngine, RequestUpdate, Shutdown, ToEngine
 from support.fake_core import FakeAssembly, FakeCore
@@ -76,7 +76,7 @@ def test_a_loop_that_sleeps_rests_unless_it_waits_for_the_device(
     monkeypatch: pytest.MonkeyPatch, *, waits_for_device: bool
 ) -> None:
     monkeypatch.setattr(FakeCore, "awaits_device", waits_for_device)
-    seen: list[Activity] = []
+    seen: list[LoopActivity] = []
     heartbeat = Heartbeat()
     select = selectors.DefaultSelector.select
 
@@ -86,4 +86,4 @@ def test_a_loop_that_sleeps_rests_unless_it_waits_for_the_device(
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", looks)
     run_loop(0.05, heartbeat)
-    assert set(seen) == {Activity.WORKING if waits_for_device else Activity.RESTING}
+    assert set(seen) == {LoopActivity.WORKING if waits_for_device else LoopActivity.RESTING}
