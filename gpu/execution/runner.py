@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..forward.batch import DeltaPass, PassMetadata, WorkProgress, StepContext
+from ..forward.batch import DeltaPass, PassMetadata, StepContext, WorkProgress
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas

@@ -10,7 +10,7 @@ import pytest
 import torch
 from corun.gpu.execution import compilation
 from corun.gpu.execution.compilation import compilation_published, compilation_reported
-from corun.runtime.engine.heartbeat import LoopActivity, Heartbeat
+from corun.runtime.engine.heartbeat import Heartbeat, LoopActivity
 from numba.extending import overload
 
 

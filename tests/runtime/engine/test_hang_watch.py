@@ -18,8 +18,8 @@ class Looks:
         self.watch.look(self._signs, self._now_s)
 
     def go(
-        self, duration_s: float, activity: LoopActivity, *, beats: bool = True, advances: bool = False,
-        step_s: float = 1.0,
+        self, duration_s: float, activity: LoopActivity, *, beats: bool = True,
+        advances: bool = False, step_s: float = 1.0,
     ) -> set[HangState]:  # fmt: skip
         """Look until ``duration_s`` has passed; return the states that were seen."""
         states = set()

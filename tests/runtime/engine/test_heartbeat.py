@@ -17,8 +17,8 @@ from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.heartbeat import (
     BEAT_INTERVAL_S,
-    LoopActivity,
     Heartbeat,
+    LoopActivity,
     beating,
     open_heartbeat_file,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel import Channel
-from corun.runtime.engine.heartbeat import LoopActivity, Heartbeat
+from corun.runtime.engine.heartbeat import Heartbeat, LoopActivity
 from corun.runtime.engine.loop import EngineLoop
 from corun.runtime.engine.messages import FromEngine, RequestUpdate, Shutdown, ToEngine
 from support.fake_core import FakeAssembly, FakeCore
