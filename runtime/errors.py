@@ -22,6 +22,7 @@ CorunError
 │   └── StepFailedError    the step that computed it failed                   (HTTP 500)
 ├── AdapterError           an adapter's files or configuration are refused    (HTTP 400)
 └── EngineDeadError        the engine process is gone                         (HTTP 503)
+    └── EngineHungError    the engine makes no progress                       (HTTP 503)
 """
 
 from .timing import EngineTiming
@@ -170,6 +171,12 @@ class EngineDeadError(CorunError):
 
     status = 503
     code = "engine_dead"
+
+
+class EngineHungError(EngineDeadError):
+    """The engine has work and makes no progress."""
+
+    code = "engine_hung"
 
 
 def rebuild_error(kind: str | None, message: str, *, default: type[CorunError]) -> CorunError:

@@ -1,14 +1,15 @@
 """Reports which kernels are being compiled, as a first start takes long.
 
-Compilers cache their results, so later starts report nothing. Owns the listeners that it registers
-with numba and Triton for the duration of a ``with`` block.
+Compilers cache their results, so later starts report nothing. While serving, a compilation may take
+longer than a step, and is published as progress. Owns the listeners that it registers with numba
+and Triton for the duration of a ``with`` block.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numba.core.event as numba_events
 import torch
@@ -86,6 +87,46 @@ def compilation_reported(on_progress: Callable[[str], None]) -> Iterator[None]:
         if why_code_is_not_kept() is not None:
             kept = "they are not kept, so the next start compiles them again"
         on_progress(f"compiled {reporter.num_compiled} kernels in {reporter.total_s:.1f} s; {kept}")
+
+
+class CompilationProgress(Protocol):
+    """Is notified of compilations in one thread. They may be nested."""
+
+    def begin_compilation(self) -> None:
+        """The compilation of a kernel begins."""
+        ...
+
+    def end_compilation(self) -> None:
+        """The compilation that began last has ended or failed."""
+        ...
+
+
+class _Publisher(numba_events.Listener):  # type: ignore[misc]  # numba has no types
+    """Publishes compilations of the thread that made it.
+
+    In a program that runs the engine in a thread, others may compile as well.
+    """
+
+    def __init__(self, progress: CompilationProgress) -> None:
+        self._progress = progress
+        self._thread_id = threading.get_ident()
+
+    def on_start(self, event: Any) -> None:
+        """Called when a compilation starts."""
+        if threading.get_ident() == self._thread_id:
+            self._progress.begin_compilation()
+
+    def on_end(self, event: Any) -> None:
+        """Called when a compilation ends or fails."""
+        if threading.get_ident() == self._thread_id:
+            self._progress.end_compilation()
+
+
+@contextmanager
+def compilation_published(progress: CompilationProgress) -> Iterator[None]:
+    """Publish the calling thread's compilations inside the block."""
+    with numba_events.install_listener("numba:compile", _Publisher(progress)):
+        yield
 
 
 @contextmanager

@@ -131,6 +131,7 @@ class DeviceExecutor:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return []
+        self._runner.progress.advance()  # also for a part of a copy, which has no result
         self._take_transfers()
         results = list(self._results)
         self._results.clear()

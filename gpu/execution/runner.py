@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..forward.batch import DeltaPass, PassMetadata, StepContext
+from ..forward.batch import DeltaPass, PassMetadata, StepContext, WorkProgress
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
@@ -33,6 +33,11 @@ class ModelRunner:
         self._context = context
         self._lora_backend = lora_backend
         self.graphs = DecodeGraphs(self._run_modules) if with_graphs else None
+
+    @property
+    def progress(self) -> WorkProgress:
+        """Is notified of each part of the work."""
+        return self._context.progress
 
     def forward(
         self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None

@@ -102,6 +102,31 @@ class PassMetadata:
     deltas: DeltaPass | None  # None = no row has an adapter
 
 
+class WorkProgress(Protocol):
+    """Is notified as the engine's thread gets from one part of its work to the next."""
+
+    def begin_layer(self, layer: int) -> None:
+        """A pass has reached the attention of this layer, counted from 0."""
+        ...
+
+    def advance(self) -> None:
+        """A pass has reached another product, or a copy has gone on."""
+        ...
+
+
+class _Unwatched:
+    """Nothing watches the work."""
+
+    def begin_layer(self, layer: int) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+
+_UNWATCHED = _Unwatched()
+
+
 @dataclass(slots=True)
 class StepContext:
     """The state that a model's modules read of the running pass; owned by its runner."""
@@ -109,3 +134,4 @@ class StepContext:
     attention: AttentionMetadata | None = None
     deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
     known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)
+    progress: WorkProgress = _UNWATCHED

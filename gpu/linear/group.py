@@ -58,6 +58,7 @@ class InputGroup:
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._context.progress.advance()
         deltas = self._context.deltas
         if deltas is None or not self._targets:
             return self._base_products(x)

@@ -111,6 +111,7 @@ class PagedAttentionHook:
             params = self._params(module, layer, query, kwargs)
             self._record_layer(layer, key, value, sight or Sight(params.sliding_window))
             return _plain_causal(query, key, value, params)[None], None
+        self._context.progress.begin_layer(layer)
         metadata = self._context.attention
         assert self._backend is not None and self._pool is not None and metadata is not None
         if attention_mask is not None:

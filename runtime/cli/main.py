@@ -1,8 +1,6 @@
 """The console script ``corun``: runs one command and turns errors into exit codes.
 
-The only place where logging is configured. Exit codes: 0 success, 1 failure, 2 an option or a
-configuration file is wrong, 130 interrupted, 141 nothing reads the output any more, 143 ended by
-SIGTERM.
+The only place where logging is configured. The codes are in ``runtime/exit_codes.py``.
 
 An interrupt ends the process at once, which a shell shows as 130, except inside ``in_order`` and
 while a server runs. So this module loads next to nothing before ``console`` has set that up.
@@ -12,6 +10,14 @@ import signal
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
+
+from ..exit_codes import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_UNREAD,
+    EXIT_USAGE,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -36,12 +42,6 @@ _COMMAND_MODULES = {
     "options": ".options",
     "completion": ".completion",
 }
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
-EXIT_UNREAD = 141  # as a shell shows a process that SIGPIPE has ended
 
 
 class _TerminatedError(KeyboardInterrupt):

@@ -9,6 +9,7 @@ from ..config.engine import EngineConfig
 from ..config.option import OptionSpec, option_specs
 from ..config.serve import ServeConfig
 from ..errors import ConfigError
+from ..exit_codes import EXIT_CODES
 
 _MARKED = re.compile(
     r"(<!-- (\w+): written by `corun options --update [^`\n]+` -->\n)(.*?)(<!-- end of \2 -->)",
@@ -40,6 +41,14 @@ def cluster_options_markdown() -> str:
     return _table(ClusterConfig)
 
 
+def exit_codes_markdown() -> str:
+    """Return a table of the exit codes of all commands."""
+    rows = [f"| {code} | {cause} | {answer} |" for code, (cause, answer) in EXIT_CODES.items()]
+    return (
+        "\n".join(["| code | cause | what a supervisor should do |", "|---|---|---|", *rows]) + "\n"
+    )
+
+
 def _table(*config_classes: type) -> str:
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for config_class in config_classes:
@@ -54,7 +63,10 @@ def update_tables(document: str) -> str:
     """
     from ..server.reference import TABLES  # which loads what serves
 
-    tables = {"options": options_markdown, "cluster": cluster_options_markdown, **TABLES}
+    tables = {
+        "options": options_markdown, "cluster": cluster_options_markdown,
+        "exit_codes": exit_codes_markdown, **TABLES,
+    }  # fmt: skip
 
     def replaced(found: re.Match[str]) -> str:
         name = found[2]

@@ -24,10 +24,9 @@ from ...cpu_workers.process_life import (
     signals_held,
 )
 from ..errors import ConfigError, CorunError
+from ..exit_codes import EXIT_FAILED, EXIT_USAGE
 from .settings import ProcessSettings
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2  # a restart would fail in the same way
 _PARENT_VARIABLE = "_CORUN_PARENT_PID"  # a variable, since the command parses the arguments
 
 _Settings = TypeVar("_Settings", bound=ProcessSettings)

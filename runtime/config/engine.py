@@ -217,6 +217,12 @@ class EngineConfig:
         maximum=86400,
         help="Log what a first token waited for if it took more than X seconds.",
     )
+    engine_hang_s: float = option(
+        30.0, above=0, maximum=86400,
+        help="Seconds without progress after which an engine with work is not ready (/ready: 503). "
+        "After four times as long its requests end with an error and it is killed; corun serve "
+        "then ends with exit code 3. Each layer of a pass is progress.",
+    )  # fmt: skip
     growth_headroom: float = option(
         0.01, minimum=0, maximum=0.5,
         help="Share of the KV blocks that is kept for requests that outgrow their prediction.",

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..config.engine import EngineConfig
-from ..errors import EngineDeadError, rebuild_error
+from ..errors import EngineDeadError, EngineHungError, rebuild_error
 from .channel import AsyncChannel, ChannelError
+from .hang_watch import HangState, HangWatch
 from .heartbeat import Heartbeat
 from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
@@ -38,6 +39,16 @@ class EngineClient(Protocol):
     @property
     def num_heartbeats(self) -> int:
         """Heartbeats of the engine's process, which continue while a step computes."""
+        ...
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine's last progress; 0 while it has no work."""
+        ...
+
+    @property
+    def hang(self) -> str | None:
+        """Why the engine counts as hung (--engine-hang-s); None = it makes progress."""
         ...
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
@@ -68,6 +79,9 @@ class ChannelClient:
         self._on_message: OnMessage | None = None
         self._on_death: OnDeath | None = None
         self._death: EngineDeadError | None = None
+        self._hang_watch = HangWatch(config.engine_hang_s)
+        self._watching: asyncio.Task[None] | None = None
+        self._hung: EngineHungError | None = None  # it has hung for too long, and is given up
         self._ending: asyncio.Task[None] | None = None
         self._is_closing = False
         self._doing = "starting the engine"  # the engine's last progress message
@@ -77,6 +91,15 @@ class ChannelClient:
     def num_heartbeats(self) -> int:
         return 0 if self._heartbeat is None else self._heartbeat.num_beats
 
+    @property
+    def stalled_s(self) -> float:
+        return self._hang_watch.stalled_s
+
+    @property
+    def hang(self) -> str | None:
+        watch = self._hang_watch
+        return None if watch.state is HangState.MOVING else watch.describe()
+
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         assert self._channel is None, "a client starts once"
         self._on_message, self._on_death = on_message, on_death
@@ -85,7 +108,9 @@ class ChannelClient:
         try:
             await self._channel.open(self._launch())
             self._greet()
-            return await self._started()
+            ready = await self._started()
+            self._watching = asyncio.get_running_loop().create_task(self._watch_progress())
+            return ready
         except BaseException:
             await self.close()
             raise
@@ -113,6 +138,7 @@ class ChannelClient:
         await self._end(EXIT_GRACE_S if was_ready else DEATH_GRACE_S)
         if self._ending is not None:
             await self._ending
+        self._stop_watching()
         self._channel.close()
 
     # For subclasses.
@@ -125,7 +151,18 @@ class ChannelClient:
         """Send the first message, which the other end waits for."""
 
     async def _end(self, grace_s: float) -> None:
-        """Wait for the end for ``grace_s``, then enforce it. Idempotent."""
+        """Wait for the end for ``grace_s``, then enforce it. Idempotent.
+
+        An engine that hangs may remain.
+        """
+        raise NotImplementedError
+
+    def _log_stacks(self) -> None:
+        """Log where the other end's threads are, for the report of a hang."""
+        raise NotImplementedError
+
+    def _fate_of_hung(self) -> str:
+        """Say what happens to an engine that hangs."""
         raise NotImplementedError
 
     def _describe_end(self) -> str:
@@ -140,7 +177,8 @@ class ChannelClient:
     async def _die(self) -> None:
         await self._end(DEATH_GRACE_S)
         assert self._ready is not None and self._channel is not None and self._on_death is not None
-        self._death = EngineDeadError(self._describe_end())
+        self._death = self._hung or EngineDeadError(self._describe_end())
+        self._stop_watching()
         self._channel.close()
         if not self._ready.done():
             self._ready.set_exception(self._death)
@@ -162,6 +200,37 @@ class ChannelClient:
             done, _ = await asyncio.wait({self._ready}, timeout=due_s - now_s())
             if done:
                 return self._ready.result()
+
+    async def _watch_progress(self) -> None:
+        """Look at the engine's progress until it is lost; then end the engine."""
+        watch, heartbeat = self._hang_watch, self._heartbeat
+        assert heartbeat is not None
+        while watch.state is not HangState.LOST:
+            await asyncio.sleep(watch.interval_s)
+            before = watch.state
+            stalled_s = watch.stalled_s
+            watch.look(heartbeat.signs(), asyncio.get_running_loop().time())
+            if before is watch.state:
+                continue
+            if watch.state is HangState.STALLED:
+                _logger.warning(
+                    "%s. It is not ready meanwhile. After %g s of this, its requests end with an "
+                    "error and %s. If layers of this model take that long, raise --engine-hang-s",
+                    watch.describe(), watch.lost_s, self._fate_of_hung(),
+                )  # fmt: skip
+            elif watch.state is HangState.MOVING:
+                _logger.info("the engine makes progress again after %.3g s: it is ready", stalled_s)
+        self._hung = EngineHungError(f"{watch.describe()}, so it is given up (--engine-hang-s)")
+        _logger.error(
+            "%s. Its requests end with an error and %s. Look at the device, its driver, and the "
+            "stacks of the engine's threads in this log", self._hung, self._fate_of_hung(),
+        )  # fmt: skip
+        self._log_stacks()
+        self._begin_death()
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
 
     def _channel_closed(self, error: Exception | None) -> None:
         if error is not None:

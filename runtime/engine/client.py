@@ -11,7 +11,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
+import traceback
 import weakref
 
 from ..config.codec import config_to_dict
@@ -22,12 +24,13 @@ from .channel_client import DEATH_GRACE_S, ChannelClient, EngineClient
 from .heartbeat import Heartbeat, beating
 from .loop import OwnPolicies, serve_channel
 from .messages import ToEngine
-from .process import load_factory
+from .process import STACKS_SIGNAL, load_factory
 from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
 
 __all__ = ["EngineClient", "ProcessClient", "ThreadClient"]
 
 _REAP_INTERVAL_S = 0.01
+_KILL_WAIT_S = 5.0  # the kernel may hold a killed process in a call of a driver
 _THREAD_JOIN_S = 10.0
 
 _logger = logging.getLogger(__name__)
@@ -94,8 +97,15 @@ class ProcessClient(ChannelClient):
         deadline_s = asyncio.get_running_loop().time() + grace_s
         try:
             while process.poll() is None:
-                if asyncio.get_running_loop().time() >= deadline_s:
+                now_s = asyncio.get_running_loop().time()
+                if now_s >= deadline_s:
                     process.kill()
+                if now_s >= deadline_s + _KILL_WAIT_S:
+                    _logger.error(
+                        "the engine process %d was killed and does not end: the kernel holds it, "
+                        "and what it has of the device stays in use", process.pid,
+                    )  # fmt: skip
+                    break
                 await asyncio.sleep(_REAP_INTERVAL_S)
         except asyncio.CancelledError:
             process.kill()
@@ -103,6 +113,13 @@ class ProcessClient(ChannelClient):
             raise
         finally:
             self._close_pidfd()
+
+    def _log_stacks(self) -> None:
+        if self._process is not None:  # a stopped one prints nothing
+            self._process.send_signal(STACKS_SIGNAL)
+
+    def _fate_of_hung(self) -> str:
+        return "the engine's process is killed"
 
     def _describe_end(self) -> str:
         assert self._process is not None
@@ -148,15 +165,28 @@ class ThreadClient(ChannelClient):
         )
         self._thread = thread
         thread.start()
-        weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
+        self._finalizer = weakref.finalize(self, _end_thread, thread, theirs, os.getpid())
         return ours
 
     async def _end(self, grace_s: float) -> None:
         if self._thread is None:
             return
-        # A thread cannot be killed: wait for the current step.
+        # A thread cannot be killed: wait for the current step, unless that hangs.
         while self._thread.is_alive():
+            if self._hung is not None:
+                self._finalizer.detach()  # it would wait, too
+                return
             await asyncio.sleep(_REAP_INTERVAL_S)
+
+    def _log_stacks(self) -> None:
+        thread = self._thread
+        frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
+        if frame is not None:
+            stack = "".join(traceback.format_stack(frame))
+            _logger.error("the stack of the engine's thread:\n%s", stack.rstrip())
+
+    def _fate_of_hung(self) -> str:
+        return "the engine's thread is given up; its memory is free when this process has ended"
 
     def _describe_end(self) -> str:
         return self._failures[0] if self._failures else "the engine thread has ended"
@@ -177,7 +207,7 @@ def _serve_in_thread(
         if own_policies is not None:
             build = functools.partial(build, own_policies=own_policies)
         with beating(heartbeat):
-            serve_channel(channel, config, build, own_process=False)
+            serve_channel(channel, config, build, heartbeat, own_process=False)
     except CorunError as error:
         _logger.error("the engine has stopped: %s", error)
         failures.append(f"the engine failed: {error}")

@@ -101,6 +101,7 @@ class EngineCore:
         self._has_changes = False  # since nothing could be scheduled
         self._asked_s = -math.inf  # of the scheduler's last call
         self._steps = StepCounts()
+        self.num_advances = 0  # plans submitted, and results applied
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +119,17 @@ class EngineCore:
     def is_ready(self) -> bool:
         """Whether ``step`` can make progress now, without waiting for the executor."""
         return bool(self._updates) or (self._has_changes and self._can_submit)
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether a step or a copy for a request is under way on the device.
+
+        A load whose files are still being read has nothing to copy yet.
+        """
+        scheduler = self._scheduler
+        return bool(scheduler.num_in_flight) or any(
+            one.is_demand and one.is_copying for one in scheduler.memory.transfers
+        )
 
     def wake_at_s(self) -> float | None:
         """When ``step`` can make progress without an event, on the clock; None = never.
@@ -286,6 +298,7 @@ class EngineCore:
         ``EngineDeadError`` is passed on: no step can succeed any more.
         """
         self._steps.add(plan.num_tokens)
+        self.num_advances += 1
         self._has_changes = True  # with more depth, the next step may follow at once
         try:
             self._executor.submit(plan)
@@ -339,6 +352,7 @@ class EngineCore:
 
     def _apply(self, results: Sequence[Result]) -> None:
         now_s = self._clock()
+        self.num_advances += len(results)
         for result in results:
             self._publish(self._scheduler.update(result, now_s))
             self._has_changes = True

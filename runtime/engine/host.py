@@ -14,6 +14,7 @@ from ..adapters.info import AdapterInfo
 from ..errors import CorunError, RequestError
 from ..limits import overdue_error
 from ..scheduler.events import TimePart
+from .heartbeat import Heartbeat
 from .messages import (
     AbortRequests,
     AdapterOperation,
@@ -58,6 +59,16 @@ class Core(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether ``step`` can make progress now; else one of the events below must come first."""
+        ...
+
+    @property
+    def num_advances(self) -> int:
+        """Plans submitted and results applied so far."""
+        ...
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether a step or a copy for a request is under way on the device."""
         ...
 
     def wake_at_s(self) -> float | None:
@@ -141,6 +152,10 @@ class BuiltEngine(Protocol):
         """The tokenizer's data for a front end in another process, if it can be made from data."""
         ...
 
+    def publish_to(self, heartbeat: Heartbeat) -> None:
+        """Publish the layers and compilations of this thread there, until ``close``."""
+        ...
+
     def close(self) -> None:
         """Stop and free everything. Idempotent."""
         ...
@@ -177,6 +192,16 @@ class EngineHost:
     def can_turn(self) -> bool:
         """Whether a turn can make progress now, without a descriptor, a message or a deadline."""
         return self._has_messages or self._core.is_ready
+
+    @property
+    def num_advances(self) -> int:
+        """Plans submitted and results applied so far."""
+        return self._core.num_advances
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether a step or a copy for a request is under way on the device."""
+        return self._core.awaits_device
 
     def wake_at_s(self) -> float | None:
         """When a turn can make progress without an event, on the monotonic clock."""

@@ -17,6 +17,7 @@ from ..errors import CorunError, EngineDeadError
 from ..memory.make import MakeMemoryPolicy
 from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
+from .heartbeat import Heartbeat
 from .host import BuiltEngine, EngineHost
 from .messages import (
     Ready,
@@ -61,9 +62,14 @@ class BuildEngine(Protocol):
 class EngineLoop:
     """Runs an engine from a channel until ``Shutdown`` or the channel's end."""
 
-    def __init__(self, assembly: BuiltEngine, channel: Channel[ToEngine]) -> None:
+    def __init__(
+        self, assembly: BuiltEngine, channel: Channel[ToEngine], heartbeat: Heartbeat
+    ) -> None:
+        """``heartbeat`` gets the progress of the loop and of the engine's steps."""
         self._host = EngineHost(assembly)
         self._channel = channel
+        self._heartbeat = heartbeat
+        assembly.publish_to(heartbeat)
 
     def run(self) -> None:
         """Run until the end. Exceptions of the engine pass through.
@@ -82,13 +88,16 @@ class EngineLoop:
             selector.register(self._channel, selectors.EVENT_READ)
             for fileno in set(self._host.filenos()):
                 selector.register(fileno, selectors.EVENT_READ)
+            self._heartbeat.begin_turn()
             while self._apply_messages():
                 for message in self._host.turn():
                     self._channel.send(message)
                 if self._channel.has_unsent:
                     self._channel.flush()
+                self._heartbeat.end_turn(self._host.num_advances)
                 if not self._host.can_turn:
                     self._sleep(selector)
+                self._heartbeat.begin_turn()
 
     def _apply_messages(self) -> bool:
         """Apply the received messages; return whether to continue."""
@@ -105,6 +114,8 @@ class EngineLoop:
         if self._channel.has_unsent:
             events |= selectors.EVENT_WRITE
         selector.modify(self._channel, events)
+        if not self._host.awaits_device:
+            self._heartbeat.rest()
         wake_at_s = self._host.wake_at_s()
         selector.select(None if wake_at_s is None else max(0.0, wake_at_s - time.monotonic()))
 
@@ -114,12 +125,14 @@ class _FrontEndGoneError(KeyboardInterrupt):
 
 
 def serve_channel(
-    channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, *, own_process: bool
-) -> bool:
+    channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, heartbeat: Heartbeat,
+    *, own_process: bool,
+) -> bool:  # fmt: skip
     """Build an engine, report to the peer, run it until it or the channel ends, free it.
 
-    Returns False if the engine could not start and the peer has received the error, which it
-    reports. Raises bugs of corun, and errors that end an engine after its start.
+    The loop publishes its progress in ``heartbeat``. Returns False if the engine could not start
+    and the peer has received the error, which it reports. Raises bugs of corun, and errors that end
+    an engine after its start.
     """
 
     def report(text: str) -> None:
@@ -144,7 +157,7 @@ def serve_channel(
         adapters = tuple(assembly.adapters.infos())
         machine = assembly.core.machine()
         channel.send(Ready(assembly.info, adapters, machine, assembly.tokenizer))
-        EngineLoop(assembly, channel).run()
+        EngineLoop(assembly, channel, heartbeat).run()
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
     return True
 

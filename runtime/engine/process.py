@@ -1,16 +1,19 @@
 """The engine process: ``python -m corun.runtime.engine.process --fd N --heartbeat-fd M ...``.
 
 Descriptor N is the process's end of a socket pair; the first frame on it is the ``EngineConfig``.
-Descriptor M holds the counter of its heartbeats.
+Descriptor M holds the numbers of its heartbeat.
 The process lives as long as the other end: it ignores SIGINT and SIGTERM, which reach whole
-groups of processes, so that the front end decides when to drain and when to stop. It dies with
-its parent. The exit status is 0 after ``Shutdown`` or the channel's end, otherwise 1.
+groups of processes, so that the front end decides when to drain and when to stop. On SIGUSR2 it
+prints the stacks of its threads. It dies with its parent. The exit status is 0 after ``Shutdown``
+or the channel's end, otherwise 1.
 """
 
 import argparse
+import faulthandler
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import Any, cast
@@ -28,6 +31,7 @@ from .loop import BuildEngine, serve_channel
 from .messages import ToEngine
 from .spawn import DEFAULT_FACTORY
 
+STACKS_SIGNAL = signal.SIGUSR2
 _CONFIG_TIMEOUT_S = 30.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
 
@@ -54,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         own_child_process(options.parent_pid)
     except OrphanError:
         return 1
+    faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(level=options.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
     for fd in (options.fd, options.heartbeat_fd):
         os.set_inheritable(fd, False)
@@ -64,8 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.update(own_environment(config.cpu_isa, os.environ))
         channel: Channel[ToEngine] = Channel(sock, ToEngine)
         factory = load_factory(options.factory)
-        with beating(Heartbeat(options.heartbeat_fd)):
-            return 0 if serve_channel(channel, config, factory, own_process=True) else 1
+        heartbeat = Heartbeat(options.heartbeat_fd)
+        with beating(heartbeat):
+            has_served = serve_channel(channel, config, factory, heartbeat, own_process=True)
+            return 0 if has_served else 1
     except CorunError as error:
         _logger.error("the engine has stopped: %s", error)
         return 1

@@ -3,6 +3,7 @@
 Imports almost nothing, so that a command can start the engine before its own imports.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from ...cpu_workers.process_life import signals_held
 from .heartbeat import Heartbeat, open_heartbeat_file
 
+_KILL_WAIT_S = 5.0
 DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 
 
@@ -28,7 +30,8 @@ class SpawnedEngine:
         """End the process, unless it has ended. Idempotent."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+                self.process.wait(_KILL_WAIT_S)
         self.sock.close()  # last: a process without configuration would report the end as an error
 
 

@@ -208,6 +208,16 @@ class AsyncEngine:
         return self._client.num_heartbeats
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine's last progress; 0 while it has no work."""
+        return self._client.stalled_s
+
+    @property
+    def hang(self) -> str | None:
+        """Why the engine counts as hung, after ``engine_hang_s``; None = it makes progress."""
+        return self._client.hang
+
+    @property
     def num_requests_received(self) -> int:
         """Number of requests that the engine had received at its last statistics."""
         return self._stats.num_requests

@@ -92,6 +92,16 @@ class Engine:
         """Seconds since the engine last published gauges and changes of adapters."""
         return self._engine.stats_age_s
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine's last progress; 0 while it has no work."""
+        return self._engine.stalled_s
+
+    @property
+    def hang(self) -> str | None:
+        """Why the engine counts as hung, after ``engine_hang_s``; None = it makes progress."""
+        return self._engine.hang
+
     # Adapters.
 
     def add_lora(

@@ -69,9 +69,9 @@ class BasicRoutes:
         return json_response(Health("ok"))
 
     async def ready(self, request: Request) -> Response:
-        """200 while new requests are accepted."""
+        """200 while new requests are accepted and the engine makes progress."""
         try:
-            self._state.check_accepting()
+            self._state.check_ready()
         except Exception as exc:
             return error_response(exc)
         return json_response(Readiness())

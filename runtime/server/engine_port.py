@@ -121,6 +121,16 @@ class EnginePort(Protocol):
         ...
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine's last progress; 0 while it has no work."""
+        ...
+
+    @property
+    def hang(self) -> str | None:
+        """Why the engine counts as hung (--engine-hang-s); None = it makes progress."""
+        ...
+
+    @property
     def watches(self) -> EngineWatches:
         """Watches that are notified of requests sent and of changes that the engine publishes."""
         ...

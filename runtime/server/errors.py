@@ -47,7 +47,8 @@ _HTTP_CODES: Mapping[str, tuple[int, str]] = {
     "too_many_connections": (503, "All --max-connections are in use."),
     "internal_error": (500, "A bug in corun; the server's log has the cause."),
     "shutting_down": (503, "The server is shutting down and accepts no requests."),
-    "engine_dead": (503, "The engine has died; the server ends."),
+    "engine_dead": (503, "The engine has died or hung; the server ends."),
+    "engine_hung": (503, "The engine makes no progress (--engine-hang-s); only /ready says this."),
 }
 
 

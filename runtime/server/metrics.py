@@ -95,6 +95,11 @@ class ServerMetrics:
             "Seconds since the engine published the statistics below.",
             engine.stats_age_s,
         )
+        yield self._families.gauge(
+            "engine_stalled_seconds",
+            "Seconds since the engine's last progress; 0 while it has no work.",
+            engine.stalled_s,
+        )
         stats = engine.get_stats()
         yield from engine_families(
             self._families, stats, engine.get_model_info(), self._settings.block_size

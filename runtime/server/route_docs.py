@@ -112,7 +112,8 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
         summary="200 while the engine is alive.", answer=Health, errors=_KEY, unhealthy=Health
     ),
     ("GET", "/ready"): RouteDoc(
-        summary="200 while new requests are accepted.", answer=Readiness, errors=(*_KEY, 503)
+        summary="200 while new requests are accepted and the engine makes progress.",
+        answer=Readiness, errors=(*_KEY, 503),
     ),
     ("GET", "/metrics"): RouteDoc(summary="Prometheus metrics.", errors=_KEY),
     ("GET", ENGINE_STATE_PATH): RouteDoc(

@@ -36,7 +36,7 @@ async def serve(
     make_client: Callable[[EngineConfig], EngineClient] | None = None,
     spawned: SpawnedEngine | None = None,
 ) -> int:
-    """Serve until a signal (exit code 0) or until the engine dies (1).
+    """Serve until a signal (exit code 0) or until the engine dies (1) or hangs (3).
 
     Handles SIGTERM and SIGINT meanwhile: the first one drains, the second one ends at once.
     ``make_client`` replaces the engine process; ``spawned`` is one that the caller has started and

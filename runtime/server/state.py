@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, EngineHungError
 from .engine_port import EnginePort
 from .errors import SHUTTING_DOWN, HttpError
 from .fields import UnknownFields
@@ -51,6 +51,19 @@ class ServerState:
             raise EngineDeadError(f"the engine is dead: {error}")
         if self.draining:
             raise HttpError(503, "the server is shutting down", code=SHUTTING_DOWN)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests should be sent here."""
+        engine = self.engine
+        return engine.error is None and engine.hang is None and not self.draining
+
+    def check_ready(self) -> None:
+        """Raise unless new requests should be sent here: those to a hung engine have to wait."""
+        self.check_accepting()
+        hang = self.engine.hang
+        if hang is not None:
+            raise EngineHungError(hang)
 
 
 def make_state(

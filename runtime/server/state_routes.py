@@ -43,7 +43,7 @@ class EngineStateStream:
         return EngineState(
             incarnation=self._incarnation,
             beat=engine.num_heartbeats,
-            is_ready=engine.error is None and not self._state.draining,
+            is_ready=self._state.is_ready,
             load=None if load is sent_load else load,
             adapters=tuple(changed),
             removed=tuple(removed),

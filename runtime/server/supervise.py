@@ -9,7 +9,8 @@ import os
 import socket
 from typing import Any
 
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, EngineHungError
+from ..exit_codes import EXIT_ENGINE_HUNG, EXIT_FAILED
 from ..tasks import cancel_all
 from .app import build_app
 from .errors import SHUTTING_DOWN, HttpError
@@ -17,7 +18,6 @@ from .http_server import make_http_server
 from .listening import StopSignals, listen, url_of
 from .state import ServerState
 
-_EXIT_ENGINE_DEAD = 1
 _DEATH_GRACE_S = 1.0  # for the errors to reach their clients
 _CUT_GRACE_S = 1.0  # for the errors of requests that did not finish
 
@@ -49,8 +49,9 @@ async def supervise(
         exit_code = os.EX_OK
         error = state.engine.error  # its error may end requests before ``died`` is done
         if error is not None:
-            exit_code = _EXIT_ENGINE_DEAD
-            await _report_death(state, error)
+            is_hung = isinstance(error, EngineHungError)
+            exit_code = EXIT_ENGINE_HUNG if is_hung else EXIT_FAILED
+            await _report_death(state, error, exit_code)
         state.is_ending = server.should_exit = True
         server.force_exit = stop.second.is_set()
         await serving
@@ -93,9 +94,12 @@ async def _drain(
         await requests.wait_none(_CUT_GRACE_S)
 
 
-async def _report_death(state: ServerState, error: BaseException) -> None:
+async def _report_death(state: ServerState, error: BaseException, exit_code: int) -> None:
     """End every open request with the engine's error."""
-    _logger.error("the engine has died; the server ends: %s", error)
+    _logger.error(
+        "the engine has died; the server ends with exit code %d, for its supervisor to start it "
+        "again: %s", exit_code, error,
+    )  # fmt: skip
     if not await state.open_requests.wait_none(_DEATH_GRACE_S):
         state.open_requests.end_all(EngineDeadError(str(error)))
         await state.open_requests.wait_none(_CUT_GRACE_S / 2)

@@ -197,6 +197,31 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
     assert {one.name for one in cluster.status().adapters} == set(ADAPTERS) == names - {BASE}
 
 
+def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
+    found = CommandedCluster(
+        tmp_path, "--engines", "1", "--unpinned", "--device", "cpu", "--memory-gib", "0.25",
+        "--cpu-threads", "1", "--engine-hang-s", "2", *PLAIN,
+    )  # fmt: skip
+    try:
+        found.wait_ready()
+        wait_until(lambda: found.num_engines() == 1, START_TIMEOUT_S)
+        (server,) = (engine.pid for engine in found.status().agents[0].engines)
+        children = psutil.Process(server).children(recursive=True)
+        (stopped,) = (c for c in children if "corun.runtime.engine.process" in c.cmdline())
+        stopped.send_signal(signal.SIGSTOP)
+        # Its server gives it up and ends, and the agent starts another one.
+        wait_until(lambda: "ended (exit status 3); restarting" in found.log(), 60)
+        with found.client(API_KEY) as client:
+            body = {"model": BASE, "prompt": "a", "max_tokens": 1}
+            wait_until(
+                lambda: client.post("/v1/completions", json=body).status_code == 200,
+                START_TIMEOUT_S,
+            )
+        assert not stopped.is_running()
+    finally:
+        found.close()
+
+
 def test_an_engine_that_is_killed_costs_nothing(cluster: CommandedCluster) -> None:
     """The last test but one: the shutdown test finds another engine starting."""
     (question,) = questions("upper", "upper", 1)

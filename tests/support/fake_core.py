@@ -5,6 +5,7 @@ beginning of a prompt may cause failures: see ``FakeCore``.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from corun.runtime.adapters.conventions import NO_CONVENTIONS
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import (
     AdapterOperation,
     AdaptersChanged,
@@ -53,6 +55,12 @@ DIE = "DIE"  # the next step finds its device lost, and so does closing the engi
 FAIL = "FAIL"  # the request fails, the engine goes on
 LONG = "LONG"  # the duration of a slow step
 LONG_STEP_S = 1.0
+STUCK = "STUCK"  # its step does not return before ``UNSTUCK``, as if a kernel did not
+UNSTUCK = threading.Event()
+LAYERS = "LAYERS"  # the step is slow, and its layers are not
+NUM_LAYERS = 15
+LAYER_S = 0.1
+COPYING = "COPYING"  # a copy for the request never ends
 
 FAILING_MODEL = "model-that-cannot-be-loaded"
 BROKEN_MODEL = "model-that-shows-a-bug"
@@ -76,6 +84,7 @@ class FakeCore:
         self.seeds: list[int | None] = []
         self.held: tuple[AddRequest, ...] = ()  # at the last request of statistics
         self.is_lost = False
+        self.heartbeat = Heartbeat()
 
     @property
     def load(self) -> EngineLoad:
@@ -88,6 +97,14 @@ class FakeCore:
     @property
     def is_ready(self) -> bool:
         return self._has_changes
+
+    @property
+    def num_advances(self) -> int:
+        return self._num_steps
+
+    @property
+    def awaits_device(self) -> bool:
+        return any(_text(request).startswith(COPYING) for request in self._open.values())
 
     def wake_at_s(self) -> float | None:
         return None
@@ -143,7 +160,7 @@ class FakeCore:
         os.close(self._fd)
 
     def _computes(self, request: AddRequest) -> bool:
-        return not _text(request).startswith(SILENT)
+        return not _text(request).startswith((SILENT, COPYING))
 
     def _advance(self, request: AddRequest) -> RequestUpdate:
         text = _text(request)
@@ -151,6 +168,12 @@ class FakeCore:
             raise RuntimeError("the step was told to crash")
         if text.startswith(LONG):
             time.sleep(LONG_STEP_S)
+        if text.startswith(LAYERS):
+            for layer in range(NUM_LAYERS):
+                self.heartbeat.begin_layer(layer)
+                time.sleep(LAYER_S)
+        if text.startswith(STUCK):
+            UNSTUCK.wait()
         if text.startswith(DIE):
             self.is_lost = True
             raise EngineDeadError("the device is lost")
@@ -286,6 +309,9 @@ class FakeAssembly:
         )
         self.tokenizer: TokenizerSpec | None = None
         self.num_closed = 0
+
+    def publish_to(self, heartbeat: Heartbeat) -> None:
+        self.core.heartbeat = heartbeat
 
     def close(self) -> None:
         self.num_closed += 1

@@ -122,6 +122,8 @@ class FakeEngine:
         self.num_aborted = 0
         self.num_asked = 0  # requests of statistics
         self.num_heartbeats = 0
+        self.stalled_s = 0.0
+        self.hang: str | None = None
         self.num_requests_sent = 0
         self.num_requests_received = 0
         self.machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)

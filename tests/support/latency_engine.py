@@ -34,6 +34,7 @@ from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.client import EngineClient, ProcessClient, ThreadClient
 from corun.runtime.engine.core import CoreConfig, EngineCore
+from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import ModelInfo, TokenizerSpec
 from corun.runtime.plan import HostPlaceId, RequestId
 from corun.runtime.scheduler.step_pace import StepPace
@@ -227,6 +228,9 @@ class LatencyAssembly:
     adapters: AdapterManager
     tokenizer: TokenizerSpec
     executor: LatencyExecutor
+
+    def publish_to(self, heartbeat: Heartbeat) -> None:
+        """A model of a machine has neither layers nor compilations."""
 
     def close(self) -> None:
         self.adapters.close()

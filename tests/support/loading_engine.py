@@ -26,7 +26,7 @@ from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import LinkTransfer, PacedLink
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.sampler import SampledRow
-from corun.gpu.forward.batch import DeltaPass
+from corun.gpu.forward.batch import DeltaPass, StepContext
 from corun.gpu.forward.lower import ForwardInputs
 from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
@@ -157,6 +157,7 @@ class _Runner:
         self._engine = engine
         self.block_size = BLOCK_SIZE
         self.device = torch.device("cpu")
+        self.progress = StepContext().progress
         self.pool = SimpleNamespace(release=lambda blocks: None, block_bytes=BLOCK_BYTES)
         self.passes: dict[tuple[int, ...], list[bool]] = {}  # by the rows' first blocks
         self._groups: dict[tuple[int, int], list[Any]] = {}

@@ -8,12 +8,13 @@ from typing import Any
 
 import aiohttp
 
+from ...exit_codes import EXIT_FAILED, EXIT_USAGE
 from ...server.listening import bind, listen, url_of
 from ..engine_types.corun_api import EngineApi
 from ..http.calls import make_session
 from ..http.serving import serve_app
 from ..launch.local import LocalLauncher
-from ..process import EXIT_FAILED, EXIT_USAGE, exit_words
+from ..process import exit_words
 from ..settings import AgentSettings
 from .app import AgentRoutes, AgentState
 from .engine_list import EngineListFile

@@ -13,13 +13,14 @@ import msgspec
 from ....cpu_workers.process_life import exit_process
 from ...config.engine import EngineConfig
 from ...errors import CorunError
+from ...exit_codes import EXIT_FAILED
 from ...sim.capacity import NoLimitError
 from ...sim.machines import SimulatedMachine
 from ...sim.operating_capacity import NUM_REQUESTS, find_capacity
 from ...sim.planning import Slo
 from ...sim.study import SimulatedRun
 from ...sim.workload_spec import RANKS, LengthSpec, WorkloadSpec
-from ..process import EXIT_FAILED, bind_to_parent
+from ..process import bind_to_parent
 from .capacity import CapacityTask, FoundCapacity
 
 _PERCENTILE = 95.0  # of times to first token, as in LoRAServe, section V

@@ -21,11 +21,11 @@ import msgspec
 
 from ...config.notations import LoraModule
 from ...errors import ConfigError, CorunError
+from ...exit_codes import EXIT_FAILED
 from ...server.errors import HttpError
 from ...server.listening import StopSignals
 from ...tasks import cancel_all
 from ..http.calls import UnreachableError, call, make_session
-from ..process import EXIT_FAILED
 from ..settings import (
     AgentSettings,
     ControllerSettings,

@@ -29,6 +29,7 @@ from ...scheduler.limits import blocks_for
 from ...scheduler.scheduler import Scheduler
 from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
+from ..heartbeat import Heartbeat
 from ..loop import OwnPolicies
 from ..memory_watch import watch_memory
 from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
@@ -86,6 +87,16 @@ class EngineAssembly:
         self.parts = parts
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
+
+    def publish_to(self, heartbeat: Heartbeat) -> None:
+        """Publish the layers and compilations of this thread there, until ``close``."""
+        from ....gpu.execution.compilation import compilation_published
+
+        self.parts.loaded.context.progress = heartbeat
+        undo = contextlib.ExitStack()
+        undo.callback(self._close)
+        undo.enter_context(compilation_published(heartbeat))
+        self._close = undo.close
 
     def close(self) -> None:
         """Stop the threads and free the memory. Idempotent."""

@@ -1,6 +1,7 @@
 """Reports of kernels that are being compiled."""
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,9 @@ import numba
 import pytest
 import torch
 from corun.gpu.execution import compilation
-from corun.gpu.execution.compilation import compilation_reported
+from corun.gpu.execution.compilation import compilation_published, compilation_reported
+from corun.runtime.engine.heartbeat import Heartbeat, LoopActivity
+from numba.extending import overload
 
 
 def compiled(said: list[str], module: str) -> Any:
@@ -39,6 +42,34 @@ def test_says_which_group_begins_and_how_much_it_was() -> None:
     with compilation_reported(said.append):
         assert kernel(3) == 4
     assert said == []
+
+
+def test_compilations_of_the_engines_thread_are_published() -> None:
+    seen: list[LoopActivity] = []
+    heartbeat = Heartbeat()
+
+    def looks(x: int) -> int:
+        return x
+
+    def kernel(x: int) -> int:
+        return looks(x)
+
+    @overload(looks)
+    def compiled_looks(x: int) -> Any:
+        seen.append(heartbeat.signs().activity)
+        return lambda x: x + 1
+
+    with compilation_published(heartbeat):
+        assert numba.njit(kernel)(1) == 2
+        signs = heartbeat.signs()
+        assert signs.num_kernels >= 1 and signs.activity is LoopActivity.WORKING
+        assert seen and set(seen) == {LoopActivity.COMPILING}
+        elsewhere = threading.Thread(target=lambda: numba.njit(lambda x: x + 2)(1))
+        elsewhere.start()
+        elsewhere.join()
+        assert heartbeat.signs() == signs
+    numba.njit(lambda x: x + 3)(1)
+    assert heartbeat.signs() == signs
 
 
 def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

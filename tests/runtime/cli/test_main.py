@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from corun.runtime.cli.main import EXIT_UNREAD, main
+from corun.runtime.cli.main import main
 from corun.runtime.cli.parser import parse_arguments
 from corun.runtime.cli.serve import serve_configs
 from corun.runtime.config.demo import with_demo
@@ -17,6 +17,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.demo import demo_adapters_path, demo_model_path
 from corun.runtime.errors import ConfigError
+from corun.runtime.exit_codes import EXIT_UNREAD
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 
 pytestmark = pytest.mark.usefixtures("own_logging")

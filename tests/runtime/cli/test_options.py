@@ -14,6 +14,7 @@ BEGIN = "<!-- options: written by `corun options --update FILE` -->"
 END = "<!-- end of options -->"
 PAGES = {
     "docs/options.md": {"options"},
+    "docs/troubleshooting.md": {"exit_codes"},
     "runtime/cluster/README.md": {"cluster"},
     "runtime/server/README.md": set(TABLES),
 }

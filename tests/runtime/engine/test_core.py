@@ -234,6 +234,28 @@ def test_a_core_that_returns_nothing_waits_for_the_executor() -> None:
     assert ends_of(updates) == {1: "length"}
 
 
+def test_steps_and_copies_for_requests_are_awaited_and_their_results_are_progress() -> None:
+    engine = Engine(is_automatic=False)
+    engine.register("a")
+    assert not engine.core.awaits_device
+    engine.add(1, "a", max_tokens=1)
+    engine.core.step()
+    assert engine.core.awaits_device  # the copy of its adapter
+    before = engine.core.num_advances
+    engine.core.step()
+    assert engine.core.num_advances == before
+    while engine.core.has_work:
+        for transfer_id in list(engine.executor.transfers):
+            engine.executor.finish_transfer(transfer_id)
+        if engine.executor.steps:
+            assert engine.core.awaits_device
+            engine.executor.finish_step()
+        before = engine.core.num_advances
+        engine.core.step()
+        assert engine.core.num_advances > before
+    assert not engine.core.awaits_device
+
+
 def test_an_abort_is_told_with_the_next_step() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add(1, max_tokens=50)

@@ -1,4 +1,7 @@
-"""The heartbeat of an engine continues while a step computes, and stops with its process."""
+"""The heartbeat of an engine continues while a step computes, and stops with its process.
+
+Beside it the engine's thread publishes its progress.
+"""
 
 import asyncio
 import os
@@ -12,7 +15,13 @@ import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
-from corun.runtime.engine.heartbeat import BEAT_INTERVAL_S, Heartbeat, beating, open_heartbeat_file
+from corun.runtime.engine.heartbeat import (
+    BEAT_INTERVAL_S,
+    Heartbeat,
+    LoopActivity,
+    beating,
+    open_heartbeat_file,
+)
 from corun.runtime.engine.messages import AddRequest, AddRequests, FromEngine
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.sampling import SamplingParams
@@ -28,6 +37,38 @@ def test_two_processes_share_the_number_of_a_file() -> None:
     counts.beat()
     counts.beat()
     assert looks.num_beats == 2
+
+
+def test_the_reader_sees_turns_layers_and_compilations() -> None:
+    with open_heartbeat_file() as file:
+        engine, reader = Heartbeat(file.fileno()), Heartbeat(file.fileno())
+    assert reader.signs() == (0, 0, LoopActivity.RESTING, 0, 0, 0)
+    engine.begin_turn()
+    engine.begin_layer(0)
+    engine.advance()
+    engine.begin_layer(1)
+    assert reader.signs() == (0, 3, LoopActivity.WORKING, 1, 2, 0)
+    engine.end_turn(7)
+    engine.begin_turn()
+    assert reader.signs() == (0, 10, LoopActivity.WORKING, 2, 0, 0)
+    engine.rest()
+    assert reader.signs().activity is LoopActivity.RESTING
+
+
+def test_a_compilation_inside_another_one_does_not_end_it() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.begin_turn()
+    heartbeat.begin_compilation()
+    heartbeat.begin_compilation()
+    heartbeat.end_compilation()
+    signs = heartbeat.signs()
+    assert signs.activity is LoopActivity.COMPILING and (signs.num_advances, signs.num_kernels) == (
+        3,
+        1,
+    )
+    heartbeat.end_compilation()
+    assert heartbeat.signs().activity is LoopActivity.WORKING
+    assert heartbeat.signs().num_kernels == 2
 
 
 def test_nobody_beats_any_more_when_it_has_ended() -> None:

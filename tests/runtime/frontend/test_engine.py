@@ -286,6 +286,21 @@ def test_a_bug_in_a_step_is_raised_and_ends_the_engine(engine: Engine) -> None:
         engine.generate("more", params())
 
 
+def test_an_engine_that_hangs_fails_its_requests_and_can_be_closed(tokenizer_dir: str) -> None:
+    fake_core.UNSTUCK.clear()
+    try:
+        with Engine(model=tokenizer_dir, factory=FACTORY, engine_hang_s=0.5) as engine:
+            assert engine.hang is None and engine.stalled_s == 0
+            with pytest.raises(EngineDeadError, match=r"no progress.*engine-hang-s"):
+                engine.generate(["fine", fake_core.STUCK], params())
+            with pytest.raises(EngineDeadError, match="no progress"):
+                engine.generate("more", params())
+            assert engine.hang is not None and engine.stalled_s >= 2
+    finally:
+        fake_core.UNSTUCK.set()
+    until_no_thread_is_left()
+
+
 def test_a_forgotten_engine_is_freed(tokenizer_dir: str) -> None:
     engine = Engine(model=tokenizer_dir, factory=FACTORY)
     engine.generate("text", params())

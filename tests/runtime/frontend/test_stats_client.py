@@ -18,6 +18,8 @@ class Asked:
     """An engine that answers when the test does."""
 
     num_heartbeats = 0
+    stalled_s = 0.0
+    hang = None
 
     config = EngineConfig(model="none")
 

@@ -181,6 +181,13 @@ def test_the_bound_of_gaps_beside_prompts_shows(http: httpx.Client, engine: Any)
     assert read_metrics(http)[name, model] == 0.35
 
 
+def test_seconds_without_progress_show(http: httpx.Client, engine: Any) -> None:
+    name, model = "corun:engine_stalled_seconds", (("model_name", "tiny"),)
+    assert read_metrics(http)[name, model] == 0
+    engine.stalled_s = 12.5
+    assert read_metrics(http)[name, model] == 12.5
+
+
 def test_a_failed_profile_shows_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     name, model = "corun:profile_failed", (("model_name", "tiny"),)
     assert read_metrics(http)[name, model] == 0

@@ -131,6 +131,16 @@ def test_it_ends_with_the_server(supervised: Callable[..., Any]) -> None:
     assert server.join() == 0
 
 
+def test_one_that_hangs_is_not_ready_until_it_goes_on(
+    http: httpx.Client, engine: FakeEngine
+) -> None:
+    with listening(http) as states:
+        engine.hang = "no progress"
+        assert not until(states, lambda state: not state.is_ready).is_ready
+        engine.hang = None
+        assert until(states, lambda state: state.is_ready).is_ready
+
+
 def test_one_that_drains_is_not_ready(server: Any, http: httpx.Client, engine: FakeEngine) -> None:
     with listening(http) as states:
         assert next(states).is_ready

@@ -50,6 +50,8 @@ class PlayedClient:
     """Implements ``EngineClient``: an engine that the test controls."""
 
     num_heartbeats = 0
+    stalled_s = 0.0
+    hang = None
 
     def __init__(self) -> None:
         self.config = EngineConfig()

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from corun.runtime.errors import EngineDeadError
+from corun.runtime.errors import EngineDeadError, EngineHungError
+from corun.runtime.exit_codes import EXIT_ENGINE_HUNG
 
 WAIT = Callable[..., None]
 START = Callable[..., Any]
@@ -103,6 +104,19 @@ def test_engine_death(supervised: START, wait_until: WAIT, silently: bool) -> No
     assert "SIGKILL" in whole.json()["error"]["message"]
     assert json.loads(last_event(streamed))["error"]["code"] == "engine_dead"
     assert server.join() == 1
+
+
+def test_an_engine_that_hangs_has_an_exit_code_of_its_own(
+    supervised: START, wait_until: WAIT
+) -> None:
+    server = supervised(drain_timeout_s=1000)
+    server.engine.held.set()
+    posted = Posted(server, stream=True)
+    wait_until(lambda: server.engine.num_continued >= 1)
+    server.engine.error = EngineHungError("the engine has made no progress for 120 s")
+    error = json.loads(last_event(posted.result()))["error"]
+    assert "no progress for 120 s" in error["message"]
+    assert server.join() == EXIT_ENGINE_HUNG
 
 
 def test_engine_death_while_draining(supervised: START, wait_until: WAIT) -> None:

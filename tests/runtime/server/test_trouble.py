@@ -155,6 +155,18 @@ def test_dead_engine(http: httpx.Client, engine: Any) -> None:
     assert response.json()["error"]["code"] == "engine_dead"
 
 
+def test_an_engine_that_hangs_is_alive_and_not_ready(http: httpx.Client, engine: Any) -> None:
+    engine.hang = "the engine has made no progress for 31 s"
+    response = http.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_hung"
+    assert response.json()["error"]["message"] == engine.hang
+    assert http.get("/health").status_code == 200
+    assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+    engine.hang = None
+    assert http.get("/ready").status_code == 200
+
+
 def test_draining_refuses_new_requests(http: httpx.Client, server: Any) -> None:
     server.state.draining = True
     assert http.get("/health").status_code == 200

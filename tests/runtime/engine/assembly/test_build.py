@@ -20,6 +20,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build, scheduling, sizes
 from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
+from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import AddRequest, ModelInfo
 from corun.runtime.errors import AdapterError, ConfigError, EngineDeadError, ModelError
 from corun.runtime.plan import StepPlan, SubBatchKind
@@ -181,6 +182,24 @@ def test_rows_that_decode_are_kept_apart_on_cuda(
     assert kinds == {
         "cpu": [SubBatchKind.MIXED], "cuda": [SubBatchKind.DECODE, SubBatchKind.MIXED],
     }[where]  # fmt: skip
+
+
+def test_a_step_publishes_its_layers(options: dict[str, Any]) -> None:
+    config = EngineConfig(**options, decode_graphs="off")
+    assembly = build.build_engine(config, on_progress=lambda _: None, own_process=False)
+    heartbeat = Heartbeat()
+    try:
+        assembly.publish_to(heartbeat)
+        heartbeat.begin_turn()
+        greedy = SamplingParams(temperature=0, max_tokens=1)
+        assembly.core.add_request(AddRequest(1, (5, 6, 7), greedy, None))
+        assert assembly.core.step(timeout_s=5.0)
+        num_layers = assembly.parts.loaded.config.num_hidden_layers
+        signs = heartbeat.signs()
+        assert signs.num_layers == num_layers
+        assert signs.num_advances > 3 * num_layers  # and its products
+    finally:
+        assembly.close()
 
 
 def num_tokens(plan: StepPlan) -> list[int]:
