@@ -40,10 +40,9 @@ class ServeConfig:
     api_key: tuple[str, ...] = option(
         (),
         metavar="KEY",
-        one_each=True,
-        help="Key that clients send as bearer token; without one, all requests are accepted. "
-        "Users of this machine can see it in the list of processes; --api-key-file and "
-        "CORUN_API_KEY are safer.",
+        help="Keys that clients send as bearer token; without one, all requests are accepted. "
+        "MODEL comes before the flag. Users of this machine can see keys in the list of processes; "
+        "--api-key-file and CORUN_API_KEY are safer.",
         check=_check_keys,
     )
     api_key_file: str | None = option(
@@ -52,8 +51,7 @@ class ServeConfig:
     admin_key: tuple[str, ...] = option(
         (),
         metavar="KEY",
-        one_each=True,
-        help="Key that allows everything, including loading, unloading and pinning adapters over "
+        help="Keys that allow everything, including loading, unloading and pinning adapters over "
         "HTTP. Keys of --api-key then do not allow that.",
         check=_check_keys,
     )

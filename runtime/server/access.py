@@ -60,6 +60,11 @@ class Access:
             open_paths,
         )
 
+    def is_key(self, text: str) -> bool:
+        """Whether ``text`` is one of the keys."""
+        key = text.encode("utf-8", "surrogateescape")
+        return self.api.have(key) or self.admin.have(key)
+
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise ``InvalidKeyError`` or ``AdminKeyNeededError`` unless the key suffices."""
         if path in self.open_paths:
