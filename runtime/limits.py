@@ -30,6 +30,7 @@ class HttpLimits:
     max_request_tokens: int = 4 << 20  # prompts x choices x tokens of output
     template: TemplateLimits = TemplateLimits()
     max_connections: int = 4096
+    max_idle_connections: int = 1024  # of one client address; 0 = no limit
     header_timeout_s: float = 10.0  # for the head of a request
     body_timeout_s: float = 120.0  # for its body
     max_unsent_bytes: int = 64 << 10  # to one client, before its answers are paused

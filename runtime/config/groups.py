@@ -73,8 +73,8 @@ _SERVE_GROUPS = (
         (
             "max_body_mib", "max_json_depth", "max_messages", "max_request_tokens",
             "max_stop_strings", "max_logit_bias", "template_timeout_s", "max_template_chars",
-            "max_connections", "header_timeout_s", "body_timeout_s", "max_unsent_kib",
-            "unsent_timeout_s",
+            "max_connections", "max_idle_connections", "header_timeout_s", "body_timeout_s",
+            "max_unsent_kib", "unsent_timeout_s",
         ),
     ),
 )  # fmt: skip

@@ -118,6 +118,14 @@ class ServeConfig:
         maximum=2**20,
         help="Maximum number of open connections; requests on more are refused (503).",
     )
+    max_idle_connections: int = option(
+        1024,
+        minimum=0,
+        maximum=2**20,
+        help="Maximum number of connections of one client address that wait for its requests; for "
+        "another one, the longest waiting is closed (503); 0 = no limit. All clients behind one "
+        "proxy have its address.",
+    )
     header_timeout_s: float = option(
         10.0,
         above=0,

@@ -33,6 +33,7 @@ _LIMIT_OPTIONS = (
     *("template_timeout_s", "max_template_chars"),
     *(
         "max_connections",
+        "max_idle_connections",
         "header_timeout_s",
         "body_timeout_s",
         "max_unsent_kib",

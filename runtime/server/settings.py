@@ -64,6 +64,7 @@ def limits_of(config: ServeConfig) -> HttpLimits:
             timeout_s=config.template_timeout_s, max_chars=config.max_template_chars
         ),
         max_connections=config.max_connections,
+        max_idle_connections=config.max_idle_connections,
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
         max_unsent_bytes=config.max_unsent_kib << 10,
