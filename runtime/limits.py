@@ -37,6 +37,15 @@ class HttpLimits:
     unsent_timeout_s: float = 30.0  # in which a client must read these, or is disconnected
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubLimits:
+    """Limits of adapters that a hub resolver fetches. The defaults are those of the options."""
+
+    max_adapter_bytes: int = 2 << 30  # of the files of one
+    max_adapters: int = 256
+    max_cache_bytes: int = 64 << 30  # of all in the hub's cache
+
+
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raise ``RequestError`` if the prompt is empty, ``ContextLengthError`` if it is too long."""
     if num_tokens == 0:

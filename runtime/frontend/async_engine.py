@@ -25,12 +25,13 @@ from ..engine.messages import (
 )
 from ..engine.tokenizer import load_tokenizer
 from ..errors import AdapterChangedError, ConfigError, EngineDeadError
-from ..limits import TemplateLimits
+from ..limits import HubLimits, TemplateLimits
 from ..sampling import SamplingParams
 from ..tasks import cancel_all
 from .adapter_conventions import AdapterTokenizers, Conventions, MakePrompt
 from .codec import codec_from_spec, codec_of
 from .engine_watch import EngineWatches
+from .hub_budget import HubBudget
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
@@ -82,8 +83,9 @@ class AsyncEngine:
         self.watches = EngineWatches()  # notified of what the engine publishes
         self._requests = RequestClient(client)
         self._loras = LoraClient(client)
+        budget = HubBudget(_hub_limits_of(client.config), self._loras.directory.__contains__)
         for where in client.config.lora_resolver:
-            self._loras.add_resolver(make_resolver(where))
+            self._loras.add_resolver(make_resolver(where, budget))
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizers: AdapterTokenizers | None = None
@@ -246,7 +248,8 @@ class AsyncEngine:
         """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
         Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
-        resolver failed, ``AdapterUnavailableError`` if that takes too long.
+        resolver failed, ``AdapterUnavailableError`` if that takes too long, and
+        ``AdminKeyNeededError`` if only an administrator may have it fetched.
         """
         await self.start()
         await self._loras.find(lora_name)
@@ -396,3 +399,11 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineDeadError(str(self._error))
+
+
+def _hub_limits_of(config: EngineConfig) -> HubLimits:
+    return HubLimits(
+        max_adapter_bytes=config.max_hub_adapter_mib << 20,
+        max_adapters=config.max_hub_adapters,
+        max_cache_bytes=config.max_hub_gib << 30,
+    )

@@ -45,6 +45,11 @@ async def serve(
     """
     chat_template = _read_template(serve_config.chat_template)
     access = Access.of(serve_config)
+    if "hub" in engine_config.lora_resolver and not access.admin:
+        raise ConfigError(
+            "--lora-resolver hub fetches any adapter for requests with a key of --admin-key, which "
+            "is not set; set it, or fetch the adapters of one owner for all: hub:OWNER"
+        )
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()
     with (
