@@ -19,14 +19,9 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 # Types of engines. Those of the first type report their own profile, others need one in a file.
 ENGINE_KINDS = ("corun", "vllm")
 
-_NO_RESOLVER = "adapters are found in its registry; load them over HTTP"
-
 # Options of ``corun serve`` that a cluster does not have, and what it has instead.
 NOT_FOR_CLUSTERS: Mapping[str, str] = {
-    "lora_resolver": _NO_RESOLVER,
-    "max_hub_adapter_mib": _NO_RESOLVER,
-    "max_hub_adapters": _NO_RESOLVER,
-    "max_hub_gib": _NO_RESOLVER,
+    "lora_resolver": "adapters are found in its registry; load them over HTTP",
     "lora_state_file": "its registry keeps adapters (--state-dir)",
     "watch_lora_dir": "adapters are loaded over HTTP, and from --lora-dir at start",
     "preload": "engines load adapters on first use",

@@ -244,29 +244,9 @@ class EngineConfig:
         one_each=True,
         help="Source of adapters that a request names and that are not registered: "
         "directory:DIR, hub, hub:OWNER or hub:OWNER/NAME. Names on the hub are OWNER/NAME or "
-        "OWNER/NAME@REVISION; the last two forms allow only this owner or repository, for all "
-        "requests. With hub, only requests with a key of --admin-key have adapters fetched.",
+        "OWNER/NAME@REVISION; the last two forms allow only this owner or repository. With hub, "
+        "only requests with a key of --admin-key have adapters fetched.",
         check=check_lora_resolvers,
-    )
-    max_hub_adapter_mib: int = option(
-        2048,
-        minimum=1,
-        maximum=2**20,
-        help="Maximum size of an adapter that --lora-resolver fetches from the hub, in MiB; a "
-        "larger one is refused (400).",
-    )
-    max_hub_adapters: int = option(
-        256,
-        minimum=1,
-        help="Maximum number of adapters fetched from the hub that are served; more are refused "
-        "(400).",
-    )
-    max_hub_gib: int = option(
-        64,
-        minimum=1,
-        maximum=2**20,
-        help="Maximum size of all adapters in the hub's cache, in GiB; an adapter that exceeds it "
-        "is not fetched (400).",
     )
     preload: tuple[str, ...] = option(
         (),

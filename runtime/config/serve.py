@@ -112,6 +112,26 @@ class ServeConfig:
         maximum=2**28,
         help="Maximum number of characters that a chat template produces.",
     )
+    max_hub_adapter_mib: int = option(
+        2048,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of an adapter that --lora-resolver fetches from the hub, in MiB; a "
+        "larger one is refused (400).",
+    )
+    max_hub_adapters: int = option(
+        256,
+        minimum=1,
+        help="Maximum number of adapters fetched from the hub that are served; more are refused "
+        "(400).",
+    )
+    max_hub_gib: int = option(
+        64,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of all adapters in the hub's cache, in GiB; an adapter that exceeds it "
+        "is not fetched (400).",
+    )
     max_connections: int = option(
         4096,
         minimum=1,

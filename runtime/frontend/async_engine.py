@@ -31,11 +31,10 @@ from ..tasks import cancel_all
 from .adapter_conventions import AdapterTokenizers, Conventions, MakePrompt
 from .codec import codec_from_spec, codec_of
 from .engine_watch import EngineWatches
-from .hub_budget import HubBudget
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
-from .lora_resolvers import LoraResolver, make_resolver
+from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
@@ -66,26 +65,28 @@ class AsyncEngine:
         else:
             text = f"{own_policies} cannot be sent to another process: with own_process=True"
             raise ConfigError(f"{text} each policy must be a name")
-        self._set_up(client, None)
+        self._set_up(client, None, None)
 
     @classmethod
-    def from_client(cls, client: EngineClient, *, chat_template: str | None = None) -> Self:
+    def from_client(
+        cls, client: EngineClient, *, chat_template: str | None = None,
+        hub_limits: HubLimits | None = None,
+    ) -> Self:  # fmt: skip
         """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
         engine = cls.__new__(cls)
-        engine._set_up(client, chat_template)
+        engine._set_up(client, chat_template, hub_limits)
         return engine
 
-    def _set_up(self, client: EngineClient, chat_template: str | None) -> None:
+    def _set_up(
+        self, client: EngineClient, chat_template: str | None, hub_limits: HubLimits | None
+    ) -> None:
         self._client = client
         self._chat_template = chat_template
         self._stats = StatsClient(client)
         self._machine = MachineClient(client)
         self.watches = EngineWatches()  # notified of what the engine publishes
         self._requests = RequestClient(client)
-        self._loras = LoraClient(client)
-        budget = HubBudget(_hub_limits_of(client.config), self._loras.directory.__contains__)
-        for where in client.config.lora_resolver:
-            self._loras.add_resolver(make_resolver(where, budget))
+        self._loras = LoraClient(client, hub_limits=hub_limits)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizers: AdapterTokenizers | None = None
@@ -399,11 +400,3 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineDeadError(str(self._error))
-
-
-def _hub_limits_of(config: EngineConfig) -> HubLimits:
-    return HubLimits(
-        max_adapter_bytes=config.max_hub_adapter_mib << 20,
-        max_adapters=config.max_hub_adapters,
-        max_cache_bytes=config.max_hub_gib << 30,
-    )

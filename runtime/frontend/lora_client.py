@@ -27,10 +27,11 @@ from ..errors import (
     UnknownModelError,
     rebuild_error,
 )
-from ..limits import overdue_error
+from ..limits import HubLimits, overdue_error
+from .hub_budget import HubBudget
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
-from .lora_resolvers import HubResolver, LoraResolver
+from .lora_resolvers import HubResolver, LoraResolver, make_resolver
 from .outputs import LoRARequest
 from .requester import IS_ADMIN
 
@@ -44,11 +45,16 @@ _Sought = tuple[str, bool]  # a name, and whether an administrator asks for it
 class LoraClient:
     """Registers, unregisters and looks up adapters through an engine client."""
 
-    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: EngineClient, clock: Callable[[], float] = time.monotonic,
+        *, hub_limits: HubLimits | None = None,
+    ) -> None:  # fmt: skip
+        """``hub_limits``: of adapters that are fetched from the hub; None = the default ones."""
         self._clock = clock
         self.directory = LoraDirectory()
         self._base_name = ""
-        self._resolvers: list[LoraResolver] = []
+        budget = HubBudget(hub_limits or HubLimits(), self.directory.__contains__)
+        self._resolvers = [make_resolver(text, budget) for text in client.config.lora_resolver]
         # Until when resolvers are not asked, and the error that is raised instead.
         self._unknown: dict[_Sought, tuple[float, CorunError | None]] = {}
         self._finding: dict[_Sought, asyncio.Task[None]] = {}
