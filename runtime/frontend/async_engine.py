@@ -248,9 +248,7 @@ class AsyncEngine:
     async def find_lora(self, lora_name: str) -> None:
         """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
-        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
-        resolver failed, ``AdapterUnavailableError`` if that takes too long, and
-        ``AdminKeyNeededError`` if only an administrator may have it fetched.
+        Raises the errors of ``LoraClient.find``.
         """
         await self.start()
         await self._loras.find(lora_name)
