@@ -128,6 +128,7 @@ def check_shared(serve: ServeConfig, cluster: ClusterConfig) -> None:
 def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> None:
     """Raise ``ConfigError`` for mistakes that are visible before a process starts."""
     check_model(engine, serve)
+    Access.of(serve).check_model(engine.model)
     for spec in option_specs(EngineConfig):
         if spec.name in NOT_FOR_CLUSTERS and getattr(engine, spec.name) != spec.default:
             why = NOT_FOR_CLUSTERS[spec.name]

@@ -15,7 +15,7 @@ from ..config.serve import ServeConfig
 from ..config.variables import PREFIX
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
-from ..server.access import Access
+from ..server.access import Access, Keys
 from .main import configure_logging
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,15 +48,11 @@ def check_model(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
     """Raise ``ConfigError`` if MODEL is a key, or seems to be among the keys.
 
     A model's name is logged and sent to the hub, a key must not be. So this check comes first, and
-    its errors do not show the value.
+    its errors do not show the value. Files of keys, which may be pipes, are read later.
     """
     model = engine_config.model
-    if model is not None and Access.of(serve_config).is_key(model):
-        raise ConfigError(
-            "MODEL is the same text as a key of --api-key or --admin-key; give MODEL before these "
-            "flags: corun serve MODEL --api-key KEY ..."
-        )
     keys_of = {"--api-key": serve_config.api_key, "--admin-key": serve_config.admin_key}
+    Access(*map(Keys, keys_of.values())).check_model(model)
     for flag, keys in keys_of.items():
         if model is None and len(keys) > 1 and _seems_a_model(keys[-1]):
             raise ConfigError(

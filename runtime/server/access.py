@@ -60,10 +60,14 @@ class Access:
             open_paths,
         )
 
-    def is_key(self, text: str) -> bool:
-        """Whether ``text`` is one of the keys."""
-        key = text.encode("utf-8", "surrogateescape")
-        return self.api.have(key) or self.admin.have(key)
+    def check_model(self, model: str | None) -> None:
+        """Raise ``ConfigError`` if MODEL is a key, which must not be logged or sent to the hub."""
+        key = (model or "").encode("utf-8", "surrogateescape")
+        if self.api.have(key) or self.admin.have(key):
+            raise ConfigError(
+                "MODEL is the same text as a key; give MODEL before the flags of keys: corun serve "
+                "MODEL --api-key KEY ..."
+            )
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:
         """Return whether the request has an administrator's key.

@@ -42,6 +42,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._is_surplus = False
         self._is_reading_head = False
+        self._is_reading_body = False
         self._num_head_bytes = 0
         self._client = ""
         self._request_timer: asyncio.TimerHandle | None = None
@@ -66,7 +67,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_reading_head and (self.cycle is None or self.cycle.response_complete):
+        is_reading = self._is_reading_head or self._is_reading_body
+        if not is_reading and (self.cycle is None or self.cycle.response_complete):
             self._begin_head()
         self._num_head_bytes += len(data)
         self._unset_keepalive_if_required()
@@ -110,7 +112,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         _check_head(self.parser.get_http_version(), self.url, self.headers)
-        self._is_reading_head = False
+        self._is_reading_head, self._is_reading_body = False, True
         self._start_request_timer(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
         if self._is_surplus:
@@ -118,8 +120,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stop_request_timer()
-        self.idle.discard(self, self._client)
+        self._is_reading_body = False
         super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before its body had arrived
+            self._begin_head()
+        else:
+            self.idle.discard(self, self._client)
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline

@@ -45,6 +45,7 @@ async def serve(
     """
     chat_template = _read_template(serve_config.chat_template)
     access = Access.of(serve_config)
+    access.check_model(engine_config.model)
     _check_resolvers(engine_config, access)
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()

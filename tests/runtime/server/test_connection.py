@@ -113,6 +113,17 @@ def test_a_body_that_is_late_after_its_answer(start_server: Callable[..., Any]) 
     assert answers.startswith(b"HTTP/1.1 404") and answers.count(b"HTTP/1.1") == 1
 
 
+def test_a_connection_with_a_body_after_its_answer_is_not_kept(
+    start_server: Callable[..., Any],
+) -> None:
+    server = start_server(FakeEngine(), limits=HttpLimits(header_timeout_s=0.2))
+    with connected(server) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        sock.sendall(bytes(100_000))
+        assert error_of(rest(sock)) == (408, "header_timeout")
+
+
 def test_a_large_head(server: Any) -> None:
     with connected(server) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 11_000)
