@@ -14,7 +14,7 @@ TYPING := $(VENV)/typing
 NEWEST := $(VENV)/newest
 NEWEST_TESTS := tests/parity tests/e2e/test_answers.py tests/gpu/fused tests/gpu/model
 
-.PHONY: help serve test test-full test-newest test-clients test-ray lint types format clean
+.PHONY: help serve test test-full test-newest test-clients test-ray audit lint types format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-newest        parity, answers and kernels with the newest releases that are allowed"
 	@echo "make test-clients       other projects' clients against corun serve, installed for it"
 	@echo "make test-ray           clusters over Ray, which is installed for it: as root also partitions"
+	@echo "make audit              known vulnerabilities of the pinned versions; needs a network"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
 	@echo "make clean              remove $(VENV) and everything built"
@@ -54,6 +55,12 @@ test-clients: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev
 	$(PIP_INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest -n 0 --ray --timeout 600 tests/over_ray $(ARGS)
+
+# Of what is pinned alone: ranges are resolved by `make test-newest`.
+audit: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	grep -E '^[A-Za-z0-9_.-]+==' constraints.txt > $(VENV)/audited.txt
+	$(BIN)/pip-audit --requirement $(VENV)/audited.txt --no-deps --disable-pip $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

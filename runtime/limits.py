@@ -30,10 +30,20 @@ class HttpLimits:
     max_request_tokens: int = 4 << 20  # prompts x choices x tokens of output
     template: TemplateLimits = TemplateLimits()
     max_connections: int = 4096
+    max_idle_connections: int = 1024  # of one client address; 0 = no limit
     header_timeout_s: float = 10.0  # for the head of a request
     body_timeout_s: float = 120.0  # for its body
     max_unsent_bytes: int = 64 << 10  # to one client, before its answers are paused
     unsent_timeout_s: float = 30.0  # in which a client must read these, or is disconnected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubLimits:
+    """Limits of adapters that a hub resolver fetches. The defaults are those of the options."""
+
+    max_adapter_bytes: int = 2 << 30  # of the files of one
+    max_adapters: int = 256
+    max_cache_bytes: int = 64 << 30  # of all in the hub's cache
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:

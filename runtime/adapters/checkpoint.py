@@ -13,14 +13,19 @@ from typing import Self
 from ..errors import AdapterError
 from .peft_config import GGUF_REASON, GGUF_SUFFIX
 from .resolved import RawTensor
-from .safetensors_header import LENGTH_BYTES, HeaderError, parse_header
+from .safetensors_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderError,
+    header_length,
+    parse_header,
+)
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
 _PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
-_HEADER_SLACK_BYTES = 16 << 20  # more than names, shapes and metadata of the largest adapters
 
 
 class Checkpoint:
@@ -86,7 +91,7 @@ class Checkpoint:
 
     def _open(self, max_tensor_bytes: int) -> None:
         self._stamp = self._read_stamp()
-        num_bytes, max_bytes = self._stamp[0], max_tensor_bytes + _HEADER_SLACK_BYTES
+        num_bytes, max_bytes = self._stamp[0], max_tensor_bytes + MAX_HEADER_BYTES
         if num_bytes > max_bytes:
             raise AdapterError(
                 f"{self.path} has {num_bytes} bytes, more than the {max_bytes} that an adapter of "
@@ -109,15 +114,10 @@ class Checkpoint:
 
     def _read_header(self, num_bytes: int) -> tuple[RawTensor, ...]:
         """Read the header of a file of this size. Raises ``HeaderError``."""
-        length = bytearray(LENGTH_BYTES)
-        if num_bytes < LENGTH_BYTES:
-            raise HeaderError("it ends before its header")
+        length = bytearray(min(LENGTH_BYTES, num_bytes))
         self._read_into(memoryview(length), 0)
-        header_bytes = int.from_bytes(length, "little")
-        self._data_start = LENGTH_BYTES + header_bytes
-        if self._data_start > num_bytes:
-            raise HeaderError(f"its header should have {header_bytes} bytes")
-        header = bytearray(header_bytes)
+        header = bytearray(header_length(bytes(length), num_bytes))
+        self._data_start = LENGTH_BYTES + len(header)
         self._read_into(memoryview(header), LENGTH_BYTES)
         return parse_header(bytes(header), num_bytes - self._data_start)
 
@@ -154,12 +154,8 @@ def is_complete(directory: Path) -> bool:
     try:
         with (directory / WEIGHTS_NAME).open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            length = file.read(LENGTH_BYTES)
-            header_bytes = int.from_bytes(length, "little")
-            data_bytes = num_bytes - LENGTH_BYTES - header_bytes
-            if len(length) < LENGTH_BYTES or data_bytes < 0:
-                return False
-            parse_header(file.read(header_bytes), data_bytes)
+            header_bytes = header_length(file.read(LENGTH_BYTES), num_bytes)
+            parse_header(file.read(header_bytes), num_bytes - LENGTH_BYTES - header_bytes)
     except (OSError, HeaderError):
         return False
     return True

@@ -26,6 +26,8 @@ _Value = TypeVar("_Value", int, float)
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # adapters are scaled in float32
 
 _MAX_CONFIG_BYTES = 4 << 20  # a configuration has a few KiB
+_MAX_RANK = 2**31 - 1  # of any adapter; --max-lora-rank is lower
+_MAX_PATTERNS = 4096  # of a field; each is compiled
 _MAX_CHARS_SHOWN = 200
 
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
@@ -237,6 +239,7 @@ def _check_combinations(spec: LoraSpec, reader: "_Fields") -> None:
 
 
 def _check_patterns(spec: LoraSpec, reader: "_Fields") -> None:
+    reader.check_number("layers_pattern", len(spec.layers_pattern))
     for name in spec.layers_pattern:
         reader.regex("layers_pattern", name)
         reader.regex("layers_pattern", layers_pattern_regex(name))
@@ -257,7 +260,10 @@ class _Fields:
         self._path = path
 
     def error(self, name: str, reason: str) -> AdapterError:
-        shown = repr(self.fields.get(name))
+        try:
+            shown = repr(self.fields.get(name))
+        except RecursionError:
+            shown = "a value of very many levels"
         shown = shown if len(shown) <= 200 else shown[:200] + "..."
         return AdapterError(f"{self._path}: {name}={shown} is refused: {reason}")
 
@@ -278,8 +284,8 @@ class _Fields:
         return value
 
     def rank(self, name: str, value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(name, "a rank is an integer of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_RANK:
+            raise self.error(name, f"a rank is an integer from 1 to {_MAX_RANK}")
         return value
 
     def number(self, name: str, value: object) -> float:
@@ -316,7 +322,14 @@ class _Fields:
             return ()
         if not isinstance(value, dict):
             raise self.error(name, "must be an object of module patterns")
+        self.check_number(name, len(value))
         return tuple((key, check(name, item)) for key, item in value.items())
+
+    def check_number(self, name: str, num_patterns: int) -> None:
+        if num_patterns > _MAX_PATTERNS:
+            raise self.error(
+                name, f"has {num_patterns} patterns, at most {_MAX_PATTERNS} are served"
+            )
 
     def regex(self, name: str, pattern: str) -> None:
         try:

@@ -216,6 +216,8 @@ class _Resolver:
             return reason
         if "experts" in path.split("."):
             return EXPERTS_REASON
+        if len(self._problems) >= _MAX_LISTED:  # a comparison with all names is slow
+            return f"the model has no linear module {path}"
         names = [target.path for target in self._map.targets]
         hint = near_names(path, names, "; near names: {}", joint=", ", show=str, most=2, cutoff=0.8)
         return f"the model has no linear module {path}{hint}"

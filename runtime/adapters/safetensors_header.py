@@ -12,6 +12,7 @@ from typing import Any
 from .resolved import RawTensor
 
 LENGTH_BYTES = 8  # the header's length, little-endian, before the header
+MAX_HEADER_BYTES = 16 << 20  # names, shapes and metadata of the largest adapters are shorter
 
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -20,6 +21,9 @@ _ITEM_BYTES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _METADATA = "__metadata__"
+_MAX_NAME_CHARS = 1024
+_MAX_DIMENSIONS = 8
+_MAX_CHARS_SHOWN = 200
 _MAX_KEPT = 32  # cached headers
 _MAX_KEPT_BYTES = 1 << 20  # of each; longer ones are not cached
 
@@ -36,6 +40,21 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
     """
     parse = _parse_once if len(header) <= _MAX_KEPT_BYTES else _parse
     return parse(header, data_bytes)
+
+
+def header_length(length: bytes, file_bytes: int) -> int:
+    """Return the bytes of the header, of which ``length`` is the beginning of the file.
+
+    Raises ``HeaderError`` if a file of ``file_bytes`` has no such header, or if it is too long.
+    """
+    header_bytes = int.from_bytes(length, "little")
+    if len(length) < LENGTH_BYTES:
+        raise HeaderError("it ends before its header")
+    if header_bytes > file_bytes - LENGTH_BYTES:
+        raise HeaderError(f"its header should have {header_bytes} bytes")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise HeaderError(f"its header has {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
+    return header_bytes
 
 
 def _parse(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
@@ -62,13 +81,17 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(name: str, fields: Any) -> RawTensor:
+    if len(name) > _MAX_NAME_CHARS:
+        raise HeaderError(f"{_shown(name)} has a name of {len(name)} characters")
     if not isinstance(fields, dict):
         raise HeaderError(f"the entry of {name} is not an object")
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise HeaderError(f"{name} has the unknown type {dtype!r}")
+        raise HeaderError(f"{name} has the unknown type {_shown(dtype)}")
     item_bytes = _ITEM_BYTES[dtype]
     shape, offsets = _sizes(name, fields, "shape"), _sizes(name, fields, "data_offsets")
+    if len(shape) > _MAX_DIMENSIONS:  # the product of very many sizes takes very long
+        raise HeaderError(f"{name} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}")
     if len(offsets) != 2:
         raise HeaderError(f"{name} has {len(offsets)} offsets")
     begin, end = offsets
@@ -80,8 +103,15 @@ def _tensor(name: str, fields: Any) -> RawTensor:
 def _sizes(name: str, fields: dict[str, Any], key: str) -> tuple[int, ...]:
     values = fields.get(key)
     if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-        raise HeaderError(f"{name} has no valid {key}: {values!r}")
+        raise HeaderError(f"{name} has no valid {key}: {_shown(values)}")
     return tuple(values)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:_MAX_CHARS_SHOWN]
+    except RecursionError:
+        return "a value of very many levels"
 
 
 def _check_cover(tensors: list[RawTensor], data_bytes: int) -> None:

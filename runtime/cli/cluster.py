@@ -42,7 +42,7 @@ from ..errors import ConfigError
 from ..server.access import Access
 from ..server.listening import StopSignals, bind, handled_signals, url_of
 from .main import configure_logging
-from .serve import check_paths
+from .serve import check_model, check_paths
 
 _GIB = 2**30
 _OLDEST_RAY = "2.55"
@@ -127,6 +127,8 @@ def check_shared(serve: ServeConfig, cluster: ClusterConfig) -> None:
 
 def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> None:
     """Raise ``ConfigError`` for mistakes that are visible before a process starts."""
+    check_model(engine, serve)
+    Access.of(serve).check_model(engine.model)
     for spec in option_specs(EngineConfig):
         if spec.name in NOT_FOR_CLUSTERS and getattr(engine, spec.name) != spec.default:
             why = NOT_FOR_CLUSTERS[spec.name]

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from ..config.serve import ServeConfig
 from ..config.variables import PREFIX
 from ..engine.spawn import spawn_engine
 from ..errors import ConfigError
+from ..server.access import Access, Keys
 from .main import configure_logging
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,8 +39,31 @@ def serve_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeCon
         environment=os.environ,
         yaml_path=arguments.config or os.environ.get(f"{PREFIX}CONFIG"),
     )
+    check_model(engine_config, serve_config)
     check_paths(engine_config, serve_config)
     return with_demo(engine_config), serve_config
+
+
+def check_model(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
+    """Raise ``ConfigError`` if MODEL is a key, or seems to be among the keys.
+
+    A model's name is logged and sent to the hub, a key must not be. So this check comes first, and
+    its errors do not show the value. Files of keys, which may be pipes, are read later.
+    """
+    model = engine_config.model
+    keys_of = {"--api-key": serve_config.api_key, "--admin-key": serve_config.admin_key}
+    Access(*map(Keys, keys_of.values())).check_model(model)
+    for flag, keys in keys_of.items():
+        if model is None and len(keys) > 1 and _seems_a_model(keys[-1]):
+            raise ConfigError(
+                f"the last of the {len(keys)} values of {flag} seems to be MODEL, which comes "
+                f"before the flag: corun serve MODEL {flag} KEY ... (a key of this form can be in "
+                f"{flag}-file)"
+            )
+
+
+def _seems_a_model(key: str) -> bool:
+    return _HUB_ID.fullmatch(key) is not None or os.path.isdir(key)
 
 
 def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:

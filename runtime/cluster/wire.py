@@ -5,6 +5,8 @@ these structs as data. All times are seconds, all sizes bytes; no time is compar
 clocks.
 """
 
+from typing import TypeVar
+
 import msgspec
 
 from ...profiles.models import MachineModel
@@ -53,6 +55,22 @@ AGENT_ENGINES_PATH = "/v1/agent/engines"  # POST ``EngineChange``
 AGENT_JOIN_PATH = "/v1/agent/join"  # POST ``Join``
 AGENT_END_PATH = "/v1/agent/end"  # POST ``EndAgent``
 AGENT_FILES_PATH = "/v1/agent/adapters"  # GET /{digest}: ``Manifest``; GET /{digest}/{file}: bytes
+
+
+_T = TypeVar("_T")
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """Read a message, which is JSON of ``kind``.
+
+    Raises ``msgspec.DecodeError``, also where msgspec raises errors of other kinds.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"it is not valid UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise msgspec.DecodeError("it has very many levels") from None
 
 
 # Controller -> gateway.

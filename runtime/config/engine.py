@@ -255,7 +255,8 @@ class EngineConfig:
         one_each=True,
         help="Source of adapters that a request names and that are not registered: "
         "directory:DIR, hub, hub:OWNER or hub:OWNER/NAME. Names on the hub are OWNER/NAME or "
-        "OWNER/NAME@REVISION; the last two forms allow only this owner or repository.",
+        "OWNER/NAME@REVISION; the last two forms allow only this owner or repository. With hub, "
+        "only requests with a key of --admin-key have adapters fetched.",
         check=check_lora_resolvers,
     )
     preload: tuple[str, ...] = option(

@@ -23,7 +23,8 @@ _SERVE_GROUPS = (
         "Adapters",
         ("lora_dir", "lora_modules", "max_lora_rank"),
         (
-            "lora_resolver", "pin", "preload", "watch_lora_dir", "adapter_templates",
+            "lora_resolver", "max_hub_adapter_mib", "max_hub_adapters", "max_hub_gib", "pin",
+            "preload", "watch_lora_dir", "adapter_templates",
             "lora_state_file", "prefetch_requests", "prefetch_expected", "load_strategy",
             "max_assisted_tokens_per_step", "max_assisted_stall",
         ),
@@ -73,8 +74,8 @@ _SERVE_GROUPS = (
         (
             "max_body_mib", "max_json_depth", "max_messages", "max_request_tokens",
             "max_stop_strings", "max_logit_bias", "template_timeout_s", "max_template_chars",
-            "max_connections", "header_timeout_s", "body_timeout_s", "max_unsent_kib",
-            "unsent_timeout_s",
+            "max_connections", "max_idle_connections", "header_timeout_s", "body_timeout_s",
+            "max_unsent_kib", "unsent_timeout_s",
         ),
     ),
 )  # fmt: skip

@@ -40,10 +40,9 @@ class ServeConfig:
     api_key: tuple[str, ...] = option(
         (),
         metavar="KEY",
-        one_each=True,
-        help="Key that clients send as bearer token; default: no key is required. Other users of "
-        "this machine can see the key in the list of processes; --api-key-file and CORUN_API_KEY "
-        "are safer.",
+        help="Keys that clients send as bearer token; without one, all requests are accepted. "
+        "MODEL comes before the flag. Users of this machine can see keys in the list of processes; "
+        "--api-key-file and CORUN_API_KEY are safer.",
         check=_check_keys,
     )
     api_key_file: str | None = option(
@@ -52,8 +51,7 @@ class ServeConfig:
     admin_key: tuple[str, ...] = option(
         (),
         metavar="KEY",
-        one_each=True,
-        help="Key that allows everything, including loading, unloading and pinning adapters over "
+        help="Keys that allow everything, including loading, unloading and pinning adapters over "
         "HTTP. Keys of --api-key then do not allow that.",
         check=_check_keys,
     )
@@ -114,11 +112,39 @@ class ServeConfig:
         maximum=2**28,
         help="Maximum number of characters that a chat template produces.",
     )
+    max_hub_adapter_mib: int = option(
+        2048,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of an adapter that --lora-resolver fetches from the hub, in MiB; a "
+        "larger one is refused (400).",
+    )
+    max_hub_adapters: int = option(
+        256,
+        minimum=1,
+        help="Maximum number of adapters fetched from the hub that are served; more are refused "
+        "(400).",
+    )
+    max_hub_gib: int = option(
+        64,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of all adapters in the hub's cache, in GiB; an adapter that exceeds it "
+        "is not fetched (400).",
+    )
     max_connections: int = option(
         4096,
         minimum=1,
         maximum=2**20,
         help="Maximum number of open connections; requests on more are refused (503).",
+    )
+    max_idle_connections: int = option(
+        1024,
+        minimum=0,
+        maximum=2**20,
+        help="Maximum number of connections of one client address that wait for its requests; for "
+        "another one, the longest waiting is closed (503); 0 = no limit. All clients behind one "
+        "proxy have its address.",
     )
     header_timeout_s: float = option(
         10.0,

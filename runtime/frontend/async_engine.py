@@ -25,7 +25,7 @@ from ..engine.messages import (
 )
 from ..engine.tokenizer import load_tokenizer
 from ..errors import AdapterChangedError, ConfigError, EngineDeadError
-from ..limits import TemplateLimits
+from ..limits import HubLimits, TemplateLimits
 from ..sampling import SamplingParams
 from ..tasks import cancel_all
 from .adapter_conventions import AdapterTokenizers, Conventions, MakePrompt
@@ -34,7 +34,7 @@ from .engine_watch import EngineWatches
 from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
 from .lora_directory import LoraDirectory
-from .lora_resolvers import LoraResolver, make_resolver
+from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
@@ -65,25 +65,28 @@ class AsyncEngine:
         else:
             text = f"{own_policies} cannot be sent to another process: with own_process=True"
             raise ConfigError(f"{text} each policy must be a name")
-        self._set_up(client, None)
+        self._set_up(client, None, None)
 
     @classmethod
-    def from_client(cls, client: EngineClient, *, chat_template: str | None = None) -> Self:
+    def from_client(
+        cls, client: EngineClient, *, chat_template: str | None = None,
+        hub_limits: HubLimits | None = None,
+    ) -> Self:  # fmt: skip
         """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
         engine = cls.__new__(cls)
-        engine._set_up(client, chat_template)
+        engine._set_up(client, chat_template, hub_limits)
         return engine
 
-    def _set_up(self, client: EngineClient, chat_template: str | None) -> None:
+    def _set_up(
+        self, client: EngineClient, chat_template: str | None, hub_limits: HubLimits | None
+    ) -> None:
         self._client = client
         self._chat_template = chat_template
         self._stats = StatsClient(client)
         self._machine = MachineClient(client)
         self.watches = EngineWatches()  # notified of what the engine publishes
         self._requests = RequestClient(client)
-        self._loras = LoraClient(client)
-        for where in client.config.lora_resolver:
-            self._loras.add_resolver(make_resolver(where))
+        self._loras = LoraClient(client, hub_limits=hub_limits)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizers: AdapterTokenizers | None = None
@@ -255,8 +258,7 @@ class AsyncEngine:
     async def find_lora(self, lora_name: str) -> None:
         """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
-        Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
-        resolver failed, ``AdapterUnavailableError`` if that takes too long.
+        Raises the errors of ``LoraClient.find``.
         """
         await self.start()
         await self._loras.find(lora_name)

@@ -21,33 +21,43 @@ from ..engine.messages import (
 from ..errors import (
     AdapterError,
     AdapterUnavailableError,
+    AdminKeyNeededError,
     CorunError,
     EngineDeadError,
     UnknownModelError,
     rebuild_error,
 )
-from ..limits import overdue_error
+from ..limits import HubLimits, overdue_error
+from .hub_budget import HubBudget
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
-from .lora_resolvers import LoraResolver
+from .lora_resolvers import HubResolver, LoraResolver, make_resolver
 from .outputs import LoRARequest
+from .requester import IS_ADMIN
 
 _UNKNOWN_S = 10.0  # during which resolvers are not asked again
 _MAX_UNKNOWN = 4096  # names; for older ones resolvers are asked again
 _RESOLVE_TIMEOUT_S = 120.0  # a download continues and is found at the next request
 
+_Sought = tuple[str, bool]  # a name, and whether an administrator asks for it
+
 
 class LoraClient:
     """Registers, unregisters and looks up adapters through an engine client."""
 
-    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: EngineClient, clock: Callable[[], float] = time.monotonic,
+        *, hub_limits: HubLimits | None = None,
+    ) -> None:  # fmt: skip
+        """``hub_limits``: of adapters that are fetched from the hub; None = the default ones."""
         self._clock = clock
         self.directory = LoraDirectory()
         self._base_name = ""
-        self._resolvers: list[LoraResolver] = []
+        budget = HubBudget(hub_limits or HubLimits(), self.directory.__contains__)
+        self._resolvers = [make_resolver(text, budget) for text in client.config.lora_resolver]
         # Until when resolvers are not asked, and the error that is raised instead.
-        self._unknown: dict[str, tuple[float, CorunError | None]] = {}
-        self._finding: dict[str, asyncio.Task[None]] = {}
+        self._unknown: dict[_Sought, tuple[float, CorunError | None]] = {}
+        self._finding: dict[_Sought, asyncio.Task[None]] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._client = client
         self._operation_ids = itertools.count(1)
@@ -108,54 +118,66 @@ class LoraClient:
         """Register the adapter that a resolver finds for an unknown name; else do nothing.
 
         Raises ``AdapterError`` if it cannot be served, ``UnknownModelError`` with the reason if a
-        resolver failed, ``AdapterUnavailableError`` if that takes too long.
+        resolver failed, ``AdapterUnavailableError`` if that takes too long, and
+        ``AdminKeyNeededError`` if only an administrator may have it fetched.
         """
-        task = self._finding.get(name)  # which runs until the adapter can be used
+        sought = name, IS_ADMIN.get()
+        task = self._finding.get(sought)  # which runs until the adapter can be used
         if task is None:
-            if not self._resolvers or not self._is_sought(name):
+            if not self._resolvers or not self._is_sought(sought):
                 return
-            until_s, error = self._unknown.get(name, (0.0, None))
+            until_s, error = self._unknown.get(sought, (0.0, None))
             if self._clock() < until_s:
                 if error is not None:
                     raise copy.copy(error)  # each caller gets a traceback of its own
                 return
-            task = asyncio.get_running_loop().create_task(self._find(name))
-            self._finding[name] = task
-            task.add_done_callback(lambda _: self._finding.pop(name, None))
+            task = asyncio.get_running_loop().create_task(self._find(sought))
+            self._finding[sought] = task
+            task.add_done_callback(lambda _: self._finding.pop(sought, None))
         await asyncio.shield(task)  # other requests may wait for it too
 
-    def _is_sought(self, name: str) -> bool:
+    def _is_sought(self, sought: _Sought) -> bool:
         """Whether resolvers may be asked. They make paths of names, so the name must be valid."""
+        name, _ = sought
         info = self.directory.get(name)
         if info is not None:  # its files may have been corrected since it was refused
-            return info.state == FAILED and name in self._unknown
+            return info.state == FAILED and sought in self._unknown
         try:
             check_adapter_name(name)
         except AdapterError:
             return False
         return True
 
-    async def _find(self, name: str) -> None:
+    async def _find(self, sought: _Sought) -> None:
+        name, _ = sought
         try:
             async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-                found = await self._ask_resolvers(name)
+                found = await self._ask_resolvers(sought)
             if found is not None:
                 await self.add(found, reload=False)
-                self._unknown.pop(name, None)
+                self._unknown.pop(sought, None)
                 return
         except TimeoutError as error:
             raise AdapterUnavailableError(
                 f"adapter {name!r} was not found within {_RESOLVE_TIMEOUT_S:g} s"
             ) from error
-        except (AdapterError, UnknownModelError) as error:
-            self._remember_unknown(name, error)
+        except (AdapterError, UnknownModelError, AdminKeyNeededError) as error:
+            self._remember_unknown(sought, error)
             raise
-        self._remember_unknown(name, None)
+        self._remember_unknown(sought, None)
 
-    async def _ask_resolvers(self, name: str) -> LoRARequest | None:
-        """Raises ``UnknownModelError`` if a resolver failed and no other one finds it."""
-        failure: UnknownModelError | None = None
+    async def _ask_resolvers(self, sought: _Sought) -> LoRARequest | None:
+        """Return the first adapter that a resolver finds.
+
+        Raises ``AdminKeyNeededError`` or ``UnknownModelError`` if a resolver may not look or failed
+        and no other one finds it.
+        """
+        name, is_admin = sought
+        failure: AdminKeyNeededError | UnknownModelError | None = None
         for resolver in self._resolvers:
+            if isinstance(resolver, HubResolver) and not is_admin and resolver.needs_admin(name):
+                failure = failure or _admin_needed(name)
+                continue
             try:
                 found = await resolver.resolve_lora(self._base_name, name)
             except UnknownModelError as error:
@@ -167,10 +189,10 @@ class LoraClient:
             raise failure
         return None
 
-    def _remember_unknown(self, name: str, error: CorunError | None) -> None:
+    def _remember_unknown(self, sought: _Sought, error: CorunError | None) -> None:
         while len(self._unknown) >= _MAX_UNKNOWN:
             del self._unknown[next(iter(self._unknown))]
-        self._unknown[name] = self._clock() + _UNKNOWN_S, copy.copy(error)
+        self._unknown[sought] = self._clock() + _UNKNOWN_S, copy.copy(error)
 
     async def add(
         self, lora: LoRARequest, *, reload: bool, pinned: bool | None = None, replace: bool = True
@@ -222,3 +244,12 @@ class LoraClient:
             await future
         finally:
             self._operations.pop(message.operation_id, None)
+
+
+def _admin_needed(name: str) -> AdminKeyNeededError:
+    return AdminKeyNeededError(
+        f"adapter {name!r} is not registered, and only a request with an administrator's key has "
+        "adapters fetched from the hub (--lora-resolver hub; hub:OWNER has those of OWNER fetched "
+        "for all)",
+        param="lora_request",
+    )

@@ -17,10 +17,13 @@ from ..adapters.peft_config import CONFIG_NAME
 from ..adapters.sources import is_adapter
 from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
+from ..limits import HubLimits
+from .hub_budget import HubBudget
 from .outputs import LoRARequest
 
 # Only the adapter and its small files: the repository may hold a whole model.
 _HUB_FILES = (WEIGHTS_NAME, TEMPLATE_NAME, "*.json")
+_MAX_FILES = 64  # of an adapter; it has about ten
 _MAX_FETCHES = 4  # at a time
 _ASK_TIMEOUT_S = 5.0  # for each request that checks whether the hub has a repository
 
@@ -69,19 +72,26 @@ class HubResolver:
     Only safetensors and JSON files and chat templates are fetched, into the hub's cache.
     """
 
-    def __init__(self, allowed: str | None = None) -> None:
-        """``allowed``: the only owner or repository to fetch from; None = all."""
+    def __init__(self, allowed: str | None = None, budget: HubBudget | None = None) -> None:
+        """``allowed``: the only owner or repository to fetch from; None = all.
+
+        ``budget``: None = one of its own, with the default limits.
+        """
         self._allowed = allowed
+        self._budget = budget or HubBudget(HubLimits(), lambda name: True)
         # Own threads: a hub that hangs must not occupy the shared ones.
         self._threads = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="corun-hub")
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        repository, at, revision = lora_name.partition("@")
-        is_name = repository.count("/") == 1 and bool(at) == bool(revision)
-        if not is_name or not self._is_allowed(repository):
+        repository, revision = _split(lora_name)
+        if repository is None or not self._is_allowed(repository):
             return None
-        fetch = partial(self._fetch, lora_name, repository, revision or "main")
+        fetch = partial(self._fetch, lora_name, repository, revision)
         return await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
+
+    def needs_admin(self, name: str) -> bool:
+        """Whether only an administrator may have ``name`` fetched, with the server's own token."""
+        return self._allowed is None and _split(name)[0] is not None
 
     def _fetch(self, name: str, repository: str, revision: str) -> LoRARequest | None:
         from huggingface_hub.errors import (
@@ -92,7 +102,9 @@ class HubResolver:
         )
 
         try:
-            path = _download(repository, revision)
+            path = _download(name, repository, revision, self._budget)
+        except AdapterError:
+            raise
         except GatedRepoError as error:
             raise AdapterError(
                 f"adapter {name!r} is in a gated repository of the hub; set HF_TOKEN to the "
@@ -110,6 +122,8 @@ class HubResolver:
                     f"the hub now: {reason}",
                     param="lora_request",
                 ) from error
+            with self._budget.reserved(name, 0, path):
+                pass
         return None if path is None else LoRARequest(name, 0, str(path))
 
     def _is_allowed(self, repository: str) -> bool:
@@ -117,20 +131,67 @@ class HubResolver:
         return self._allowed in (None, owner, repository)
 
 
-def _download(repository: str, revision: str) -> Path | None:
+def _split(name: str) -> tuple[str | None, str]:
+    """Return repository and revision; no repository = not a name on the hub."""
+    repository, at, revision = name.partition("@")
+    is_name = repository.count("/") == 1 and bool(at) == bool(revision)
+    return repository if is_name else None, revision or "main"
+
+
+def _download(name: str, repository: str, revision: str, budget: HubBudget) -> Path | None:
     """Return the directory of the adapter's files in the hub's cache; None = not an adapter.
 
+    The files are those of one commit, whose sizes are known before: a branch may move meanwhile.
     Does not use ``snapshot_download``, which waits forever for a hub that does not answer.
     """
     from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    info = HfApi().model_info(repository, revision=revision, timeout=_ASK_TIMEOUT_S)
-    files = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
-    if CONFIG_NAME not in files:
+    info = HfApi().model_info(
+        repository, revision=revision, timeout=_ASK_TIMEOUT_S, files_metadata=True
+    )
+    sizes = {
+        file.rfilename: file.size for file in info.siblings or ()
+        if "/" not in file.rfilename and any(fnmatch(file.rfilename, kind) for kind in _HUB_FILES)
+    }  # fmt: skip
+    commit = info.sha
+    if CONFIG_NAME not in sizes or commit is None:
         return None
-    wanted = [name for name in files if any(fnmatch(name, kind) for kind in _HUB_FILES)]
-    paths = {name: hf_hub_download(repository, name, revision=revision) for name in wanted}
-    return Path(paths[CONFIG_NAME]).parent
+    if len(sizes) > _MAX_FILES:
+        raise AdapterError(
+            f"adapter {name!r} has {len(sizes)} files on the hub, at most {_MAX_FILES} are fetched"
+        )
+    missing = [file for file in sizes if not _is_cached(repository, file, commit)]
+    budget.check_size(name, sum(_known(name, file, size) for file, size in sizes.items()))
+    num_bytes = sum(_known(name, file, sizes[file]) for file in missing)
+    with budget.reserved(name, num_bytes, Path(HF_HUB_CACHE)):
+        path = Path(hf_hub_download(repository, CONFIG_NAME, revision=commit))
+        for file in missing:
+            hf_hub_download(repository, file, revision=commit)
+    _keep_commit(path.parents[2] / "refs", revision, commit)
+    return path.parent
+
+
+def _known(name: str, file: str, size: int | None) -> int:
+    if size is None:
+        raise AdapterError(f"adapter {name!r}: the hub does not report the size of {file}")
+    return size
+
+
+def _is_cached(repository: str, file: str, commit: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repository, file, revision=commit), str)
+
+
+def _keep_commit(refs: Path, revision: str, commit: str) -> None:
+    """Store the commit of a branch or tag where the hub's library looks when it is offline."""
+    path = refs / revision
+    if revision == commit or not path.resolve().is_relative_to(refs.resolve()):
+        return
+    if not path.is_file() or path.read_text(encoding="utf-8") != commit:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(commit, encoding="utf-8")
 
 
 def _cached(repository: str, revision: str) -> Path | None:
@@ -144,14 +205,14 @@ def _cached(repository: str, revision: str) -> Path | None:
     return Path(str(found[0])).parent if all(isinstance(one, str) for one in found) else None
 
 
-def make_resolver(text: str) -> LoraResolver:
-    """Make the resolver that ``--lora-resolver`` names.
+def make_resolver(text: str, budget: HubBudget | None = None) -> LoraResolver:
+    """Make the resolver that ``--lora-resolver`` names; ``budget``: of what it fetches.
 
     Raises ``ConfigError`` if its directory does not exist.
     """
     kind, argument = parse_lora_resolver(text)
     if kind == "hub":
-        return HubResolver(argument)
+        return HubResolver(argument, budget)
     directory = Path(str(argument))
     if not directory.is_dir():
         raise ConfigError(f"--lora-resolver directory:{directory}: there is no such directory")

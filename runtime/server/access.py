@@ -60,17 +60,27 @@ class Access:
             open_paths,
         )
 
-    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise ``InvalidKeyError`` or ``AdminKeyNeededError`` unless the key suffices."""
-        if path in self.open_paths:
-            return
-        is_change = bool(self.admin) and method not in _READING and path.startswith(_ADAPTER_PATHS)
-        if not self.api and not is_change:
-            return
+    def check_model(self, model: str | None) -> None:
+        """Raise ``ConfigError`` if MODEL is a key, which must not be logged or sent to the hub."""
+        key = (model or "").encode("utf-8", "surrogateescape")
+        if self.api.have(key) or self.admin.have(key):
+            raise ConfigError(
+                "MODEL is the same text as a key; give MODEL before the flags of keys: corun serve "
+                "MODEL --api-key KEY ..."
+            )
+
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:
+        """Return whether the request has an administrator's key.
+
+        Raises ``InvalidKeyError`` or ``AdminKeyNeededError`` unless its key suffices.
+        """
+        if path in self.open_paths or not (self.api or self.admin):
+            return False
         key = _bearer(headers)
         is_admin = key is not None and self.admin.have(key)
         is_user = key is not None and self.api.have(key)
-        if not is_admin and not is_user:
+        is_change = bool(self.admin) and method not in _READING and path.startswith(_ADAPTER_PATHS)
+        if not is_admin and not is_user and (self.api or is_change):
             raise InvalidKeyError(
                 "the header Authorization: Bearer KEY is missing or wrong (--api-key, --admin-key)"
             )
@@ -78,6 +88,7 @@ class Access:
             raise AdminKeyNeededError(
                 "changing adapters needs an administrator's key (--admin-key)"
             )
+        return is_admin
 
 
 def _bearer(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -1,40 +1,50 @@
 """One connection of a client: uvicorn's protocol with limits on time and memory.
 
-A connection is closed when its client sends a request too slowly, sends a head that is too large,
-or does not read its answers. Requests on surplus connections are marked for the application, which
-refuses them.
+A connection is closed when its client sends a request too slowly, sends a head that is too large
+or not valid, does not read its answers, or has too many idle connections. Requests on surplus
+connections are marked for the application, which refuses them.
 """
 
 import asyncio
-import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..limits import HttpLimits
-from .errors import ErrorReply
+from .errors import ErrorReply, HttpError, error_reply
+from .idle_connections import IdleConnections, client_of
+from .minute_log import MinuteLog
 from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _MAX_HEAD_BYTES = 64 << 10
+_LINE_BYTES = 4  # of a header's line beside its name and value
+_HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
-
-_logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
-    """Made by uvicorn for each connection, from a subclass that sets the two attributes."""
+    """Made by uvicorn for each connection, from a subclass that sets these attributes."""
 
     limits: HttpLimits
     num_ended: Counter[str]  # connections that limits ended, by reason
+    idle: IdleConnections["Connection"]
+    invalid_log: MinuteLog
+    upgrade_log: MinuteLog
+    unread_log: MinuteLog
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._is_surplus = False
         self._is_reading_head = False
+        self._is_reading_body = False
         self._num_head_bytes = 0
+        self._client = ""
         self._request_timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
 
@@ -45,30 +55,64 @@ class Connection(HttpToolsProtocol):
         self._is_surplus = num_beyond > 0
         if num_beyond > _NUM_SURPLUS:
             self._cut("too_many_connections")
-        else:
-            self._begin_head()
+            return
+        self._client = client_of(self.client[0]) if self.client else ""
+        self._begin_head()
+        self._becomes_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.idle.discard(self, self._client)
         self._stop_request_timer()
         self._stop_unsent_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_reading_head and (self.cycle is None or self.cycle.response_complete):
+        is_reading = self._is_reading_head or self._is_reading_body
+        if not is_reading and (self.cycle is None or self.cycle.response_complete):
             self._begin_head()
         self._num_head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade:  # the request is answered without it
+            self.upgrade_log.count(self.loop)
+            self.cycle.keep_alive = False
+        except HttpParserError as error:
+            self.invalid_log.count(self.loop)
+            cause = error.__context__  # of a callback here
+            text = "the request is not valid HTTP/1.1"
+            invalid = ErrorReply(400, text, "invalid_http")
+            self._refuse(error_reply(cause) if isinstance(cause, HttpError) else invalid)
+            return
         if self._is_reading_head and self._num_head_bytes > _MAX_HEAD_BYTES:
-            text = f"the head of the request has more than {_MAX_HEAD_BYTES} bytes"
-            self._refuse(ErrorReply(431, text, "head_too_large"))
+            self._refuse(error_reply(_head_too_large()))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection of a client that sends nothing more.
+
+        A client that has left looks the same. So a request that generates ends, but any other one
+        is answered.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_started:
+            return False
+        cycle.keep_alive = False
+        return cycle.scope["path"] not in GENERATING_PATHS
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if not self._is_reading_head:  # it follows another request without a wait
+            self._begin_head()
         if self._is_surplus:
             self.scope["extensions"] = {SURPLUS: {}}
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_reading_head:  # a trailer is no header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._is_reading_head = False
+        _check_head(self.parser.get_http_version(), self.url, self.headers)
+        self._is_reading_head, self._is_reading_body = False, True
         self._start_request_timer(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
         if self._is_surplus:
@@ -76,11 +120,18 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._stop_request_timer()
+        self._is_reading_body = False
         super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before its body had arrived
+            self._begin_head()
+        else:
+            self.idle.discard(self, self._client)
 
-    def send_400_response(self, msg: str) -> None:
-        text = "the request is not valid HTTP/1.1"
-        self._refuse(ErrorReply(400, text, "invalid_http"))
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and not self.transport.is_closing():
+            self._becomes_idle()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -93,6 +144,13 @@ class Connection(HttpToolsProtocol):
     def _begin_head(self) -> None:
         self._is_reading_head, self._num_head_bytes = True, 0
         self._start_request_timer(self.limits.header_timeout_s, self._head_is_late)
+
+    def _becomes_idle(self) -> None:
+        surplus = self.idle.add(self, self._client)
+        if surplus is not None:
+            limit = self.limits.max_idle_connections
+            text = f"more than {limit} connections of this client are idle (--max-idle-connections)"
+            surplus._refuse(ErrorReply(503, text, "too_many_idle_connections"))
 
     def _start_request_timer(self, timeout_s: float, late: Callable[[], None]) -> None:
         self._stop_request_timer()
@@ -141,10 +199,7 @@ class Connection(HttpToolsProtocol):
         if num_before - self.transport.get_write_buffer_size() >= self.limits.max_unsent_bytes:
             self._watch_unsent()
             return
-        _logger.info(
-            "closed a connection: its client read less than %d bytes in %g s (--max-unsent-kib, "
-            "--unsent-timeout-s)", self.limits.max_unsent_bytes, self.limits.unsent_timeout_s,
-        )  # fmt: skip
+        self.unread_log.count(self.loop)
         self._cut("slow_reader")
 
     def _stop_unsent_timer(self) -> None:
@@ -159,4 +214,40 @@ class Connection(HttpToolsProtocol):
 
 def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connection]:
     """Return the connection class of one server, for uvicorn."""
-    return type("ServerConnection", (Connection,), {"limits": limits, "num_ended": num_ended})
+    attributes = {
+        "limits": limits,
+        "num_ended": num_ended,
+        "idle": IdleConnections[Connection](limits.max_idle_connections),
+        "invalid_log": MinuteLog("refused %d requests that are not valid HTTP/1.1"),
+        "upgrade_log": MinuteLog(
+            "answered %d requests without the upgrade that they ask for: there is HTTP/1.1 only"
+        ),
+        "unread_log": MinuteLog(
+            "closed %d connections: their clients read less than %d bytes in %g s "
+            "(--max-unsent-kib, --unsent-timeout-s)",
+            limits.max_unsent_bytes, limits.unsent_timeout_s,
+        ),
+    }  # fmt: skip
+    return type("ServerConnection", (Connection,), attributes)
+
+
+def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise ``HttpError`` for a head that is too large, and unless it has one valid Host header."""
+    num_bytes = len(url)
+    hosts = []
+    for name, value in headers:
+        num_bytes += len(name) + len(value) + _LINE_BYTES
+        if name == b"host":
+            hosts.append(value)
+    if num_bytes > _MAX_HEAD_BYTES:
+        raise _head_too_large()
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        text = f"the request has {len(hosts)} Host headers, HTTP/1.1 needs one"
+        raise HttpError(400, text, code="invalid_http")
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise HttpError(400, "the Host header is not a host", code="invalid_http")
+
+
+def _head_too_large() -> HttpError:
+    text = f"the head of the request has more than {_MAX_HEAD_BYTES} bytes"
+    return HttpError(431, text, code="head_too_large")

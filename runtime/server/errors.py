@@ -45,6 +45,7 @@ _HTTP_CODES: Mapping[str, tuple[int, str]] = {
     "header_timeout": (408, "The head of the request took longer than --header-timeout-s."),
     "head_too_large": (431, "The head of the request is too large."),
     "too_many_connections": (503, "All --max-connections are in use."),
+    "too_many_idle_connections": (503, "The client has more than --max-idle-connections."),
     "internal_error": (500, "A bug in corun; the server's log has the cause."),
     "shutting_down": (503, "The server is shutting down and accepts no requests."),
     "engine_dead": (503, "The engine has died or hung; the server ends."),

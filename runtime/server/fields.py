@@ -65,7 +65,6 @@ ACCEPTED_FIELDS: Mapping[str, str] = {
     "cache_prompt": "KV is always cached",
     "request_id": "the header x-request-id names a request",
     "rid": "the header x-request-id names a request",
-    "priority": "--scheduling-policy sets the order of requests",
     "guided_decoding_backend": "constrained decoding is not served yet",
     "separate_reasoning": "output is not parsed",
     "stream_reasoning": "output is not parsed",
@@ -110,6 +109,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "prompt_embeds": RefusedField("write the prompt as text or token ids"),
     "logits_processors": RefusedField("requests cannot carry code", ([],)),
     "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
+    "priority": RefusedField("--scheduling-policy sets the order of all requests", (0,)),
     # SGLang's.
     "regex": RefusedField(_NO_CONSTRAINTS),
     "json_schema": RefusedField(_NO_CONSTRAINTS),

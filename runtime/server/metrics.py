@@ -52,7 +52,7 @@ class ServerMetrics:
         self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds they took
         self.connections_ended: Counter[str] = Counter(  # by reason, before the application
             header_timeout=0, body_timeout=0, head_too_large=0, invalid_http=0, slow_reader=0,
-            too_many_connections=0,
+            too_many_connections=0, too_many_idle_connections=0,
         )  # fmt: skip
         self._engine = engine
         self._settings = settings

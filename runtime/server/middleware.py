@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import AdminKeyNeededError, InvalidKeyError
+from ..frontend.requester import IS_ADMIN
 from .access import PROBE_PATHS, Access
 from .connection import SURPLUS
 from .errors import ClientGoneError, HttpError, error_response, routing_error
@@ -85,7 +86,7 @@ class AuthMiddleware:
         recorder = _Recorder(scope, send)
         began_s = time.monotonic()
         try:
-            self._access.check(scope["method"], scope["path"], headers)
+            IS_ADMIN.set(self._access.check(scope["method"], scope["path"], headers))
             self._check_connections(scope)
             await self._app_for(scope)(scope, receive, recorder)
         except (InvalidKeyError, AdminKeyNeededError, HttpError) as exc:

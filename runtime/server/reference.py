@@ -31,8 +31,10 @@ _LIMIT_OPTIONS = (
     "max_logit_bias",
     *("max_body_mib", "max_json_depth", "max_messages", "max_request_tokens"),
     *("template_timeout_s", "max_template_chars"),
+    *("max_hub_adapter_mib", "max_hub_adapters", "max_hub_gib"),
     *(
         "max_connections",
+        "max_idle_connections",
         "header_timeout_s",
         "body_timeout_s",
         "max_unsent_kib",

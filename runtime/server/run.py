@@ -24,7 +24,7 @@ from ..tasks import cancel_all
 from .access import Access
 from .listening import StopSignals, allow_descriptors, bind, handled_signals
 from .request_log import request_log_of
-from .settings import AppSettings
+from .settings import AppSettings, hub_limits_of
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ async def serve(
     """
     chat_template = _read_template(serve_config.chat_template)
     access = Access.of(serve_config)
+    access.check_model(engine_config.model)
+    _check_resolvers(engine_config, access)
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()
     with (
@@ -58,7 +60,9 @@ async def serve(
             )
         else:
             client = make_client(engine_config)
-        engine = AsyncEngine.from_client(client, chat_template=chat_template)
+        engine = AsyncEngine.from_client(
+            client, chat_template=chat_template, hub_limits=hub_limits_of(serve_config)
+        )
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
@@ -72,6 +76,14 @@ async def serve(
             return await supervise(state, sock, stop, drain_timeout_s=serve_config.drain_timeout_s)
         finally:
             await engine.shutdown()
+
+
+def _check_resolvers(config: EngineConfig, access: Access) -> None:
+    if "hub" in config.lora_resolver and not access.admin:
+        raise ConfigError(
+            "--lora-resolver hub fetches any adapter for requests with a key of --admin-key, which "
+            "is not set; set it, or have the adapters of one owner fetched for all: hub:OWNER"
+        )
 
 
 def _read_template(path: str | None) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
-from ..limits import HttpLimits, TemplateLimits
+from ..limits import HttpLimits, HubLimits, TemplateLimits
 from .access import Access
 
 # Longest wait of an answer for the engine's statistics. A step may take longer; the answer then has
@@ -64,8 +64,18 @@ def limits_of(config: ServeConfig) -> HttpLimits:
             timeout_s=config.template_timeout_s, max_chars=config.max_template_chars
         ),
         max_connections=config.max_connections,
+        max_idle_connections=config.max_idle_connections,
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
         max_unsent_bytes=config.max_unsent_kib << 10,
         unsent_timeout_s=config.unsent_timeout_s,
+    )
+
+
+def hub_limits_of(config: ServeConfig) -> HubLimits:
+    """Return the limits on adapters of the hub that the options describe."""
+    return HubLimits(
+        max_adapter_bytes=config.max_hub_adapter_mib << 20,
+        max_adapters=config.max_hub_adapters,
+        max_cache_bytes=config.max_hub_gib << 30,
     )

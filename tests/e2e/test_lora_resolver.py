@@ -8,11 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from corun.runtime.cli.main import main
 from corun.runtime.demo import demo_adapters_path
 from support.fake_hub import fake_hub
 from support.serving import Served
 
 MAX_ANSWER_S = 1.0
+ADMIN_KEY = "admin"
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +106,14 @@ def test_a_hub_that_cannot_be_reached(http: httpx.Client, folders: dict[str, Pat
         "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folders["cache"]),
         "HF_HUB_OFFLINE": "0",
     }  # fmt: skip
-    with (
-        Served("--lora-resolver", "hub", "--cpu-threads", "1", environment=environment) as served,
-        served.client() as cut_off,
-    ):
+    options = ("--lora-resolver", "hub", "--cpu-threads", "1", "--admin-key", ADMIN_KEY)
+    with Served(*options, environment=environment) as served, served.client() as cut_off:
+        for unregistered in ("acme/upper", "acme/unknown"):
+            answer = ask(cut_off, unregistered)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed")
+            assert "hub:OWNER" in answer.json()["error"]["message"]
+        assert ask(cut_off, "no-name-of-the-hub").status_code == 404
+        cut_off.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
         assert ask(cut_off, "acme/upper").status_code == 200
         for _ in range(2):  # the second answer is remembered
             answer = ask(cut_off, "acme/unknown")
@@ -117,3 +123,41 @@ def test_a_hub_that_cannot_be_reached(http: httpx.Client, folders: dict[str, Pat
             message = error["message"]
             assert "cannot be fetched from the hub now" in message and "\n" not in message
         assert ask(cut_off, cut_off.get("/v1/models").json()["data"][0]["id"]).status_code == 200
+        del cut_off.headers["Authorization"]
+        assert ask(cut_off, "acme/upper").status_code == 200  # which is registered now
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_hub_without_an_owner_needs_an_admin_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--lora-resolver", "hub", "--api-key", "key"]) == 2
+    assert "--admin-key" in capsys.readouterr().err
+
+
+def test_more_adapters_of_a_hub_than_its_limits_allow(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    shutil.copytree(folders["hub"], large)
+    (large / "adapter_model.safetensors").write_bytes(bytes(2 << 20))
+    repositories = {"acme/upper": folders["hub"], "acme/again": folders["hub"], "acme/large": large}
+    with (
+        fake_hub(repositories) as url,
+        Served(
+            "--cpu-threads", "1", "--lora-resolver", "hub:acme", "--max-hub-adapters", "1",
+            "--max-hub-adapter-mib", "1", "--allow-runtime-lora-updating",
+            environment={
+                "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0",
+            },
+        ) as served,
+        served.client() as http,
+    ):  # fmt: skip
+        assert ask(http, "acme/upper").status_code == 200
+        for name, flag in (("again", "--max-hub-adapters"), ("large", "--max-hub-adapter-mib")):
+            answer = ask(http, f"acme/{name}")
+            assert answer.status_code == 400, answer.text
+            assert flag in answer.json()["error"]["message"]
+        fetched = {path.name for path in (tmp_path / "cache" / "hub").glob("models--*")}
+        assert fetched == {"models--acme--upper"}
+        unloaded = http.post("/v1/unload_lora_adapter", json={"lora_name": "acme/upper"})
+        assert unloaded.status_code == 200
+        assert ask(http, "acme/again@main").status_code == 200

@@ -58,9 +58,9 @@ def _content(repositories: Mapping[str, Path], path: str) -> bytes | None:
     for name, folder in repositories.items():
         files = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
         if path == f"/api/models/{name}/revision/main":
-            siblings = [{"rfilename": file} for file in files]
+            siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
             return json.dumps({"id": name, "sha": _COMMIT, "siblings": siblings}).encode()
-        start = f"/{name}/resolve/main/"
+        start = f"/{name}/resolve/{_COMMIT}/"
         if path.startswith(start):
             return files.get(path.removeprefix(start))
     return None

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from ..wire import AGENT_FILES_PATH, Manifest, StoredFile
+from ..wire import AGENT_FILES_PATH, Manifest, StoredFile, decode
 from .files import CHUNK_BYTES, Write, is_wellformed, new_file, write_manifest
 
 SILENT_S = 2.0  # without a byte for so long, the peer is lost
@@ -51,7 +51,7 @@ class PeerFiles:
         response = self._get("")
         try:
             body = response.read(_MAX_MANIFEST_BYTES)
-            manifest = msgspec.json.decode(body, type=Manifest)
+            manifest = decode(body, Manifest)
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise self._lost(error) from None
         if manifest.digest != self._digest or not is_wellformed(manifest):

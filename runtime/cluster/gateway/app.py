@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from ...errors import UnknownModelError
 from ...server.answers import Health, ModelCard, ModelList, Readiness, Version
+from ...server.connection import GENERATING_PATHS
 from ...server.errors import error_response
 from ...server.metrics import CONTENT_TYPE
 from ...server.middleware import AuthMiddleware, Handler, guarded, plain_app
@@ -19,7 +20,6 @@ from .forwarding import ForwardingEndpoint
 from .metrics import GatewayMetrics
 from .state import GatewayState
 
-_GENERATING = ("/v1/completions", "/v1/chat/completions")
 _FORWARDED = ("/tokenize", "/detokenize")
 
 
@@ -28,8 +28,8 @@ def build_gateway_app(
 ) -> ASGIApp:
     """Return the application for ``state``."""
     forwarding: dict[str, ASGIApp] = {
-        path: ForwardingEndpoint(state, path, generates=path in _GENERATING)
-        for path in (*_GENERATING, *_FORWARDED)
+        path: ForwardingEndpoint(state, path, generates=path in GENERATING_PATHS)
+        for path in (*GENERATING_PATHS, *_FORWARDED)
     }
     basic = _BasicGatewayRoutes(state, metrics)
     routes = [

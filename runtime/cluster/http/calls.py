@@ -7,6 +7,7 @@ import aiohttp
 import msgspec
 
 from ...server.errors import ErrorBody, HttpError
+from ..wire import decode
 
 CONNECT_TIMEOUT_S = 2.0
 _MAX_CHARS_SHOWN = 200
@@ -48,7 +49,7 @@ async def call(
     if status >= 400:
         raise refusal_of(url, status, answer)
     try:
-        return msgspec.json.decode(answer, type=kind)
+        return decode(answer, kind)
     except msgspec.DecodeError as error:
         raise UnreachableError(f"invalid answer from {url}: {error}") from None
 
@@ -77,7 +78,7 @@ async def fetch(
 def refusal_of(url: str, status: int, answer: bytes) -> HttpError:
     """Return the error in another process's answer."""
     try:
-        error = msgspec.json.decode(answer, type=ErrorBody).error
+        error = decode(answer, ErrorBody).error
     except msgspec.DecodeError:
         return UnreachableError(f"{url} answers {status}, without an error of corun")
     return HttpError(status, error.message, code=error.code, param=error.param)

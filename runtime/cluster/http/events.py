@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from ..wire import decode
 from .calls import CONNECT_TIMEOUT_S, UnreachableError, refusal_of
 
 MAX_EVENT_BYTES = 64 * 2**20
@@ -62,7 +63,6 @@ async def read_events(
         UnreachableError: There is no stream, it ends, or it is silent for ``silent_s``.
         HttpError: The other side refuses.
     """
-    decoder = msgspec.json.Decoder(kind)
     try:
         async with asyncio.timeout(max(silent_s, CONNECT_TIMEOUT_S)):
             response = await session.get(url, headers={"Accept": _CONTENT_TYPE})
@@ -73,7 +73,7 @@ async def read_events(
             if response.content_type != _CONTENT_TYPE:
                 raise UnreachableError(f"{url} does not answer with a stream of events")
             async for event in _events_of(response.content, silent_s):
-                yield decoder.decode(event)
+                yield decode(event, kind)
     except TimeoutError:
         raise UnreachableError(f"{url} was silent for {silent_s:g} s") from None
     except msgspec.DecodeError as error:

@@ -14,6 +14,7 @@ from aiohttp import web
 from ...errors import InvalidKeyError
 from ...server.access import Keys
 from ...server.errors import SHUTTING_DOWN, ErrorReply, HttpError, error_reply, routing_reply
+from ..wire import decode
 
 MAX_BODY_BYTES = 64 * 2**20  # of messages between processes of a cluster
 _BACKLOG = 2048
@@ -70,7 +71,7 @@ async def read_struct(request: web.Request, kind: type[_T]) -> _T:
     """Read the body as JSON of ``kind``. Raises ``HttpError`` if it is not."""
     body = await request.read()
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode(body, kind)
     except msgspec.ValidationError as error:
         code, what = "invalid_value", str(error)
     except msgspec.DecodeError as error:

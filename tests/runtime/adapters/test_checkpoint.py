@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corun.runtime.adapters.checkpoint import Checkpoint
+from corun.runtime.adapters.checkpoint import Checkpoint, is_complete
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from support.damage import JSON_VALUES, damaged, few_and_many
 
 _NAME = "adapter_model.safetensors"
 
@@ -203,3 +206,102 @@ def test_tensors_come_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
         found = [raw.name for raw, _ in checkpoint.read(reversed(checkpoint.tensors))]
     assert found == ["b", "a"]
+
+
+NUM_CASES = [200, pytest.param(20_000, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_a_damaged_file_is_read_as_it_is_or_refused(tmp_path: Path, num_cases: int) -> None:
+    path = write(tmp_path) / _NAME
+    genuine = path.read_bytes()
+
+    @few_and_many(num_cases)
+    @given(data=damaged(genuine))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            found = read(tmp_path)
+        except AdapterError:
+            return
+        assert is_complete(tmp_path)
+        assert_is(found, data)
+
+    check()
+
+
+def assert_is(found: list[Tensor], data: bytes) -> None:
+    """Compare tensors with the header, read in the simplest way."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    entries.pop("__metadata__", None)
+    assert [raw.name for raw, _ in found] == sorted(entries)
+    for raw, values in found:
+        entry = entries[raw.name]
+        begin, end = entry["data_offsets"]
+        assert (raw.dtype, raw.shape) == (entry["dtype"], tuple(entry["shape"]))
+        assert bytes(values) == data[start + begin : start + end]
+
+
+_ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "U8", "F4", 1, None]),
+        "shape": st.lists(st.integers(-1, 4) | JSON_VALUES, max_size=4) | JSON_VALUES,
+        "data_offsets": st.lists(st.integers(0, 16) | JSON_VALUES, max_size=3) | JSON_VALUES,
+    }
+)
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_any_header_is_read_as_it_is_or_refused(tmp_path: Path, num_cases: int) -> None:
+    @few_and_many(num_cases)
+    @given(
+        header=st.dictionaries(
+            st.sampled_from(["a", "b", "__metadata__", ""]), _ENTRIES | JSON_VALUES, max_size=3
+        ),
+        num_data_bytes=st.integers(0, 16),
+    )
+    def check(header: dict[str, Any], num_data_bytes: int) -> None:
+        encoded = json.dumps(header).encode()
+        write_header(tmp_path, encoded, bytes(num_data_bytes))
+        try:
+            found = read(tmp_path)
+        except AdapterError:
+            assert not is_complete(tmp_path) or not header.keys() - {"__metadata__"}
+            return
+        assert_is(found, (tmp_path / _NAME).read_bytes())
+
+    check()
+
+
+_LONG = 2**20
+_BEGIN = b'{"a":{"dtype":"F32","data_offsets":[0,4],"shape":['
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (_BEGIN + b"9" + b",9" * _LONG + b"]}}", "1048577 dimensions, more than 8"),
+        (_BEGIN + b"-1" + b",9" * _LONG + b"]}}", "no valid shape"),
+        (b'{"%b":{"dtype":"F32"}}' % (b"a." * _LONG), "a name of 2097152 characters"),
+        (b'{"a":{"dtype":"%b"}}' % (b"F" * _LONG), "the unknown type"),
+        (b" " * (17 << 20), "more than 16777216"),
+    ],
+    ids=["many sizes", "many wrong sizes", "a long name", "a long type", "a long header"],
+)
+def test_a_header_that_would_take_long_is_refused_in_a_short_message(
+    tmp_path: Path, header: bytes, reason: str
+) -> None:
+    write_header(tmp_path, header, bytes(4))
+    with pytest.raises(AdapterError, match=reason) as caught:
+        read(tmp_path, max_tensor_bytes=1 << 30)
+    assert len(str(caught.value)) < 2000
+    assert not is_complete(tmp_path)
+
+
+def test_a_length_of_the_header_beyond_the_file_reads_nothing(tmp_path: Path) -> None:
+    for length in (2**64 - 1, 2**63, 2**40):
+        (tmp_path / _NAME).write_bytes(length.to_bytes(8, "little") + b"{}")
+        with pytest.raises(AdapterError, match=f"its header should have {length} bytes"):
+            read(tmp_path)
+        assert not is_complete(tmp_path)

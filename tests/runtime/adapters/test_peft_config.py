@@ -1,12 +1,15 @@
 """The allow-list of configuration fields."""
 
+import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.peft_config import (
     IGNORED_FIELDS,
     REFUSAL_REASONS,
@@ -16,6 +19,8 @@ from corun.runtime.adapters.peft_config import (
 )
 from corun.runtime.adapters.peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
 from corun.runtime.errors import AdapterError
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -28,6 +33,7 @@ from peft import (
     TaskType,
     VeraConfig,
 )
+from support.damage import JSON_VALUES, damaged, few_and_many
 
 _PATH = Path("some/adapter_config.json")
 _MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -239,3 +245,109 @@ def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(AdapterError) as caught:
         parse(trainable_token_indices=["m" * 10_000])
     assert len(str(caught.value)) < 500
+
+
+NUM_CASES = [200, pytest.param(20_000, marks=pytest.mark.full)]
+PATHS = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.up_proj", "lm_head", "")
+
+
+def use(spec: LoraSpec) -> None:
+    """Read what the loader reads. A pattern may take too long, which the loader reports."""
+    json.dumps(spec.effective_fields())
+    for path in PATHS:
+        with contextlib.suppress(TimeoutError):
+            assert spec.targets(path) in (True, False)
+            assert 1 <= spec.rank(path) < 2**31
+            assert math.isfinite(spec.scaling(path))
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_a_damaged_file_is_a_configuration_or_refused(tmp_path: Path, num_cases: int) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"layers.1.*": 8})
+    config.save_pretrained(str(tmp_path))
+    path = tmp_path / "adapter_config.json"
+    genuine = path.read_bytes()
+
+    @few_and_many(num_cases)
+    @given(data=damaged(genuine))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            spec = read_peft_config(tmp_path)
+        except AdapterError:
+            return
+        assert spec.r == json.loads(data)["r"]
+        use(spec)
+
+    check()
+
+
+_PATTERNS = st.text("ab.*+?()[]{}|^$\\d1,", max_size=12) | st.sampled_from(
+    ["(a|a)*b", "(.*)*$", "q_proj", "(?P<layer>x)", "(?i)q", r"\1", "(", "a{9999}{9999}", ".*"]
+)
+_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "r": st.integers(-1, 300) | JSON_VALUES,
+        "lora_alpha": st.integers() | st.floats() | JSON_VALUES,
+        "use_rslora": JSON_VALUES,
+        "target_modules": _PATTERNS | st.lists(_PATTERNS, max_size=3) | JSON_VALUES,
+        "exclude_modules": _PATTERNS | st.lists(_PATTERNS, max_size=3) | JSON_VALUES,
+        "rank_pattern": st.dictionaries(_PATTERNS, st.integers() | JSON_VALUES, max_size=3),
+        "alpha_pattern": st.dictionaries(_PATTERNS, st.floats() | JSON_VALUES, max_size=3),
+        "layers_to_transform": st.lists(st.integers(), max_size=3) | JSON_VALUES,
+        "layers_pattern": _PATTERNS | st.lists(_PATTERNS, max_size=3) | JSON_VALUES,
+        "modules_to_save": JSON_VALUES,
+        "init_lora_weights": st.text(max_size=8) | JSON_VALUES,
+        "peft_type": JSON_VALUES,
+        "bias": JSON_VALUES,
+        "base_model_name_or_path": JSON_VALUES,
+    },
+)
+
+
+@pytest.mark.parametrize("num_cases", NUM_CASES)
+def test_any_values_are_a_configuration_or_refused(tmp_path: Path, num_cases: int) -> None:
+    @few_and_many(num_cases)
+    @given(fields=_FIELDS, others=st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=2))
+    def check(fields: dict[str, Any], others: dict[str, Any]) -> None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(others | _MINIMAL | fields))
+        try:
+            spec = read_peft_config(tmp_path)
+        except AdapterError as error:
+            assert len(str(error)) < 2000 + len(str(tmp_path))
+            return
+        use(spec)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["bias", "rank_pattern", "target_modules", "unknown"])
+@pytest.mark.parametrize("num_levels", [10, *range(900, 1000, 4), 10_000])
+def test_values_of_many_levels_are_refused(tmp_path: Path, name: str, num_levels: int) -> None:
+    value = "[" * num_levels + "]" * num_levels
+    if name == "rank_pattern":
+        value = f'{{"a": {value}}}'
+    fields = json.dumps(_MINIMAL)[1:-1]
+    (tmp_path / "adapter_config.json").write_text(f'{{{fields}, "{name}": {value}}}')
+    with pytest.raises(AdapterError):
+        read_peft_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": {f"layers.{one}.x": 1 for one in range(5000)}},
+        {"layers_pattern": [f"h{one}" for one in range(5000)], "layers_to_transform": [0]},
+    ],
+)
+def test_very_many_patterns_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(AdapterError, match="has 5000 patterns, at most 4096"):
+        parse(**fields)
+
+
+@pytest.mark.parametrize("rank", [2**31, 10**400])
+def test_a_rank_that_no_adapter_has(rank: int) -> None:
+    for fields in ({"r": rank}, {"rank_pattern": {"a": rank}}):
+        with pytest.raises(AdapterError, match="a rank is an integer from 1"):
+            parse(**fields)

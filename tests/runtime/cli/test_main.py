@@ -60,6 +60,46 @@ def test_flags_set_fields(tmp_path: Path) -> None:
     assert serve.port == 0
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-key"])
+def test_a_flag_takes_several_keys(flag: str) -> None:
+    engine, serve = _configs("m", flag, "one", "two", "--port", "0", flag, "three")
+    assert engine.model == "m"
+    assert getattr(serve, flag[2:].replace("-", "_")) == ("one", "two", "three")
+    assert _configs(flag, "one", "two")[0].model == str(demo_model_path())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["secret-b", "--api-key", "secret-a", "secret-b"],
+        ["secret-b", "--admin-key", "secret-b"],
+        ["secret-b", "--api-key-file", "{file}"],
+        ["secret-b", "--admin-key-file", "{file}"],
+        ["--api-key", "secret-a", "secret-b/model"],
+        ["--api-key", "secret-a", "--admin-key", "secret-a", "{directory}"],
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "cluster"])
+def test_a_key_is_not_taken_for_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    command: str, argv: list[str],
+) -> None:  # fmt: skip
+    (tmp_path / "secret-b").write_text("secret-a\nsecret-b\n")
+    places = {"file": "secret-b", "directory": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    error = _fails(capsys, [command, *(one.format(**places) for one in argv)])
+    assert "MODEL" in error and "-key" in error
+    assert "secret" not in error and str(tmp_path) not in error
+
+
+def test_a_model_of_the_environment_leaves_all_values_to_the_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CORUN_MODEL", "some/model")
+    engine, serve = _configs("--api-key", "one", "of/two")
+    assert (engine.model, serve.api_key) == ("some/model", ("one", "of/two"))
+
+
 def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(

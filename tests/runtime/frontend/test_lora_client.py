@@ -1,6 +1,7 @@
 """Resolvers are asked once for each name and any number of requests, and not again for a while."""
 
 import asyncio
+import contextvars
 import errno
 import os
 from collections.abc import Callable, Coroutine
@@ -12,11 +13,18 @@ from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.names import FAILED
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ThreadClient
-from corun.runtime.errors import AdapterError, ConfigError, CorunError, UnknownModelError
+from corun.runtime.errors import (
+    AdapterError,
+    AdminKeyNeededError,
+    ConfigError,
+    CorunError,
+    UnknownModelError,
+)
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.lora_client import LoraClient
 from corun.runtime.frontend.lora_resolvers import HubResolver, make_resolver
 from corun.runtime.frontend.outputs import LoRARequest
+from corun.runtime.frontend.requester import IS_ADMIN
 from support.fake_core import FACTORY
 
 
@@ -153,6 +161,35 @@ def test_a_hub_says_in_one_line_that_it_is_offline() -> None:
     with pytest.raises(UnknownModelError, match="offline mode is enabled") as caught:
         asyncio.run(HubResolver().resolve_lora("base", "acme/no-such-adapter"))
     assert "\n" not in str(caught.value)
+
+
+def test_only_an_administrator_has_any_adapter_of_the_hub_fetched(tokenizer_dir: str) -> None:
+    async def test() -> None:
+        client = ThreadClient(EngineConfig(model=tokenizer_dir), factory=FACTORY)
+        loras, other = LoraClient(client), Resolver("of/another", "/")
+        loras.add_resolver(HubResolver())
+        loras.add_resolver(HubResolver("acme"))
+        loras.add_resolver(other)
+        other.may_answer.set()
+
+        def find(name: str, *, is_admin: bool) -> asyncio.Task[None]:
+            context = contextvars.copy_context()
+            context.run(IS_ADMIN.set, is_admin)
+            return asyncio.create_task(loras.find(name), context=context)
+
+        for _ in range(2):
+            with pytest.raises(AdminKeyNeededError, match="hub:OWNER"):
+                await find("some/adapter", is_admin=False)
+            with pytest.raises(UnknownModelError, match="offline"):  # what others got is not kept
+                await find("some/adapter", is_admin=True)
+        with pytest.raises(UnknownModelError, match="offline"):
+            await find("acme/adapter", is_admin=False)
+        await find("no-name-of-the-hub", is_admin=False)
+        assert [name for _, name in other.asked] == [
+            "some/adapter", "some/adapter", "acme/adapter", "no-name-of-the-hub"
+        ]  # fmt: skip
+
+    asyncio.run(test())
 
 
 def test_what_cannot_be_loaded_is_not_tried_again_at_once(run: Callable[..., None]) -> None:

@@ -29,7 +29,7 @@ class RunningServer:
         self.state: ServerState = make_state(engine, settings, now_s=1_700_000_000)
         config = uvicorn.Config(
             build_app(self.state), host="127.0.0.1", port=0, log_config=None, lifespan="off",
-            timeout_graceful_shutdown=2,
+            ws="none", timeout_graceful_shutdown=2,
             http=connection_class(settings.limits, self.state.metrics.connections_ended),
         )  # fmt: skip
         self._server = uvicorn.Server(config)

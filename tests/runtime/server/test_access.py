@@ -107,6 +107,27 @@ def test_keys_come_from_options_and_files(tmp_path: Path) -> None:
     assert access.admin.have(b"root")
 
 
+def test_a_model_is_no_key() -> None:
+    access = Access(Keys(["user"]), Keys(["admin"]))
+    access.check_model("a/model")
+    access.check_model(None)
+    for key in ("user", "admin"):
+        with pytest.raises(ConfigError, match="MODEL") as caught:
+            access.check_model(key)
+        assert key not in str(caught.value)
+
+
+def test_which_requests_are_an_administrators() -> None:
+    access = Access(Keys(["user"]), Keys(["admin"]), frozenset({"/metrics"}))
+    for path in ("/v1/completions", "/v1/load_lora_adapter"):
+        assert access.check("POST", path, bearer("admin"))
+    assert not access.check("POST", "/v1/completions", bearer("user"))
+    only_admins = Access(admin=Keys(["admin"]))
+    for headers, is_admin in (({}, False), (bearer("x"), False), (bearer("admin"), True)):
+        assert only_admins.check("POST", "/v1/completions", headers) is is_admin
+    assert not Access().check("POST", "/v1/completions", bearer("admin"))
+
+
 @pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff"])
 def test_files_without_keys_are_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys"

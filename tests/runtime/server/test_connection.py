@@ -11,10 +11,12 @@ import httpx
 import pytest
 import uvicorn
 from corun.runtime.limits import HttpLimits
+from corun.runtime.server.access import Access, Keys
 from corun.runtime.server.app import build_app
-from corun.runtime.server.connection import Connection, connection_class
+from corun.runtime.server.connection import GENERATING_PATHS, Connection, connection_class
 from corun.runtime.server.metrics import ServerMetrics
 from corun.runtime.server.request_ids import answer_id, given_id
+from corun.runtime.server.route_docs import ROUTE_DOCS
 from corun.runtime.server.settings import AppSettings
 from corun.runtime.server.state import make_state
 from support.fake_engine import FakeEngine
@@ -111,6 +113,17 @@ def test_a_body_that_is_late_after_its_answer(start_server: Callable[..., Any]) 
     assert answers.startswith(b"HTTP/1.1 404") and answers.count(b"HTTP/1.1") == 1
 
 
+def test_a_connection_with_a_body_after_its_answer_is_not_kept(
+    start_server: Callable[..., Any],
+) -> None:
+    server = start_server(FakeEngine(), limits=HttpLimits(header_timeout_s=0.2))
+    with connected(server) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        sock.sendall(bytes(100_000))
+        assert error_of(rest(sock)) == (408, "header_timeout")
+
+
 def test_a_large_head(server: Any) -> None:
     with connected(server) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 11_000)
@@ -124,6 +137,173 @@ def test_what_is_not_http(server: Any, sent: bytes) -> None:
     with connected(server) as sock:
         sock.sendall(sent)
         assert error_of(rest(sock)) == (400, "invalid_http")
+
+
+def head_of(num_bytes: int) -> bytes:
+    """A head whose target, names and values have this size with four bytes for each line."""
+    start, end = b"GET /health HTTP/1.1\r\nHost: x\r\na: ", b"\r\n\r\n"
+    counted = len(b"/health") + len(b"Hostx") + len(b"a") + 2 * 4
+    return start + b"b" * (num_bytes - counted) + end
+
+
+@pytest.mark.parametrize(("num_more", "status"), [(0, 200), (1, 431), (100_000, 431)])
+def test_a_head_is_limited_to_the_byte(server: Any, num_more: int, status: int) -> None:
+    with connected(server) as sock:
+        sock.sendall(head_of((64 << 10) + num_more))
+        sock.shutdown(socket.SHUT_WR)
+        assert rest(sock).startswith(b"HTTP/1.1 %d" % status)
+
+
+def test_a_large_head_behind_another_request(server: Any) -> None:
+    with connected(server) as sock:
+        sock.sendall(POST + b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
+        answer = reset_or_rest(sock)
+        assert b"head_too_large" in answer or not answer
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nhost: x\r\n", 400),
+        (b"GET /health HTTP/1.0\r\nHost: x\r\nHost: y\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x y\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x/y\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: u@x\r\n", 400),
+        (b"GET http://x/health HTTP/1.1\r\n", 400),
+        (b"GET /health HTTP/1.0\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost:\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: [::1]:8000\r\n", 200),
+        (b"GET http://x/health HTTP/1.1\r\nHost: a_b.example%20:80\r\n", 200),
+    ],
+)
+def test_one_host(server: Any, head: bytes, status: int) -> None:
+    with connected(server) as sock:
+        sock.sendall(head + b"Connection: close\r\n\r\n")
+        answer = rest(sock)
+    assert int(answer.split()[1]) == status
+    if status == 400:
+        assert error_of(answer) == (400, "invalid_http") and b"Host" in answer
+
+
+def test_a_trailer_is_no_header(start_server: Callable[..., Any]) -> None:
+    server = start_server(FakeEngine(), access=Access(Keys(["key"])))
+    chunked = (
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        b"Connection: close\r\n\r\nf\r\n" + b'{"prompt":"hi"}' + b"\r\n0\r\n"
+        b"Authorization: Bearer key\r\n\r\n"
+    )
+    with connected(server) as sock:
+        sock.sendall(chunked)
+        assert rest(sock).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt":"hi"}',
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_a_client_that_sends_nothing_more_is_answered(server: Any, request_bytes: bytes) -> None:
+    with connected(server) as sock:
+        sock.sendall(request_bytes)
+        sock.shutdown(socket.SHUT_WR)
+        answer = rest(sock)
+    num_requests = request_bytes.count(b"HTTP/1.")
+    assert answer.count(b"HTTP/1.1 200") == num_requests
+    assert b"connection: close" in answer
+
+
+def test_a_request_that_generates_ends_with_what_its_client_sends(
+    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None]
+) -> None:
+    engine = type(engine)()
+    engine.held.set()
+    server = start_server(engine)
+    with connected(server) as sock:
+        sock.sendall(POST)
+        wait_until(lambda: engine.num_open == 1)
+        sock.shutdown(socket.SHUT_WR)
+        assert rest(sock) == b""
+        wait_until(lambda: engine.num_aborted == 1)
+    wait_until(lambda: not len(server.state.open_requests))
+
+
+def test_routes_that_generate(server: Any) -> None:
+    generating = {path for _, path in ROUTE_DOCS if path.endswith("completions")}
+    assert set(GENERATING_PATHS) == generating
+
+
+def test_a_client_with_too_many_idle_connections(
+    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None]
+) -> None:
+    engine = type(engine)()
+    engine.held.set()
+    server = start_server(engine, limits=HttpLimits(max_idle_connections=3))
+    with ExitStack() as stack:
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            sock = stack.enter_context(connected(server))
+            sock.sendall(sent)
+            return sock
+
+        busy = [connect(POST) for _ in range(2)]  # which are not idle
+        wait_until(lambda: engine.num_open == 2)
+        oldest, half_head = connect(), connect(HALF_HEAD)
+        half_body = connect(POST[:-3])
+        served = connect(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert error_of(rest(oldest)) == (503, "too_many_idle_connections")
+        assert served.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connect()
+        answer = rest(half_head)
+        assert error_of(answer) == (503, "too_many_idle_connections")
+        assert b"more than 3 connections" in answer and b"--max-idle-connections" in answer
+        connect()
+        answer = rest(half_body)
+        assert error_of(answer) == (503, "too_many_idle_connections")
+        assert b"x-request-id: mine\r\n" in answer
+        connect()
+        assert rest(served) == b""  # it has its answer
+        with socket.create_connection(
+            ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
+        ) as another_client:
+            another_client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert another_client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        engine.held.clear()
+        for sock in busy:
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    assert server.state.metrics.connections_ended["too_many_idle_connections"] == 4
+
+
+def test_idle_connections_without_a_limit(start_server: Callable[..., Any]) -> None:
+    server = start_server(FakeEngine(), limits=HttpLimits(max_idle_connections=0))
+    with ExitStack() as stack:
+        socks = [stack.enter_context(connected(server)) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_flood_of_bad_requests_is_one_line(
+    start_server: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(FakeEngine())
+    upgrade = (
+        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    )
+    for sent, status in ((b"hello\r\n\r\n", 400), (upgrade, 200)):
+        for _ in range(10):
+            with connected(server) as sock:
+                sock.sendall(sent)
+                answer = rest(sock)
+                assert answer.startswith(b"HTTP/1.1 %d" % status)
+                assert b"connection: close" in answer
+    invalid, upgrades = [record.getMessage() for record in caplog.records]
+    assert invalid == "refused 1 requests that are not valid HTTP/1.1"
+    assert upgrades.startswith("answered 1 requests without the upgrade")
 
 
 def test_too_many_connections(

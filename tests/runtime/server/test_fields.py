@@ -73,6 +73,16 @@ def test_refused_fields_say_what_to_write(http: httpx.Client, path: str) -> None
             assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_priority_is_not_ignored(http: httpx.Client, path: str) -> None:
+    body = chat() if path == CHAT else {"prompt": "hi"}
+    for priority in (1, -1, "high", False):
+        answer = http.post(path, json=body | {"priority": priority})
+        assert answer.status_code == 400
+        assert "--scheduling-policy" in answer.json()["error"]["message"]
+    assert http.post(path, json=body | {"priority": 0}).status_code == 200
+
+
 def test_what_clients_put_into_messages_passes(http: httpx.Client, engine: Any) -> None:
     user: dict[str, Any] = {"role": "user", "content": "hi"}
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}

@@ -228,6 +228,29 @@ def test_tokens_of_streams_without_usage_are_sampled() -> None:
     in_cluster(work, ScriptedEngine("e0", answer))
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    ],
+)
+def test_a_gateway_checks_heads_as_a_server_does(head: bytes, status: int) -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head)
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        writer.close()
+
+    in_cluster(work)
+
+
 def test_a_gateway_says_which_routes_it_has() -> None:
     async def work(cluster: GatewayCluster) -> None:
         _, document = await cluster.get("/openapi.json")
