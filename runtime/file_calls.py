@@ -1,0 +1,223 @@
+"""Calls to file systems that may not answer: a dead network mount blocks its caller for good.
+
+Each call runs in a thread of its own pool and has a deadline. After the deadline the call is left
+to its thread, and its path counts as silent until the call returns: later calls for this path fail
+at once, so that a dead mount occupies one thread. The threads do not delay the process's end.
+"""
+
+import asyncio
+import errno
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..cpu_workers.affinity import place_thread
+
+_LOG = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 10.0  # without progress
+_SLICE_S = 0.5  # waited at once: a process that was stopped has waited for one slice
+_MAX_SILENT = 16  # calls, each of which occupies a thread
+_MAX_IDLE = 4  # threads
+
+Result = TypeVar("Result")
+
+
+class SilentError(TimeoutError):
+    """A file system does not answer."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        reason = f"the file system does not answer within {timeout_s:g} s"
+        super().__init__(errno.ETIMEDOUT, reason, path)
+
+
+@dataclass(slots=True)
+class Place:
+    """What a call works on, and its progress. Written by the call, read by its caller."""
+
+    path: str
+    num_steps: int = 0
+    left_after_s: float | None = None  # the deadline that the call has passed
+
+    def move(self, path: str) -> None:
+        """The call works on another path from now on; see ``step``."""
+        self.step()
+        self.path = path
+
+    def step(self) -> None:
+        """The file system has answered. Raises ``SilentError`` if the caller does not wait."""
+        if self.left_after_s is not None:
+            raise SilentError(self.path, self.left_after_s)
+        self.num_steps += 1
+
+
+@dataclass(slots=True)
+class _Job:
+    function: Callable[[Place], Any]
+    place: Place
+    has_deadline: bool
+    future: "Future[Any]" = field(default_factory=Future)
+    is_over: bool = False
+    silent_path: str | None = None  # once its deadline has passed
+
+
+class _Current(threading.local):
+    place: Place | None = None  # of the running job with a deadline, in its thread
+
+
+_current = _Current()
+
+
+class FileCalls:
+    """A pool of threads. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[_Job]] = []
+        self._silent: list[str] = []  # paths, one for each thread that waits
+        self._cpus: tuple[int, ...] = ()
+
+    def place(self, cpus: tuple[int, ...]) -> None:
+        """Set the cores of threads that start from now on; () = those of their callers."""
+        self._cpus = cpus
+
+    def call(
+        self, function: Callable[[Place], Result], path: str, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Result:
+        """Return what ``function`` returns, or raise what it raises.
+
+        ``path``: what it reads; ``function`` may move the place that it gets. A call inside another
+        one runs in its thread. Raises ``SilentError`` if there is no progress for ``timeout_s``, or
+        an earlier call for this path has not returned yet.
+        """
+        if _current.place is not None:
+            return function(_current.place)
+        job = self._begin(function, path, timeout_s)
+        num_steps, waited_s = 0, 0.0
+        while not _is_done(job.future, min(_SLICE_S, timeout_s)):
+            waited_s += _SLICE_S
+            if job.place.num_steps != num_steps:
+                num_steps, waited_s = job.place.num_steps, 0.0
+            if waited_s >= timeout_s:
+                raise self._left(job, timeout_s)
+        result: Result = job.future.result()
+        return result
+
+    async def answer(
+        self, function: Callable[[Place], Result], path: str,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+    ) -> Result:  # fmt: skip
+        """Do as ``call`` does, without blocking the event loop.
+
+        ``timeout_s``: for all of it; None = no deadline, for work that consists of calls.
+        """
+        job = self._begin(function, path, timeout_s)
+        waiting = asyncio.wrap_future(job.future)
+        waiting.add_done_callback(_retrieve)  # its caller may be gone
+        waited_s = 0.0
+        while not waiting.done():
+            await asyncio.wait((waiting,), timeout=None if timeout_s is None else _SLICE_S)
+            waited_s += _SLICE_S
+            if timeout_s is not None and waited_s >= timeout_s and not waiting.done():
+                raise self._left(job, timeout_s)
+        return waiting.result()
+
+    def begin(self, function: Callable[[Place], object], path: str) -> None:
+        """Have a thread call ``function``, which handles its own errors.
+
+        Raises ``SilentError`` if an earlier call for this path has not returned yet.
+        """
+        self._begin(function, path, None)
+
+    def is_silent(self, path: str) -> bool:
+        """Whether an earlier call for this path, or for one above it, has not returned."""
+        return any(path == one or path.startswith(f"{one}/") for one in self._silent)
+
+    def _begin(
+        self, function: Callable[[Place], Any], path: str, timeout_s: float | None
+    ) -> _Job:  # fmt: skip
+        with self._lock:
+            if self._silent and (len(self._silent) >= _MAX_SILENT or self.is_silent(path)):
+                raise SilentError(path, ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
+            jobs = self._idle.pop() if self._idle else None
+        job = _Job(function, Place(path), timeout_s is not None)
+        if jobs is None:
+            jobs = queue.SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(jobs,), name="corun-files", daemon=True
+            ).start()
+        jobs.put(job)
+        return job
+
+    def _left(self, job: _Job, timeout_s: float) -> SilentError:
+        """Leave a job to its thread; return the error of its caller."""
+        path, job.place.left_after_s = job.place.path, timeout_s
+        with self._lock:
+            if not job.is_over:
+                job.silent_path = path
+                self._silent = [*self._silent, path]
+        _LOG.warning(
+            "%s: the file system does not answer within %g s; files there cannot be read until it "
+            "answers", path, timeout_s,
+        )  # fmt: skip
+        return SilentError(path, timeout_s)
+
+    def _run(self, jobs: "queue.SimpleQueue[_Job]") -> None:
+        place_thread(self._cpus)
+        while True:
+            job = jobs.get()
+            job.future.set_running_or_notify_cancel()  # so that it cannot be cancelled
+            result = error = None
+            _current.place = job.place if job.has_deadline else None
+            try:
+                result = job.function(job.place)
+            except BaseException as raised:
+                error = raised
+            is_needed = self._end(job, jobs)
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)
+            if not is_needed:
+                return
+            del job, result, error  # nothing is kept alive until the next job
+
+    def _end(self, job: _Job, jobs: "queue.SimpleQueue[_Job]") -> bool:
+        """The job's function has returned; return whether its thread takes more jobs.
+
+        This precedes the result, as the caller may begin the next job at once.
+        """
+        with self._lock:
+            job.is_over = True
+            path = job.silent_path
+            if path is not None:
+                silent = list(self._silent)
+                silent.remove(path)
+                self._silent = silent
+            is_needed = len(self._idle) < _MAX_IDLE
+            if is_needed:
+                self._idle.append(jobs)
+        if path is not None:
+            _LOG.info("%s: the file system answers again", path)
+        return is_needed
+
+
+def _is_done(future: "Future[Any]", timeout_s: float) -> bool:
+    try:
+        future.exception(timeout_s)
+    except TimeoutError:  # of this wait: an exception of the job is returned
+        return False
+    return True
+
+
+def _retrieve(waiting: "asyncio.Future[Any]") -> None:
+    if not waiting.cancelled():
+        waiting.exception()
+
+
+FILES = FileCalls()
+"""The pool of this process."""
