@@ -75,7 +75,8 @@ _current = _Current()
 class FileCalls:
     """A pool of threads. Any thread may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s  # without progress
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[_Job]] = []
         self._silent: list[str] = []  # paths, one for each thread that waits
@@ -86,44 +87,45 @@ class FileCalls:
         self._cpus = cpus
 
     def call(
-        self, function: Callable[[Place], Result], path: str, timeout_s: float = ANSWER_TIMEOUT_S
+        self, function: Callable[[Place], Result], path: str, timeout_s: float | None = None
     ) -> Result:
         """Return what ``function`` returns, or raise what it raises.
 
         ``path``: what it reads; ``function`` may move the place that it gets. A call inside another
-        one runs in its thread. Raises ``SilentError`` if there is no progress for ``timeout_s``, or
-        an earlier call for this path has not returned yet.
+        one runs in its thread. Raises ``SilentError`` if there is no progress for ``timeout_s``
+        (None = that of the pool), or an earlier call for this path has not returned yet.
         """
         if _current.place is not None:
             return function(_current.place)
-        job = self._begin(function, path, timeout_s)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        job = self._begin(function, path, has_deadline=True)
         num_steps, waited_s = 0, 0.0
         while not _is_done(job.future, min(_SLICE_S, timeout_s)):
             waited_s += _SLICE_S
             if job.place.num_steps != num_steps:
                 num_steps, waited_s = job.place.num_steps, 0.0
-            if waited_s >= timeout_s:
-                raise self._left(job, timeout_s)
+            if waited_s >= timeout_s and self._leave(job, timeout_s):
+                raise SilentError(job.place.path, timeout_s)
         result: Result = job.future.result()
         return result
 
     async def answer(
-        self, function: Callable[[Place], Result], path: str,
-        timeout_s: float | None = ANSWER_TIMEOUT_S,
-    ) -> Result:  # fmt: skip
+        self, function: Callable[[Place], Result], path: str, *, has_deadline: bool = True
+    ) -> Result:
         """Do as ``call`` does, without blocking the event loop.
 
-        ``timeout_s``: for all of it; None = no deadline, for work that consists of calls.
+        The deadline is that of the pool, for all of it. Without one: for work that makes calls.
         """
-        job = self._begin(function, path, timeout_s)
+        job = self._begin(function, path, has_deadline=has_deadline)
         waiting = asyncio.wrap_future(job.future)
         waiting.add_done_callback(_retrieve)  # its caller may be gone
         waited_s = 0.0
         while not waiting.done():
-            await asyncio.wait((waiting,), timeout=None if timeout_s is None else _SLICE_S)
+            await asyncio.wait((waiting,), timeout=_SLICE_S if has_deadline else None)
             waited_s += _SLICE_S
-            if timeout_s is not None and waited_s >= timeout_s and not waiting.done():
-                raise self._left(job, timeout_s)
+            is_late = has_deadline and waited_s >= self.timeout_s
+            if is_late and self._leave(job, self.timeout_s):
+                raise SilentError(job.place.path, self.timeout_s)
         return waiting.result()
 
     def begin(self, function: Callable[[Place], object], path: str) -> None:
@@ -131,20 +133,18 @@ class FileCalls:
 
         Raises ``SilentError`` if an earlier call for this path has not returned yet.
         """
-        self._begin(function, path, None)
+        self._begin(function, path, has_deadline=False)
 
     def is_silent(self, path: str) -> bool:
         """Whether an earlier call for this path, or for one above it, has not returned."""
         return any(path == one or path.startswith(f"{one}/") for one in self._silent)
 
-    def _begin(
-        self, function: Callable[[Place], Any], path: str, timeout_s: float | None
-    ) -> _Job:  # fmt: skip
+    def _begin(self, function: Callable[[Place], Any], path: str, *, has_deadline: bool) -> _Job:
         with self._lock:
             if self._silent and (len(self._silent) >= _MAX_SILENT or self.is_silent(path)):
-                raise SilentError(path, ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
+                raise SilentError(path, self.timeout_s)
             jobs = self._idle.pop() if self._idle else None
-        job = _Job(function, Place(path), timeout_s is not None)
+        job = _Job(function, Place(path), has_deadline)
         if jobs is None:
             jobs = queue.SimpleQueue()
             threading.Thread(
@@ -153,25 +153,27 @@ class FileCalls:
         jobs.put(job)
         return job
 
-    def _left(self, job: _Job, timeout_s: float) -> SilentError:
-        """Leave a job to its thread; return the error of its caller."""
-        path, job.place.left_after_s = job.place.path, timeout_s
+    def _leave(self, job: _Job, timeout_s: float) -> bool:
+        """Leave a job to its thread; return False if its function has just returned."""
         with self._lock:
-            if not job.is_over:
-                job.silent_path = path
-                self._silent = [*self._silent, path]
+            if job.is_over:
+                return False
+            path = job.silent_path = job.place.path
+            self._silent = [*self._silent, path]
+            job.place.left_after_s = timeout_s
         _LOG.warning(
             "%s: the file system does not answer within %g s; files there cannot be read until it "
             "answers", path, timeout_s,
         )  # fmt: skip
-        return SilentError(path, timeout_s)
+        return True
 
     def _run(self, jobs: "queue.SimpleQueue[_Job]") -> None:
         place_thread(self._cpus)
         while True:
             job = jobs.get()
             job.future.set_running_or_notify_cancel()  # so that it cannot be cancelled
-            result = error = None
+            result: Any = None
+            error: BaseException | None = None
             _current.place = job.place if job.has_deadline else None
             try:
                 result = job.function(job.place)

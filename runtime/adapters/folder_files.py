@@ -8,7 +8,7 @@ directory that the options name, as it is when the file is opened. Sizes are lim
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -44,6 +44,17 @@ class AdapterRoots:
     lora_dir: str | None = None
     allowed: tuple[str, ...] = ()  # --allowed-lora-dirs
     resolved: tuple[str, ...] = ()  # directories of --lora-resolver
+
+    @classmethod
+    def of(
+        cls, lora_dir: str | None, allowed: Iterable[str], resolved: Iterable[str] = ()
+    ) -> "AdapterRoots":
+        """Return those with these paths, which may be relative."""
+        return cls(
+            None if lora_dir is None else os.path.abspath(lora_dir),
+            tuple(map(os.path.abspath, allowed)),
+            tuple(map(os.path.abspath, resolved)),
+        )
 
     def check(self, folder: Path, real_folder: str, real_path: str) -> None:
         """Raise ``OutsideError`` unless a file of ``folder`` may be read.
@@ -97,8 +108,7 @@ def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> IO[by
     Raises ``RefusedFileError`` for what may not be read, ``OSError`` for what cannot be: a
     ``FileNotFoundError`` if there is nothing, a ``SilentError`` if the file system does not answer.
     """
-    descriptor = FILES.call(lambda _: _open(folder, name, roots), str(folder))
-    return open(descriptor, "rb", buffering=0)
+    return FILES.call(lambda _: _open(folder, name, roots), str(folder))
 
 
 def read_file(
@@ -110,7 +120,7 @@ def read_file(
     """
 
     def read(place: Place) -> bytes | None:
-        with open(_open(folder, name, roots), "rb", buffering=0) as file:
+        with _open(folder, name, roots) as file:
             if os.fstat(file.fileno()).st_size > max_bytes:
                 return None
             parts, num_bytes = [], 0
@@ -130,7 +140,7 @@ def _parts(file: IO[bytes]) -> Iterator[bytes]:
         yield part
 
 
-def _open(folder: Path, name: str, roots: AdapterRoots) -> int:
+def _open(folder: Path, name: str, roots: AdapterRoots) -> IO[bytes]:
     # The file is found first and opened through its descriptor, so that what is opened is what was
     # checked. "." has a file system mounted that is mounted on use.
     directory = os.open(os.path.join(folder, "."), _FLAGS | os.O_DIRECTORY)
@@ -144,14 +154,17 @@ def _open(folder: Path, name: str, roots: AdapterRoots) -> int:
             raise
         try:
             roots.check(folder, real_folder, _path_of(found))
-            if not stat.S_ISREG(os.fstat(found).st_mode):
+            if not stat.S_ISREG(os.stat(found).st_mode):
                 raise NotRegularError(errno.EINVAL, "not a regular file", str(folder / name))
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-            return os.open(_link_of(found), flags)
+            return open(_link_of(found), "rb", buffering=0, opener=_open_at_once)
         finally:
             os.close(found)
     finally:
         os.close(directory)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _path_of(descriptor: int) -> str:

@@ -232,7 +232,7 @@ def _plan(
     state_dir, key = make_state_dir(cluster)
     port, controller_port, agent_port = (sock.getsockname()[1] for sock in socks)
     controller_url = url_of(socks[1])
-    agent, roots = None, _roots(engine, serve)
+    agent, roots = None, AdapterRoots.of(engine.lora_dir, serve.allowed_lora_dirs)
     of_engines = replace(engine, lora_dir=None, lora_modules=(), pin=())
     if division is not None:
         agent = AgentSettings(
@@ -333,13 +333,6 @@ def _of_engines(serve: ServeConfig) -> ServeConfig:
         serve = replace(serve, log_level="warning")
     of_gateways = {name: getattr(default, name) for name in _OF_GATEWAYS}
     return replace(serve, **of_gateways)
-
-
-def _roots(engine: EngineConfig, serve: ServeConfig) -> AdapterRoots:
-    """Return where links in directories of adapters may lead, for agents and the controller."""
-    lora_dir = None if engine.lora_dir is None else os.path.abspath(engine.lora_dir)
-    allowed = [os.path.abspath(os.path.expanduser(one)) for one in serve.allowed_lora_dirs]
-    return AdapterRoots(lora_dir, tuple(allowed))
 
 
 def _absolute(adapter: LoraModule) -> LoraModule:

@@ -81,7 +81,8 @@ class AdapterFileStore:
     ) -> None:  # fmt: skip
         """Open ``directory``, which is created if it is missing.
 
-        ``roots``: where links in sources may lead. Raises ``ConfigError`` if it cannot be written, or another running agent uses it.
+        ``roots``: where links in sources may lead. Raises ``ConfigError`` if it cannot be written,
+        or another running agent uses it.
         """
         self.capacity_bytes = capacity_bytes
         # Digests that may be dropped: the controller has released them since they arrived.
@@ -183,7 +184,7 @@ class AdapterFileStore:
         """Read a source, which may be on a file system that does not answer, in its own thread."""
         async with self._reading:
             try:
-                return await FILES.answer(work, str(source), timeout_s=None)
+                return await FILES.answer(work, str(source), has_deadline=False)
             except OSError as error:
                 raise AdapterError(f"cannot read {source}: {error.strerror or error}") from error
 

@@ -193,7 +193,9 @@ class Commands:
 
     async def _inspect(self, path: str) -> CheckedAdapter:
         try:
-            return await FILES.answer(lambda _: _inspect(path, self._roots), path, timeout_s=None)
+            return await FILES.answer(
+                lambda _: _inspect(path, self._roots), path, has_deadline=False
+            )
         except OSError as error:
             raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 

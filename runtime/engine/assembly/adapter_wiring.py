@@ -1,7 +1,6 @@
 """Connects adapters: from the options to the registry, the arena and the device."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,11 +53,8 @@ def base_names(config: EngineConfig) -> tuple[str, ...]:
 def adapter_roots(config: EngineConfig) -> AdapterRoots:
     """Return the directories that the options name for adapters."""
     resolvers = [parse_lora_resolver(text) for text in config.lora_resolver]
-    return AdapterRoots(
-        None if config.lora_dir is None else os.path.abspath(config.lora_dir),
-        tuple(os.path.abspath(os.path.expanduser(one)) for one in config.allowed_lora_dirs),
-        tuple(path for kind, path in resolvers if kind == "directory" and path is not None),
-    )
+    directories = [path for kind, path in resolvers if kind == "directory" and path is not None]
+    return AdapterRoots.of(config.lora_dir, config.allowed_lora_dirs, directories)
 
 
 def make_host_adapters(
