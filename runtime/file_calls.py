@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # without progress
 _SLICE_S = 0.5  # waited at once: a process that was stopped has waited for one slice
-_MAX_SILENT = 16  # calls, each of which occupies a thread
+_MAX_SILENT = 64  # calls, each of which occupies a thread
 _MAX_IDLE = 4  # threads
 
 Result = TypeVar("Result")
@@ -92,11 +92,13 @@ class FileCalls:
         """Return what ``function`` returns, or raise what it raises.
 
         ``path``: what it reads; ``function`` may move the place that it gets. A call inside another
-        one runs in its thread. Raises ``SilentError`` if there is no progress for ``timeout_s``
-        (None = that of the pool), or an earlier call for this path has not returned yet.
+        one for the same path runs in its thread. Raises ``SilentError`` if there is no progress for
+        ``timeout_s`` (None = that of the pool), or an earlier call for this path has not returned
+        yet.
         """
-        if _current.place is not None:
-            return function(_current.place)
+        place = _current.place
+        if place is not None and _is_at(path, place.path):
+            return function(place)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         job = self._begin(function, path, has_deadline=True)
         num_steps, waited_s = 0, 0.0
@@ -137,7 +139,7 @@ class FileCalls:
 
     def is_silent(self, path: str) -> bool:
         """Whether an earlier call for this path, or for one above it, has not returned."""
-        return any(path == one or path.startswith(f"{one}/") for one in self._silent)
+        return any(_is_at(path, one) for one in self._silent)
 
     def _begin(self, function: Callable[[Place], Any], path: str, *, has_deadline: bool) -> _Job:
         with self._lock:
@@ -206,6 +208,11 @@ class FileCalls:
         if path is not None:
             _LOG.info("%s: the file system answers again", path)
         return is_needed
+
+
+def _is_at(path: str, other: str) -> bool:
+    """Whether ``path`` is ``other`` or below it."""
+    return path == other or path.startswith(f"{other}/")
 
 
 def _is_done(future: "Future[Any]", timeout_s: float) -> bool:

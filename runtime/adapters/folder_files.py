@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..file_calls import FILES, Place
+from ..file_calls import FILES, Place, SilentError
 
 _CHUNK_BYTES = 1 << 20
+_REAL_TIMEOUT_S = 1.0  # less than for the file, which may be on another file system
 _FLAGS = os.O_CLOEXEC | os.O_PATH  # opens nothing: it finds the file without any effect on it
 _HUB_REPOSITORY, _HUB_SNAPSHOTS = "models--", "snapshots"
 
@@ -67,14 +68,14 @@ class AdapterRoots:
         ):
             return
         named = (() if self.lora_dir is None else (self.lora_dir,)) + self.allowed + self.resolved
-        if not any(is_within(real_path, os.path.realpath(one)) for one in named):
+        if not any(is_within(real_path, _real(one)) for one in named):
             reason = self._reason(None if is_bound else folder)
             raise OutsideError(errno.EXDEV, reason, str(folder))
 
     def _is_bound(self, folder: str) -> bool:
         """Whether a directory of the options limits where ``folder`` may be."""
         for one in (*self.allowed, *self.resolved):
-            if is_within(folder, one) or is_within(folder, os.path.realpath(one)):
+            if is_within(folder, one) or is_within(folder, _real(one)):
                 return True
         if self.lora_dir is None:
             return False
@@ -161,6 +162,14 @@ def _open(folder: Path, name: str, roots: AdapterRoots) -> IO[bytes]:
             os.close(found)
     finally:
         os.close(directory)
+
+
+def _real(path: str) -> str:
+    """Return where a directory of the options is; itself if its file system does not answer."""
+    try:
+        return FILES.call(lambda _: os.path.realpath(path), path, _REAL_TIMEOUT_S)
+    except SilentError:
+        return path
 
 
 def _open_at_once(path: str, flags: int) -> int:

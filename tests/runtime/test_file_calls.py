@@ -63,12 +63,28 @@ def test_one_thread_makes_calls_that_follow_each_other() -> None:
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_a_call_inside_another_one_needs_no_second_thread() -> None:
+@pytest.mark.parametrize(("path", "is_own"), [("/a", True), ("/a/b", True), ("/b", False)])
+def test_a_call_inside_another_one_for_its_path_needs_no_second_thread(
+    path: str, is_own: bool
+) -> None:
     files = FileCalls()
     outer, inner = files.call(
-        lambda _: (threading.get_ident(), files.call(lambda _: threading.get_ident(), "/b")), "/a"
+        lambda _: (threading.get_ident(), files.call(lambda _: threading.get_ident(), path)), "/a"
     )
-    assert outer == inner
+    assert (outer == inner) == is_own
+
+
+def test_a_call_inside_another_one_for_another_path_has_its_own_deadline(dead: Mount) -> None:
+    files = FileCalls()
+
+    def outer(_: Place) -> str:
+        try:
+            return files.call(dead.read, "/mnt/dead", 0.1)
+        except SilentError:
+            return "without it"
+
+    assert files.call(outer, "/a") == "without it"
+    assert files.is_silent("/mnt/dead") and not files.is_silent("/a")
 
 
 def test_a_file_system_that_does_not_answer_holds_one_thread(
