@@ -23,6 +23,7 @@ ANSWER_TIMEOUT_S = 10.0  # without progress
 _SLICE_S = 0.5  # waited at once: a process that was stopped has waited for one slice
 _MAX_SILENT = 64  # calls, each of which occupies a thread
 _MAX_IDLE = 4  # threads
+_IDLE_S = 10.0  # after which an idle thread ends
 
 Result = TypeVar("Result")
 
@@ -149,9 +150,8 @@ class FileCalls:
         job = _Job(function, Place(path), has_deadline)
         if jobs is None:
             jobs = queue.SimpleQueue()
-            threading.Thread(
-                target=self._run, args=(jobs,), name="corun-files", daemon=True
-            ).start()
+            # No engine owns it, so its name is not that of an engine's thread.
+            threading.Thread(target=self._run, args=(jobs,), name="file-calls", daemon=True).start()
         jobs.put(job)
         return job
 
@@ -171,8 +171,7 @@ class FileCalls:
 
     def _run(self, jobs: "queue.SimpleQueue[_Job]") -> None:
         place_thread(self._cpus)
-        while True:
-            job = jobs.get()
+        while (job := self._next(jobs)) is not None:
             job.future.set_running_or_notify_cancel()  # so that it cannot be cancelled
             result: Any = None
             error: BaseException | None = None
@@ -189,6 +188,16 @@ class FileCalls:
             if not is_needed:
                 return
             del job, result, error  # nothing is kept alive until the next job
+
+    def _next(self, jobs: "queue.SimpleQueue[_Job]") -> _Job | None:
+        while True:
+            try:
+                return jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if jobs in self._idle:  # else a job is about to be put
+                        self._idle.remove(jobs)
+                        return None
 
     def _end(self, job: _Job, jobs: "queue.SimpleQueue[_Job]") -> bool:
         """The job's function has returned; return whether its thread takes more jobs.

@@ -117,7 +117,10 @@ class LoraDirWatch:
                 self._directory, type(error).__name__, error, _POLL_S,
             )  # fmt: skip
             while not self._stop.wait(_POLL_S):
-                self._look()
+                try:
+                    self._look()
+                except Exception:  # deleted adapters would be served on without the thread
+                    _LOG.exception("scanning --lora-dir %s failed; trying again", self._directory)
                 self._note_silence()
 
     def _watch(self) -> None:
@@ -146,10 +149,8 @@ class LoraDirWatch:
 
     def _in_time(self, batches: Iterator[object]) -> Iterator[object]:
         """Yield ``batches``. Raises ``SilentError`` if the system does not begin to watch."""
-        end = object()
-        while (
-            batch := FILES.call(lambda _: next(batches, end), f"the watch of {self._directory}")
-        ) is not end:
+        end, what = object(), f"the watch of {self._directory}"
+        while (batch := FILES.call(lambda _: next(batches, end), what, _SILENT_S)) is not end:
             yield batch
 
     def _note_silence(self) -> None:
