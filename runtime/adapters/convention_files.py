@@ -69,15 +69,8 @@ class ConventionReader:
         Raises ``SilentError`` if the file system does not answer.
         """
         try:
-            contents = ConventionContents(
-                template=self._read_template(folder),
-                processor_template=self._read_json(folder, PROCESSOR_TEMPLATE_NAME),
-                tokenizer_config=self._read_json(folder, TOKENIZER_CONFIG_NAME),
-                special_tokens_map=self._read_json(folder, SPECIAL_TOKENS_NAME),
-                added_tokens=self._read_json(folder, ADDED_TOKENS_NAME),
-                generation_config=self._read_json(folder, GENERATION_CONFIG_NAME),
-            )
-            found, notes = conventions_of(contents, self._compare(folder), self._base)
+            contents = FILES.call(lambda _: self._read_contents(folder), str(folder))
+            found, notes = conventions_of(*contents, self._base)
         except ValueError as error:
             _LOG.warning(
                 "%s: %s; requests with messages are refused, requests with a prompt are served",
@@ -87,6 +80,17 @@ class ConventionReader:
         for note in notes:
             _LOG.warning("%s: %s", folder, note)
         return found
+
+    def _read_contents(self, folder: Path) -> tuple[ConventionContents, TokenDifferences]:
+        contents = ConventionContents(
+            template=self._read_template(folder),
+            processor_template=self._read_json(folder, PROCESSOR_TEMPLATE_NAME),
+            tokenizer_config=self._read_json(folder, TOKENIZER_CONFIG_NAME),
+            special_tokens_map=self._read_json(folder, SPECIAL_TOKENS_NAME),
+            added_tokens=self._read_json(folder, ADDED_TOKENS_NAME),
+            generation_config=self._read_json(folder, GENERATION_CONFIG_NAME),
+        )
+        return contents, self._compare(folder)
 
     def _compare(self, folder: Path) -> TokenDifferences:
         """Compare the tokenizer in ``folder``, if there is one, with the base's."""

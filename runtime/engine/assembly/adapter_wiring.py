@@ -23,8 +23,8 @@ from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule, parse_lora_modules, parse_lora_resolver
-from ...errors import AdapterError, ConfigError, RequestError
-from ...file_calls import FILES
+from ...errors import AdapterError, AdapterUnavailableError, ConfigError, RequestError
+from ...file_calls import FILES, Place, SilentError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager
 from ..adapter_reading import MakeRoom
@@ -75,9 +75,15 @@ def make_host_adapters(
     remarks, roots = BaseRemarks(read_served_base(source)), adapter_roots(config)
 
     def open_source(path: str) -> OpenAdapter:
-        adapter = open_adapter(
-            Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base, roots=roots
-        )
+        def opened(_: Place) -> OpenAdapter:
+            return open_adapter(
+                Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base, roots=roots
+            )
+
+        try:
+            adapter = FILES.call(opened, path)
+        except SilentError as error:  # not a fault of the adapter
+            raise AdapterUnavailableError(f"cannot read {path}: {error.strerror}") from error
         remarks.log(path, adapter.spec.base_model_name_or_path)
         return adapter
 
@@ -101,10 +107,7 @@ class HostFiles:
 
     def outline(self, path: str) -> AdapterOutline:
         """See ``AdapterFiles``."""
-        try:
-            return AdapterOutline(*FILES.call(lambda _: self._host.outline(path), path))
-        except OSError as error:
-            raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
+        return AdapterOutline(*self._host.outline(path))
 
     def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """See ``AdapterFiles``."""
