@@ -66,6 +66,18 @@ def test_all_is_there_again(tmp_path: Path) -> None:
     registry.close()
 
 
+def test_an_empty_file_of_a_power_cut_begins_an_empty_registry(tmp_path: Path) -> None:
+    (tmp_path / "registry.sqlite").touch()
+    (tmp_path / "registry.sqlite-wal").write_bytes(b"of another file")
+    registry = opened(tmp_path, 60.0)
+    assert registry.adapters() == []
+    registry.add_wish("a")
+    registry.close()
+    registry = opened(tmp_path, 60.0)
+    assert registry.wishes() == ["a"]
+    registry.close()
+
+
 def test_a_file_from_before_there_were_wishes_gets_them(tmp_path: Path) -> None:
     opened(tmp_path, 60.0).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "registry.sqlite")) as db:
