@@ -104,12 +104,22 @@ class EngineConfig:
     max_num_waiting: int = option(
         1024, minimum=1, maximum=2**20, help="Maximum waiting requests; more are refused (429)."
     )
+    max_waiting_chars: int = option(
+        2**25, minimum=1, maximum=2**40,
+        help="Maximum characters of prompts that wait to be tokenized; more are refused (429).",
+    )  # fmt: skip
     max_queue_s: float | None = option(
         None, above=0, maximum=86400,
         help="Maximum seconds that a request waits for its first turn; then it is refused (429).",
     )  # fmt: skip
     max_stop_strings: int = option(
         16, minimum=0, maximum=1024, help="Maximum number of stop strings of a request."
+    )
+    max_stop_bytes: int = option(
+        16384, minimum=0, maximum=2**24, help="Maximum bytes of a request's stop strings together."
+    )
+    max_bad_words_bytes: int = option(
+        65536, minimum=0, maximum=2**24, help="Maximum bytes of a request's bad_words together."
     )
     block_size: int = option(
         16, minimum=1, maximum=1024, help="Tokens per KV block.", commands=_PROFILE

@@ -97,6 +97,25 @@ class ServeConfig:
     max_messages: int = option(
         4096, minimum=1, maximum=2**20, help="Maximum number of messages in a conversation."
     )
+    max_content_parts: int = option(
+        8192,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum number of content parts and tool calls in all messages of a conversation.",
+    )
+    max_json_items: int = option(
+        2**20,
+        minimum=1,
+        maximum=2**28,
+        help="Maximum number of items in all arrays and objects of a request body.",
+    )
+    max_tokenize_tokens: int = option(
+        2**17,
+        minimum=1,
+        maximum=2**28,
+        help="Maximum number of tokens of /tokenize and /detokenize, or --max-model-len if that is "
+        "more.",
+    )
     max_request_tokens: int = option(
         2**22,
         minimum=1,

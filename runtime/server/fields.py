@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import NotServedError
-from ..limits import HttpLimits, check_body
+from ..limits import HttpLimits
 from ..near_names import near_names
+from .body_limits import check_body
 from .errors import HttpError
 from .json_values import MAX_SHOWN_CHARS, field_path, show
 from .message_schema import MESSAGE_STRINGS

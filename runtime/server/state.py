@@ -57,6 +57,7 @@ def make_state(
     engine: EnginePort, settings: AppSettings, *, now_s: int, request_log: RequestLog | None = None
 ) -> ServerState:
     """Build the state for an engine that is ready."""
+    settings = settings.of_model(engine.get_model_info())
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
     unknown_fields = UnknownFields(settings.unknown_fields, settings.limits)
     metrics = ServerMetrics(engine, settings, names.base, unknown_fields)
