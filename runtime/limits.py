@@ -28,6 +28,7 @@ class HttpLimits:
     """Limits of HTTP clients. The defaults are those of the options."""
 
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 64 << 20  # of all bodies that are received or parsed
     max_json_depth: int = 64
     max_messages: int = 4096  # of a conversation
     max_content_parts: int = 8192  # of all messages, with their tool calls
@@ -64,9 +65,9 @@ def prompt_limit(max_model_len: int, num_kept: int | None = None) -> TextLimit:
     return TextLimit(max_model_len - 1, partial(_long_prompt_error, max_model_len), num_kept)
 
 
-def tokenize_limit(max_tokens: int) -> TextLimit:
-    """Return the limit of a text whose tokens are an answer."""
-    return TextLimit(max_tokens, partial(_long_text_error, max_tokens))
+def tokenize_limit(max_tokens: int, param: str = "prompt") -> TextLimit:
+    """Return the limit of a text whose tokens are an answer; ``param``: its field."""
+    return TextLimit(max_tokens, partial(_long_text_error, max_tokens, param))
 
 
 def _long_prompt_error(max_model_len: int) -> RequestError:
@@ -77,10 +78,10 @@ def _long_prompt_error(max_model_len: int) -> RequestError:
     )
 
 
-def _long_text_error(max_tokens: int) -> RequestError:
+def _long_text_error(max_tokens: int, param: str) -> RequestError:
     return RequestError(
         f"the text has more than {max_tokens} tokens, which is the limit (--max-tokenize-tokens)",
-        param="prompt",
+        param=param,
     )
 
 

@@ -84,6 +84,13 @@ class ServeConfig:
         maximum=4096,
         help="Maximum size of a request body, in MiB; larger ones are refused (413).",
     )
+    max_bodies_mib: int = option(
+        64,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of all request bodies that are received or parsed at once, in MiB; more "
+        "are refused (429).",
+    )
     unknown_fields: str = option(
         "warn",
         choices=UNKNOWN_FIELDS,

@@ -38,7 +38,7 @@ from .lora_resolvers import LoraResolver, make_resolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
-from .template_sandbox import render_in_time
+from .template_time import render_in_time
 from .text_queue import TextQueue
 from .tokenizer import Tokenizer
 from .waker import Waker

@@ -13,6 +13,7 @@ from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
 from .long_text import Piece
 from .special_stops import SpecialToken
+from .template_time import leave_to_thread
 
 
 class Codec(Protocol):
@@ -173,6 +174,7 @@ class TransformersCodec:
         return None if name is None else str(name)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        leave_to_thread()  # its code is not limited
         copies = [dict(message) for message in messages]
         return str(self._hf.apply_chat_template(copies, tokenize=False, **variables))
 

@@ -40,8 +40,8 @@ def is_long(num_chars: int, limit: TextLimit) -> bool:
     return num_chars > max(_WINDOW_CHARS, _MAX_CHARS_PER_TOKEN * limit.max_tokens)
 
 
-def num_counted_chars(num_chars: int, limit: TextLimit | None) -> int:
-    """Return the characters of a text that are usually tokenized before it is refused."""
+def num_worked_chars(num_chars: int, limit: TextLimit | None) -> int:
+    """Return the characters of a text that are tokenized before it is refused, roughly."""
     if limit is None or not is_long(num_chars, limit):
         return num_chars
     return min(num_chars, max(_WINDOW_CHARS, _MAX_CHARS_PER_TOKEN * limit.max_tokens))

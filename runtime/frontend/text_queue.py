@@ -73,7 +73,8 @@ class TextQueue:
         """``max_waiting_chars``: of all texts; one that waits alone may have more."""
         self._clock = clock
         self._max_chars = max_waiting_chars
-        self._num_chars = 0  # admitted and not yet done
+        self._num_chars = 0  # admitted and not yet done: memory
+        self._num_worked = 0  # of these, the ones that take time
         self._num_loop_chars = 0  # in this turn of the event loop
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -104,17 +105,23 @@ class TextQueue:
         self._num_loop_chars = 0
 
     @contextlib.contextmanager
-    def admitted(self, num_chars: int) -> Iterator[None]:
-        """Count a text as waiting. Raises ``OverloadedError`` if too much waits already."""
+    def admitted(self, num_chars: int, num_worked: int | None = None) -> Iterator[None]:
+        """Count a text as waiting. Raises ``OverloadedError`` if too much waits already.
+
+        ``num_worked``: the characters that are probably tokenized; None = all.
+        """
         check_waiting_chars(
             self._num_chars, num_chars, max_waiting_chars=self._max_chars,
             retry_after_s=self._retry_after_s(),
         )  # fmt: skip
+        num_worked = num_chars if num_worked is None else num_worked
         self._num_chars += num_chars
+        self._num_worked += num_worked
         try:
             yield
         finally:  # also if the client has left
             self._num_chars -= num_chars
+            self._num_worked -= num_worked
 
     async def run(self, work: Callable[[], _T], num_chars: int, *, is_long: bool) -> _T:
         """Return the result of ``work``, which a thread calls when it is its turn.
@@ -166,5 +173,5 @@ class TextQueue:
 
     def _retry_after_s(self) -> int:
         """Seconds until all that waits is done, at the rate of the last texts."""
-        seconds = math.ceil(self._num_chars / self._chars_per_s)
+        seconds = math.ceil(self._num_worked / self._chars_per_s)
         return min(max(1, seconds), _MAX_RETRY_AFTER_S)

@@ -17,11 +17,12 @@ from ..limits import TextLimit
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
 from .detokenizer import REPLACEMENT, Decoder, WindowStream
-from .long_text import Piece, Span, is_long, long_text_tokens, num_counted_chars
+from .long_text import Piece, Span, is_long, long_text_tokens, num_worked_chars
 from .special_stops import SpecialTokens
 from .text_queue import MAX_SHORT_CHARS, TextQueue
 
 _MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to a thread
+_MAX_INLINE_TOKENS = 1024  # decoded at once
 _MAX_WAITING_CHARS = 1 << 25  # of a tokenizer with a queue of its own
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -71,7 +72,7 @@ class Tokenizer:
         is_short = num_chars <= _MAX_INLINE_CHARS and self.codec.is_quick
         if is_short and self.queue.takes_on_loop(num_chars):  # usual case
             return encode()
-        with self.queue.admitted(num_counted_chars(num_chars, limit)):
+        with self.queue.admitted(num_chars, num_worked_chars(num_chars, limit)):
             if limit is not None and is_long(num_chars, limit):
                 tokens = await self._encode_long(text, limit, add_special_tokens=add_special_tokens)
                 if tokens is not None:
@@ -144,6 +145,25 @@ class Tokenizer:
             ) from error
 
     # Tokens to text.
+
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, with special tokens, beside the event loop."""
+        decode = partial(self.decode, token_ids, skip_special_tokens=False)
+        num_tokens = len(token_ids)
+        if num_tokens <= _MAX_INLINE_TOKENS:  # usual case
+            return decode()
+        with self.queue.admitted(num_tokens):
+            return await self.queue.run(decode, num_tokens, is_long=num_tokens > MAX_SHORT_CHARS)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's text, see ``token_text``, beside the event loop."""
+        texts: list[str] = []
+        with self.queue.admitted(len(token_ids)):
+            for start in range(0, len(token_ids), _MAX_INLINE_TOKENS):
+                some = token_ids[start : start + _MAX_INLINE_TOKENS]
+                work = partial(list[str], map(self.token_text, some))
+                texts += await self.queue.run(work, len(some), is_long=len(token_ids) > len(some))
+        return texts
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; incomplete characters show as U+FFFD."""

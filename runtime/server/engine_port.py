@@ -47,6 +47,14 @@ class TokenizerPort(RendererPort, Protocol):
         """Return the text of ``token_ids``."""
         ...
 
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, with special tokens, beside the event loop."""
+        ...
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's text, beside the event loop."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """Return one token's text."""
         ...

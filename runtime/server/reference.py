@@ -30,8 +30,8 @@ from .route_docs import ROUTE_DOCS
 _LIMIT_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
     *("max_logit_bias", "max_stop_bytes", "max_bad_words_bytes", "max_waiting_chars"),
-    *("max_body_mib", "max_json_depth", "max_json_items", "max_messages", "max_content_parts"),
-    *("max_request_tokens", "max_tokenize_tokens"),
+    *("max_body_mib", "max_bodies_mib", "max_json_depth", "max_json_items", "max_messages"),
+    *("max_content_parts", "max_request_tokens", "max_tokenize_tokens"),
     *("template_timeout_s", "max_template_chars"),
     *(
         "max_connections",

@@ -73,6 +73,7 @@ def limits_of(config: ServeConfig) -> HttpLimits:
     """Return the limits on clients that the options describe."""
     return HttpLimits(
         max_body_bytes=config.max_body_mib << 20,
+        max_bodies_bytes=config.max_bodies_mib << 20,
         max_json_depth=config.max_json_depth,
         max_json_items=config.max_json_items,
         max_messages=config.max_messages,

@@ -77,6 +77,12 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, token_ids))
 
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return list(map(self.token_text, token_ids))
+
     def token_text(self, token_id: int) -> str:
         return f"token {token_id}"
 

@@ -103,7 +103,6 @@ def run(tokenizer: Tokenizer, scene: Callable[[World], Any]) -> None:
     async def play() -> None:
         world = World(tokenizer)
         await scene(world)
-        world.tokenizers.close()
 
     asyncio.run(play())
 

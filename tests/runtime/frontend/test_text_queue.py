@@ -112,9 +112,8 @@ def test_short_texts_do_not_wait_for_long_ones(queue: TextQueue) -> None:
 def refusal(queue: TextQueue, num_waiting: int) -> OverloadedError:
     """The error of a text that would wait behind ``num_waiting`` characters."""
     with queue.admitted(num_waiting):  # one text is served in any case
-        with pytest.raises(OverloadedError) as caught:
-            with queue.admitted(1):
-                pass
+        with pytest.raises(OverloadedError) as caught, queue.admitted(1):
+            pass
         return caught.value
 
 
