@@ -145,7 +145,7 @@ class TooManySequencesError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The waiting queue is full, or the request has waited longer than --max-queue-s.
+    """A queue is full, or the request has waited longer than --max-queue-s.
 
     ``retry_after_s``: seconds after which a retry can succeed, if they are known.
     """

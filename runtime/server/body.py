@@ -4,7 +4,7 @@ Reports every fault as one message with the offending field.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -50,6 +50,7 @@ def given(description: str) -> Any:
 
 
 ModelT = TypeVar("ModelT", bound=RequestModel)
+_Read = TypeVar("_Read")
 
 
 class BodyRoom:
@@ -154,10 +155,14 @@ async def parse_body(model: type[ModelT], body: bytes, unknown: UnknownFields) -
 
     A large one is parsed in a thread, so that the event loop goes on.
     """
-    parse = partial(_parse, model, body, unknown)
+    return await read_beside(body, partial(_parse, model, body, unknown))
+
+
+async def read_beside(body: bytes, read: Callable[[], _Read]) -> _Read:
+    """Return the result of ``read``, which a thread calls if ``body`` is large."""
     if not is_large(body):  # usual case
-        return parse()
-    return await asyncio.get_running_loop().run_in_executor(_pool, parse)
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(_pool, read)
 
 
 def is_large(body: bytes) -> bool:

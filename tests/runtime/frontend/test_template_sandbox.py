@@ -101,8 +101,8 @@ def test_a_template_that_takes_too_long(source: str) -> None:
     ],
 )
 def test_a_template_that_makes_too_much(source: str) -> None:
+    given = [[0] * 100] * 100
     with pytest.raises(TemplateTooLongError, match="the chat template") as caught:
-        given = [[0] * 100] * 100
         render(source, TemplateLimits(timeout_s=20.0, max_chars=1000), width=10**9, given=given)
     assert caught.value.status == 400
 

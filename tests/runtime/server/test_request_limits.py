@@ -48,9 +48,10 @@ class TemplateTokenizer(FakeTokenizer):
         (CHAT, {"messages": MESSAGES, "logit_bias": dict.fromkeys("abc")}, "logit_bias",
          "3 entries, at most 2 are served (--max-logit-bias)"),
         (COMPLETIONS, {"prompt": ["a"] * 400 + [5]}, "prompt", "401 prompts"),
-        (COMPLETIONS, GOOD | {"stop": "123456789"}, "stop", "9 bytes together, at most 8 are served "
-         "(--max-stop-bytes)"),
-        (COMPLETIONS, GOOD | {"bad_words": ["12345", "6789"]}, "bad_words", "--max-bad-words-bytes"),
+        (COMPLETIONS, GOOD | {"stop": "123456789"}, "stop",
+         "9 bytes together, at most 8 are served (--max-stop-bytes)"),
+        (COMPLETIONS, GOOD | {"bad_words": ["1234", "56789"]}, "bad_words",
+         "--max-bad-words-bytes"),
         (COMPLETIONS, GOOD | {"bad_words": ["a"] * 129}, "bad_words", "129 bad words"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 4}]}, "messages",
          "4 content parts and tool calls, at most 3 are served (--max-content-parts)"),
