@@ -9,8 +9,8 @@ from functools import partial
 
 from .errors import ContextLengthError, OverloadedError, RequestError, TooManySequencesError
 
-_MAX_TRUNCATED_CHARS = 64  # of a prompt without structure, for each token of the context
-_MIN_TRUNCATED_TOKENS = 4096
+_MAX_WHOLE_CHARS = 16  # of a text that cannot be tokenized in parts, for each token of the limit
+_MIN_WHOLE_TOKENS = 16_384
 MAX_BAD_WORDS = 128
 MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
@@ -85,15 +85,15 @@ def _long_text_error(max_tokens: int, param: str) -> RequestError:
     )
 
 
-def check_truncatable(num_chars: int, limit: TextLimit) -> None:
-    """Raise ``RequestError`` if a text is too long to be truncated where all of it is tokenized."""
-    max_chars = _MAX_TRUNCATED_CHARS * max(limit.max_tokens, _MIN_TRUNCATED_TOKENS)
+def check_whole_text(num_chars: int, limit: TextLimit) -> None:
+    """Raise ``RequestError`` for a text that cannot be tokenized in parts and is too long."""
+    max_chars = _MAX_WHOLE_CHARS * max(limit.max_tokens, _MIN_WHOLE_TOKENS)
     if num_chars > max_chars:
         raise RequestError(
-            f"the prompt has {num_chars} characters and is almost without structure, so that its "
-            f"last tokens depend on all of it; at most {max_chars} of such a prompt can be "
-            "truncated (--max-model-len)",
-            param="truncate_prompt_tokens",
+            f"the prompt has {num_chars} characters and cannot be tokenized in parts, as each of "
+            f"its tokens depends on all of it; at most {max_chars} of such a prompt are tokenized "
+            "(--max-model-len)",
+            param="prompt",
         )
 
 

@@ -4,14 +4,14 @@ A tokenizer takes memory for each character of a text, however few tokens they a
 therefore tokenized in overlapping windows, until its end or until it has too many tokens. Two
 windows are joined where both have the same run of tokens at the same characters: what follows a
 token depends on its surroundings only. A text without such a run is counted, and tokenized at once
-if it is not too long.
+if it may have few enough tokens.
 """
 
 from bisect import bisect_left
 from collections.abc import Generator
 from typing import NamedTuple
 
-from ..limits import TextLimit, check_truncatable
+from ..limits import TextLimit, check_whole_text
 
 _MAX_CHARS_PER_TOKEN = 8  # of texts that are tokenized at once
 _WINDOW_CHARS = 32_768
@@ -54,15 +54,11 @@ def long_text_tokens(
 
     ``around``: the special tokens that are added before and after a text; None = not known.
     Returns its tokens, or at least those at its end that ``limit`` keeps. Returns None if it has
-    to be tokenized at once. Raises the error of ``limit``, or ``RequestError`` if the tokens at its
-    end depend on too much text before them.
+    to be tokenized at once. Raises the error of ``limit``, and that of ``check_whole_text``.
     """
     keeps_end = limit.num_kept is not None and limit.num_kept <= limit.max_tokens
     if around is None:
-        if keeps_end:
-            check_truncatable(num_chars, limit)
-            return None
-        return (yield from _count(0, num_chars, 0, limit))
+        return None if keeps_end else (yield from _count(0, num_chars, 0, limit))
     before, after = around
     if keeps_end:
         tokens = yield from _last_tokens(num_chars, limit, limit.num_kept or 1)
@@ -87,7 +83,7 @@ def _last_tokens(num_chars: int, limit: TextLimit, num_kept: int) -> Steps:
         if len(tail) == num_kept:
             return tail
         length *= 4
-    check_truncatable(num_chars, limit)
+    check_whole_text(num_chars, limit)
     return (yield from _joined(0, num_chars, limit, num_kept))
 
 

@@ -89,12 +89,15 @@ async def render_in_time(
 
     rendering = asyncio.get_running_loop().run_in_executor(_pool, beside)
     longest_s = limits.timeout_s + _LATE_S
-    while not rendering.done():
-        await asyncio.wait({rendering}, timeout=longest_s)
-        if began_s and time.monotonic() > began_s[0] + longest_s and not rendering.done():
-            rendering.cancel()  # the thread ends at its next check
-            raise _timeout_error(limits.timeout_s)
-    return rendering.result()
+    try:
+        while not rendering.done():
+            await asyncio.wait({rendering}, timeout=longest_s)
+            is_late = began_s and time.monotonic() > began_s[0] + longest_s
+            if is_late and not rendering.done():
+                raise _timeout_error(limits.timeout_s)
+        return rendering.result()
+    finally:
+        rendering.cancel()  # a thread that renders ends at its next check
 
 
 def _on_loop(render: Callable[[], str]) -> str:

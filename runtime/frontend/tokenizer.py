@@ -13,7 +13,7 @@ from functools import cache, cached_property, lru_cache, partial
 from typing import Any, SupportsIndex
 
 from ..errors import RequestError
-from ..limits import TextLimit
+from ..limits import TextLimit, check_whole_text
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
 from .detokenizer import REPLACEMENT, Decoder, WindowStream
@@ -77,6 +77,7 @@ class Tokenizer:
                 tokens = await self._encode_long(text, limit, add_special_tokens=add_special_tokens)
                 if tokens is not None:
                     return tokens
+                check_whole_text(num_chars, limit)
             return await self.queue.run(encode, num_chars, is_long=num_chars > MAX_SHORT_CHARS)
 
     async def _encode_long(

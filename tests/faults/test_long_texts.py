@@ -46,8 +46,9 @@ print(json.dumps([*result, peak_bytes, time.monotonic() - began_s]))
         ("'the world, ' * 3_000_000", 131_072, None, "more than 131071 tokens"),
         ("'the world, ' * 3_000_000", 512, None, "more than 511 tokens"),
         ("'the world, ' * 3_000_000", 131_072, 1000, 1000),
-        ("' ' * (128 * 60_000)", 131_072, 1000, 1000),
-        ("' ' * (1 << 25)", 512, 8, "can be truncated"),
+        ("' ' * 2_000_000", 131_072, 1000, 1000),
+        ("' ' * (1 << 25)", 131_072, 1000, "cannot be tokenized in parts"),
+        ("' ' * (1 << 25)", 512, 8, "cannot be tokenized in parts"),
         ("'x' * (1 << 25)", 131_072, None, "more than 131071 tokens"),
     ],
 )
