@@ -151,6 +151,7 @@ def test_adapters_that_add_the_same_tokens_share_a_tokenizer(tokenizer: Tokenize
         world.tell(AdapterConventions(tokens=tokens))
         one, two = await asyncio.gather(*(world.tokenizers.conventions_of("a") for _ in range(2)))
         assert one.tokenizer is two.tokenizer is not tokenizer
+        assert one.tokenizer.queue is tokenizer.queue
         assert one.tokenizer.encode("<new>", add_special_tokens=False) == [258]
         world.tell(AdapterConventions("x", digest="x"))
         other = await world.tokenizers.conventions_of("a")
