@@ -330,24 +330,17 @@ class EngineConfig:
         check=check_cpu_cores,
     )
     engine_cores: str | None = option(
-        None,
-        metavar="CPUS",
-        number_as_text=True,
+        None, metavar="CPUS", number_as_text=True, commands=_PROFILE, check=parse_cpu_cores,
         help="CPUs of the engine; default: with workers one physical core near the accelerator, "
         "otherwise any.",
-        commands=_PROFILE,
-        check=parse_cpu_cores,
-    )
+    )  # fmt: skip
     delta_backend: str = option(
         "auto", choices=DELTA_BACKENDS, help="LoRA kernels of the CPU workers.", commands=_PROFILE
     )
     worker_slowdown: float = option(
-        1.0,
-        minimum=1,
-        maximum=1000,
+        1.0, minimum=1, maximum=1000, commands=_PROFILE,
         help="Make CPU workers slower by this factor, to measure the effect of slow cores.",
-        commands=_PROFILE,
-    )
+    )  # fmt: skip
     profile: str | None = option(
         None,
         metavar="FILE",
@@ -361,18 +354,14 @@ class EngineConfig:
         help="How a request starts without its adapter on the device; auto = by prediction.",
     )
     max_assisted_tokens_per_step: int = option(
-        512,
-        minimum=1,
-        maximum=2**20,
+        512, minimum=1, maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
-    )
+    )  # fmt: skip
     max_assisted_stall: float = option(
-        0.05,
-        minimum=0,
-        maximum=10,
+        0.05, minimum=0, maximum=10,
         help="Share of a step by which requests that run before their adapter is loaded may delay "
         "it together. A larger chunk is cut, and waits if that does not help.",
-    )
+    )  # fmt: skip
     link_gib_per_s: float | None = option(
         None,
         above=0,
