@@ -14,7 +14,8 @@ TYPING := $(VENV)/typing
 NEWEST := $(VENV)/newest
 NEWEST_TESTS := tests/parity tests/e2e/test_answers.py tests/gpu/fused tests/gpu/model
 
-.PHONY: help serve test test-full test-newest test-clients test-ray audit lint types format clean
+.PHONY: help serve test test-full test-newest test-clients test-ray test-faults audit lint types \
+	format clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-newest        parity, answers and kernels with the newest releases that are allowed"
 	@echo "make test-clients       other projects' clients against corun serve, installed for it"
 	@echo "make test-ray           clusters over Ray, which is installed for it: as root also partitions"
+	@echo "make test-faults        large bodies and hostile templates beside streams: gaps and memory"
 	@echo "make audit              known vulnerabilities of the pinned versions; needs a network"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
@@ -55,6 +57,10 @@ test-clients: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev
 	$(PIP_INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest -n 0 --ray --timeout 600 tests/over_ray $(ARGS)
+
+# One table: what each does to streams, to /health and to memory. As root in a control group.
+test-faults: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 0 --faults --timeout 600 tests/faults $(ARGS)
 
 # Of what is pinned alone: ranges are resolved by `make test-newest`.
 audit: $(VENV)/bin/python

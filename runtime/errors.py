@@ -146,10 +146,19 @@ class TooManySequencesError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The waiting queue is full, or the request has waited longer than --max-queue-s."""
+    """A queue is full, or the request has waited longer than --max-queue-s.
+
+    ``retry_after_s``: seconds after which a retry can succeed, if they are known.
+    """
 
     status = 429
     code = "overloaded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class StepFailedError(RequestError):

@@ -3,11 +3,15 @@
 A front end checks a request before it sends it to the engine. The scheduler checks it again.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from .errors import ContextLengthError, OverloadedError, RequestError, TooManySequencesError
 
+_MAX_WHOLE_CHARS = 16  # of a text that cannot be tokenized in parts, for each token of the limit
+_MIN_WHOLE_TOKENS = 16_384
+MAX_BAD_WORDS = 128
 MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
 
@@ -24,9 +28,17 @@ class HttpLimits:
     """Limits of HTTP clients. The defaults are those of the options."""
 
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 64 << 20  # of all bodies that are received or parsed
     max_json_depth: int = 64
     max_messages: int = 4096  # of a conversation
+    max_content_parts: int = 8192  # of all messages, with their tool calls
+    max_json_items: int = 1 << 20  # of all arrays and objects of a body
     max_logit_bias: int = 1024  # entries
+    max_stop_strings: int = 16
+    max_stop_bytes: int = 16 << 10  # of all stop strings
+    max_bad_words_bytes: int = 64 << 10  # of all bad words
+    max_tokenize_tokens: int = 1 << 17  # of /tokenize and /detokenize
+    vocab_size: int = 1 << 31  # the model's; lists of token ids are not longer
     max_request_tokens: int = 4 << 20  # prompts x choices x tokens of output
     template: TemplateLimits = TemplateLimits()
     max_connections: int = 4096
@@ -46,6 +58,67 @@ class HubLimits:
     max_cache_bytes: int = 64 << 30  # of all in the hub's cache
 
 
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """The tokens that a text may have, so that longer texts are refused while they are tokenized.
+
+    ``num_kept``: only so many of its last tokens are used; None = all.
+    """
+
+    max_tokens: int
+    error: Callable[[], RequestError]  # of a text with more
+    num_kept: int | None = None
+
+
+def prompt_limit(max_model_len: int, num_kept: int | None = None) -> TextLimit:
+    """Return the limit of a prompt of which the last ``num_kept`` tokens are used (None = all)."""
+    return TextLimit(max_model_len - 1, partial(_long_prompt_error, max_model_len), num_kept)
+
+
+def tokenize_limit(max_tokens: int, param: str = "prompt") -> TextLimit:
+    """Return the limit of a text whose tokens are an answer; ``param``: its field."""
+    return TextLimit(max_tokens, partial(_long_text_error, max_tokens, param))
+
+
+def _long_prompt_error(max_model_len: int) -> RequestError:
+    return ContextLengthError(
+        f"this model's maximum context length is {max_model_len} tokens: the prompt has more than "
+        f"{max_model_len - 1} tokens, which leave room for one more (--max-model-len)",
+        param="prompt",
+    )
+
+
+def _long_text_error(max_tokens: int, param: str) -> RequestError:
+    return RequestError(
+        f"the text has more than {max_tokens} tokens, which is the limit (--max-tokenize-tokens)",
+        param=param,
+    )
+
+
+def check_whole_text(num_chars: int, limit: TextLimit) -> None:
+    """Raise ``RequestError`` for a text that cannot be tokenized in parts and is too long."""
+    max_chars = _MAX_WHOLE_CHARS * max(limit.max_tokens, _MIN_WHOLE_TOKENS)
+    if num_chars > max_chars:
+        raise RequestError(
+            f"the prompt has {num_chars} characters and cannot be tokenized in parts, as each of "
+            f"its tokens depends on all of it; at most {max_chars} of such a prompt are tokenized "
+            "(--max-model-len)",
+            param="prompt",
+        )
+
+
+def check_waiting_chars(
+    num_waiting: int, num_new: int, *, max_waiting_chars: int, retry_after_s: int
+) -> None:
+    """Raise ``OverloadedError`` if a text would wait behind too many characters of others."""
+    if num_waiting and num_waiting + num_new > max_waiting_chars:
+        raise OverloadedError(
+            f"{num_waiting} characters of other prompts wait to be tokenized and {num_new} more "
+            f"would exceed {max_waiting_chars} (--max-waiting-chars); retry in {retry_after_s} s",
+            retry_after_s=retry_after_s,
+        )
+
+
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raise ``RequestError`` if the prompt is empty, ``ContextLengthError`` if it is too long."""
     if num_tokens == 0:
@@ -59,13 +132,64 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-def check_num_stops(num_stops: int, max_stop_strings: int) -> None:
-    """Raise ``RequestError`` for too many stop strings."""
-    if num_stops > max_stop_strings:
+def check_stops(stops: Sequence[object], *, max_stop_strings: int, max_stop_bytes: int) -> None:
+    """Raise ``RequestError`` for too many or too long stop strings; ignores what is no string."""
+    if len(stops) > max_stop_strings:
         raise RequestError(
-            f"{num_stops} stop strings were given, at most {max_stop_strings} are served "
+            f"{len(stops)} stop strings were given, at most {max_stop_strings} are served "
             "(--max-stop-strings)",
             param="stop",
+        )
+    num_bytes = _num_bytes(stops)
+    if num_bytes > max_stop_bytes:
+        raise RequestError(
+            f"the stop strings have {num_bytes} bytes together, at most {max_stop_bytes} are "
+            "served (--max-stop-bytes)",
+            param="stop",
+        )
+
+
+def check_num_bad_words(num_words: int) -> None:
+    """Raise ``RequestError`` for too many bad words."""
+    if num_words > MAX_BAD_WORDS:
+        raise RequestError(
+            f"{num_words} bad words were given, at most {MAX_BAD_WORDS} are served",
+            param="bad_words",
+        )
+
+
+def check_bad_words(words: Sequence[object], *, max_bad_words_bytes: int) -> None:
+    """Raise ``RequestError`` for too many or too long bad words; ignores what is no string."""
+    check_num_bad_words(len(words))
+    num_bytes = _num_bytes(words)
+    if num_bytes > max_bad_words_bytes:
+        raise RequestError(
+            f"the bad words have {num_bytes} bytes together, at most {max_bad_words_bytes} are "
+            "served (--max-bad-words-bytes)",
+            param="bad_words",
+        )
+
+
+def _num_bytes(texts: Sequence[object]) -> int:
+    """Return the bytes of all strings in UTF-8."""
+    return sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
+
+
+def check_num_ids(name: str, num_ids: int, vocab_size: int) -> None:
+    """Raise ``RequestError`` if a list of token ids is longer than the vocabulary."""
+    if num_ids > vocab_size:
+        raise RequestError(
+            f"{name} has {num_ids} entries, the vocabulary has {vocab_size}", param=name
+        )
+
+
+def check_num_detokenized(num_tokens: int, max_tokenize_tokens: int) -> None:
+    """Raise ``RequestError`` for too many tokens to make a text of."""
+    if num_tokens > max_tokenize_tokens:
+        raise RequestError(
+            f"tokens has {num_tokens} token ids, at most {max_tokenize_tokens} are served "
+            "(--max-tokenize-tokens)",
+            param="tokens",
         )
 
 
@@ -77,41 +201,6 @@ def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
             "(--max-logit-bias)",
             param="logit_bias",
         )
-
-
-def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
-    """Raise ``RequestError`` for a body that is too deep, or has too many messages or biases.
-
-    This is checked before messages and biases are parsed, which is slow.
-    """
-    level: list[Any] = [data]
-    for _ in range(limits.max_json_depth):
-        level = [item for one in level for item in _containers(one)]
-        if not level:
-            break
-    if level:
-        raise RequestError(
-            f"the body is more than {limits.max_json_depth} objects and arrays deep "
-            "(--max-json-depth)"
-        )
-    messages = data.get("messages")
-    if isinstance(messages, list) and len(messages) > limits.max_messages:
-        raise RequestError(
-            f"messages has {len(messages)} messages, at most {limits.max_messages} are served "
-            "(--max-messages)",
-            param="messages",
-        )
-    biases = data.get("logit_bias")
-    if isinstance(biases, dict):
-        check_num_biases(len(biases), limits.max_logit_bias)
-
-
-def _containers(value: Any) -> list[Any]:
-    """Return the objects and arrays in an object or array."""
-    items = value.values() if isinstance(value, dict) else value
-    if not {dict, list} & set(map(type, items)):  # a prompt may be millions of tokens
-        return []
-    return [item for item in items if isinstance(item, dict | list)]
 
 
 def check_num_output_tokens(

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError
+from .limits import check_num_bad_words
 
 MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 128
 MAX_CHOICES = 128
 
 
@@ -124,11 +124,7 @@ class SamplingParams:
         _check_token_ids("allowed_token_ids", self.allowed_token_ids or ())
         for token_ids in self.bad_words_ids:
             _check_token_ids("bad_words_ids", token_ids)
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(
-                f"{len(self.bad_words)} bad words were given, at most {MAX_BAD_WORDS} are served",
-                param="bad_words",
-            )
+        check_num_bad_words(len(self.bad_words))
         if not all(self.bad_words) or not all(self.bad_words_ids):
             raise RequestError("a bad word is empty", param="bad_words")
 

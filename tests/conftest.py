@@ -31,6 +31,7 @@ _WITH_OPTION = {
     "full": "repeats other tests: make test-full",
     "clients": "installs clients: make test-clients",
     "ray": "runs Ray: make test-ray",
+    "faults": "attacks a server for minutes: make test-faults",
 }
 
 
@@ -47,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--ray", action="store_true", help="run also what needs Ray, which is installed for it"
+    )
+    parser.addoption(
+        "--faults", action="store_true", help="run also attacks on a server, and their times"
     )
     parser.addoption(
         "--record", action="store_true", help="with --clients: record anew what they send"

@@ -105,12 +105,22 @@ class EngineConfig:
     max_num_waiting: int = option(
         1024, minimum=1, maximum=2**20, help="Maximum waiting requests; more are refused (429)."
     )
+    max_waiting_chars: int = option(
+        2**25, minimum=1, maximum=2**40,
+        help="Maximum characters of prompts that wait to be tokenized; more are refused (429).",
+    )  # fmt: skip
     max_queue_s: float | None = option(
         None, above=0, maximum=86400,
         help="Maximum seconds that a request waits to start; then it is refused (429).",
     )  # fmt: skip
     max_stop_strings: int = option(
         16, minimum=0, maximum=1024, help="Maximum number of stop strings of a request."
+    )
+    max_stop_bytes: int = option(
+        16384, minimum=0, maximum=2**24, help="Maximum bytes of a request's stop strings together."
+    )
+    max_bad_words_bytes: int = option(
+        65536, minimum=0, maximum=2**24, help="Maximum bytes of a request's bad_words together."
     )
     block_size: int = option(
         16, minimum=1, maximum=1024, help="Tokens per KV block.", commands=_PROFILE
@@ -333,24 +343,17 @@ class EngineConfig:
         check=check_cpu_cores,
     )
     engine_cores: str | None = option(
-        None,
-        metavar="CPUS",
-        number_as_text=True,
+        None, metavar="CPUS", number_as_text=True, commands=_PROFILE, check=parse_cpu_cores,
         help="CPUs of the engine; default: with workers one physical core near the accelerator, "
         "otherwise any.",
-        commands=_PROFILE,
-        check=parse_cpu_cores,
-    )
+    )  # fmt: skip
     delta_backend: str = option(
         "auto", choices=DELTA_BACKENDS, help="LoRA kernels of the CPU workers.", commands=_PROFILE
     )
     worker_slowdown: float = option(
-        1.0,
-        minimum=1,
-        maximum=1000,
+        1.0, minimum=1, maximum=1000, commands=_PROFILE,
         help="Make CPU workers slower by this factor, to measure the effect of slow cores.",
-        commands=_PROFILE,
-    )
+    )  # fmt: skip
     profile: str | None = option(
         None,
         metavar="FILE",
@@ -365,18 +368,14 @@ class EngineConfig:
         "for each request.",
     )
     max_assisted_tokens_per_step: int = option(
-        512,
-        minimum=1,
-        maximum=2**20,
+        512, minimum=1, maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
-    )
+    )  # fmt: skip
     max_assisted_stall: float = option(
-        0.05,
-        minimum=0,
-        maximum=10,
+        0.05, minimum=0, maximum=10,
         help="Maximum delay of a step by requests that run before their adapter is loaded, all "
         "together, as a share of the step's time. A chunk that would exceed it is cut, or waits.",
-    )
+    )  # fmt: skip
     link_gib_per_s: float | None = option(
         None,
         above=0,

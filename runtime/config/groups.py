@@ -72,8 +72,10 @@ _SERVE_GROUPS = (
         "Limits of requests and connections",
         (),
         (
-            "max_body_mib", "max_json_depth", "max_messages", "max_request_tokens",
-            "max_stop_strings", "max_logit_bias", "template_timeout_s", "max_template_chars",
+            "max_body_mib", "max_bodies_mib", "max_json_depth", "max_json_items", "max_messages",
+            "max_content_parts", "max_request_tokens", "max_tokenize_tokens", "max_waiting_chars",
+            "max_stop_strings", "max_stop_bytes", "max_bad_words_bytes", "max_logit_bias",
+            "template_timeout_s", "max_template_chars",
             "max_connections", "max_idle_connections", "header_timeout_s", "body_timeout_s",
             "max_unsent_kib", "unsent_timeout_s",
         ),

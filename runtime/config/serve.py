@@ -83,6 +83,13 @@ class ServeConfig:
         maximum=4096,
         help="Maximum size of a request body, in MiB; larger ones are refused (413).",
     )
+    max_bodies_mib: int = option(
+        64,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum size of all request bodies that are received or parsed at once, in MiB; more "
+        "are refused (429).",
+    )
     unknown_fields: str = option(
         "warn",
         choices=UNKNOWN_FIELDS,
@@ -95,6 +102,25 @@ class ServeConfig:
     )
     max_messages: int = option(
         4096, minimum=1, maximum=2**20, help="Maximum number of messages in a conversation."
+    )
+    max_content_parts: int = option(
+        8192,
+        minimum=1,
+        maximum=2**20,
+        help="Maximum number of content parts and tool calls in all messages of a conversation.",
+    )
+    max_json_items: int = option(
+        2**20,
+        minimum=1,
+        maximum=2**28,
+        help="Maximum number of items in all arrays and objects of a request body.",
+    )
+    max_tokenize_tokens: int = option(
+        2**17,
+        minimum=1,
+        maximum=2**28,
+        help="Maximum number of tokens of /tokenize and /detokenize, or --max-model-len if that is "
+        "more.",
     )
     max_request_tokens: int = option(
         2**22,

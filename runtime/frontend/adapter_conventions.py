@@ -120,11 +120,6 @@ class AdapterTokenizers:
         tokenizer = await self._tokenizer_of(own.tokens)
         return Conventions(tokenizer, name, own, self._template_of(own), waited_s)
 
-    def close(self) -> None:
-        """End the threads. Idempotent."""
-        for tokenizer in self._tokenizers.values():
-            tokenizer.close()
-
     def _template_of(self, own: AdapterConventions) -> ChatTemplate | None:
         if own.template is None:
             return None
@@ -155,5 +150,5 @@ class AdapterTokenizers:
         codec = await asyncio.to_thread(with_added, self._base.codec, tokens, num_embeddings)
         if len(self._tokenizers) >= _MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
-        made = self._tokenizers[tokens] = Tokenizer(codec)
+        made = self._tokenizers[tokens] = Tokenizer(codec, self._base.queue)
         return made

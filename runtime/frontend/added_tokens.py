@@ -12,6 +12,7 @@ from ..adapters.vocabulary import AddedToken, TokenDifferences
 from ..errors import RequestError
 from .codec import Codec
 from .detokenizer import Decode
+from .long_text import Piece
 from .special_stops import SpecialToken
 
 
@@ -43,10 +44,22 @@ class AddedTokensCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises ``RequestError`` for a token that the base or the adapter lacks."""
+        self._check_text(text)
+        return self._outer(self._codec.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_piece(self, text: str) -> Piece:
+        """Raises ``RequestError`` as ``encode`` does."""
+        self._check_text(text)
+        piece = self._codec.encode_piece(text)
+        return Piece(self._outer(piece.token_ids), piece.starts)
+
+    def _check_text(self, text: str) -> None:
         for content, token_id in self._refused_texts.items():
             if content in text:
                 raise self._refusal(token_id)
-        token_ids = self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+    def _outer(self, token_ids: list[int]) -> list[int]:
+        """Return the adapter's ids for the codec's. Raises ``RequestError`` for a refused one."""
         if self._ids:
             token_ids = [self._ids.get(one, one) for one in token_ids]
         if not self._refused.isdisjoint(token_ids):

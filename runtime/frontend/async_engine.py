@@ -38,7 +38,8 @@ from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
 from .stats_client import MachineClient, StatsClient
-from .template_sandbox import render_in_time
+from .template_time import render_in_time
+from .text_queue import TextQueue
 from .tokenizer import Tokenizer
 from .waker import Waker
 
@@ -118,9 +119,11 @@ class AsyncEngine:
         self._requests.begin(ready.model)
 
     def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
+        queue = TextQueue(self._client.config.max_waiting_chars)
         if spec is not None:
-            return Tokenizer(codec_from_spec(spec, chat_template=self._chat_template))
-        return Tokenizer(codec_of(self.get_tokenizer(), chat_template=self._chat_template))
+            return Tokenizer(codec_from_spec(spec, chat_template=self._chat_template), queue)
+        codec = codec_of(self.get_tokenizer(), chat_template=self._chat_template)
+        return Tokenizer(codec, queue)
 
     async def shutdown(self) -> None:
         """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""
@@ -128,9 +131,8 @@ class AsyncEngine:
         if self._starting is not None and not self._starting.done():
             await cancel_all(self._starting)
         await self._client.close()
-        for closed in (self._tokenizer, self._tokenizers):
-            if closed is not None:
-                closed.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     async def __aenter__(self) -> Self:
         try:

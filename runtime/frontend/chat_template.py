@@ -17,8 +17,10 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from .template_sandbox import BoundedTemplate, Sandbox, bounded_filter
+from .template_time import leave_to_thread
 
 _END_MARK = "corun-here-ends-the-final-message "  # does not occur in messages
+_MAX_COMPILED = 64
 _PROBE = "corun-looks-for-this"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -178,9 +180,19 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-@lru_cache(maxsize=16)
+_templates: dict[str, BoundedTemplate] = {}
+
+
 def _compiled(source: str) -> BoundedTemplate:
-    return _environment().template_of(source)
+    """Return the template, compiled once; that takes long."""
+    found = _templates.get(source)
+    if found is None:
+        leave_to_thread()
+        found = _environment().template_of(source)
+        if len(_templates) >= _MAX_COMPILED:
+            _templates.pop(next(iter(_templates)), None)
+        _templates[source] = found
+    return found
 
 
 @lru_cache(maxsize=1)

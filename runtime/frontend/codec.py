@@ -11,7 +11,9 @@ from ..engine.messages import TokenizerSpec
 from ..engine.tokenizer import plain_backend
 from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
+from .long_text import Piece
 from .special_stops import SpecialToken
+from .template_time import leave_to_thread
 
 
 class Codec(Protocol):
@@ -44,6 +46,10 @@ class Codec(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of ``text``, which is valid Unicode."""
+        ...
+
+    def encode_piece(self, text: str) -> Piece:
+        """Return the tokens of ``text`` without special ones, and where each begins."""
         ...
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
@@ -93,6 +99,10 @@ class PlainCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_piece(self, text: str) -> Piece:
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        return Piece(list(encoding.ids), [start for start, _ in encoding.offsets])
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
@@ -145,6 +155,9 @@ class TransformersCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_piece(self, text: str) -> Piece:
+        return Piece(self.encode(text, add_special_tokens=False), None)
+
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         def decode(token_ids: Sequence[int]) -> str:
             text = self._hf.decode(
@@ -161,6 +174,7 @@ class TransformersCodec:
         return None if name is None else str(name)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        leave_to_thread()  # its code is not limited
         copies = [dict(message) for message in messages]
         return str(self._hf.apply_chat_template(copies, tokenize=False, **variables))
 

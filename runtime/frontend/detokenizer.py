@@ -17,6 +17,7 @@ Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not a character (yet)
 _MAX_REMEMBERED_TOKENS = 1 << 16
+_MAX_REMEMBERED_STOPS = 64
 _MAX_CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 40
 _MAX_CHARACTER_BYTES = 4  # in UTF-8; a token has at least one
@@ -166,6 +167,7 @@ class StopMatcher:
         return self.num_matched
 
 
+@lru_cache(_MAX_REMEMBERED_STOPS)  # choices of a request have the same stop strings
 def _prefix_function(text: str) -> list[int]:
     """Return, for every end, the length of the longest proper border of ``text`` up to it."""
     lengths = [0] * len(text)

@@ -15,7 +15,13 @@ from ..config.engine import EngineConfig
 from ..engine.loop import OwnPolicies
 from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
-from ..limits import check_num_biases, check_prompt_length
+from ..limits import (
+    TextLimit,
+    check_num_biases,
+    check_num_ids,
+    check_prompt_length,
+    prompt_limit,
+)
 from ..sampling import SamplingParams
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest
@@ -97,12 +103,18 @@ def truncate_prompt(
     token_ids: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> Sequence[int]:
     """Return the last tokens of a prompt, as many as ``params`` keeps."""
+    num_kept = _num_kept(params, max_model_len)
+    return token_ids if num_kept is None else token_ids[-num_kept:]
+
+
+def text_limit(params: SamplingParams, max_model_len: int) -> TextLimit:
+    """Return the limit of a prompt that is text, see ``truncate_prompt``."""
+    return prompt_limit(max_model_len, _num_kept(params, max_model_len))
+
+
+def _num_kept(params: SamplingParams, max_model_len: int) -> int | None:
     num_kept = params.truncate_prompt_tokens
-    if num_kept is None:
-        return token_ids
-    if num_kept == -1:
-        num_kept = max(1, max_model_len - (params.max_tokens or 1))
-    return token_ids[-num_kept:]
+    return max(1, max_model_len - (params.max_tokens or 1)) if num_kept == -1 else num_kept
 
 
 def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: int) -> None:
@@ -114,10 +126,7 @@ def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: i
         "stop_token_ids": params.stop_token_ids,
     }
     for name, listed_ids in listed.items():
-        if len(listed_ids) > vocab_size:
-            raise RequestError(
-                f"{name} has {len(listed_ids)} entries, the vocabulary has {vocab_size}", param=name
-            )
+        check_num_ids(name, len(listed_ids), vocab_size)
     named: dict[str, Iterable[int]] = {
         "logit_bias": biases,
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -131,10 +140,10 @@ def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: i
             )
 
 
-def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+async def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of words, with and without a space before (most tokenizers differ)."""
     variants = [
-        tuple(tokenizer.encode(text, add_special_tokens=False))
+        tuple(await tokenizer.encode_async(text, add_special_tokens=False))
         for word in words
         for text in (word, " " + word.lstrip())
     ]

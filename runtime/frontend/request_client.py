@@ -20,7 +20,13 @@ from ..engine.messages import (
     StepOutputs,
 )
 from ..errors import EngineDeadError, RequestError
-from ..limits import check_num_open, check_num_sequences, check_num_stops, check_predicted_output
+from ..limits import (
+    check_bad_words,
+    check_num_open,
+    check_num_sequences,
+    check_predicted_output,
+    check_stops,
+)
 from ..sampling import SamplingParams
 from .adapter_conventions import Conventions, MakePrompt
 from .generation import Choice, Generation, Notify
@@ -33,6 +39,7 @@ from .inputs import (
     check_token_rules,
     default_sampling,
     engine_sampling,
+    text_limit,
     truncate_prompt,
 )
 from .outputs import RequestOutput, RequestWatch
@@ -80,16 +87,18 @@ class RequestClient:
         """
         model, tokenizer = self._ready(), conventions.tokenizer
         check_predicted_output(predicted_output_tokens)
+        params = default_sampling(model) if sampling_params is None else sampling_params
+        self._check_sizes(params, model)
         token_ids: Sequence[int]
         if isinstance(prompt, str):
-            token_ids = await tokenizer.encode_async(prompt, add_special_tokens=add_special_tokens)
+            token_ids = await tokenizer.encode_async(
+                prompt, add_special_tokens=add_special_tokens,
+                limit=text_limit(params, model.max_model_len),
+            )  # fmt: skip
         else:
             token_ids = await prompt(conventions) if callable(prompt) else prompt
-        params = default_sampling(model) if sampling_params is None else sampling_params
-        check_num_stops(len(params.stop), self._config.max_stop_strings)
-        check_token_rules(params, model.vocab_size, self._config.max_logit_bias)
         if params.bad_words:
-            ids = (*params.bad_words_ids, *bad_words_ids(params.bad_words, tokenizer))
+            ids = (*params.bad_words_ids, *await bad_words_ids(params.bad_words, tokenizer))
             params = dataclasses.replace(params, bad_words_ids=ids)
         checked = check_prompt(truncate_prompt(token_ids, params, model.max_model_len), model)
         return PreparedRequest(
@@ -266,6 +275,16 @@ class RequestClient:
         self._closed.clear()
         for notify in tuple(self._on_turn):
             notify()
+
+    def _check_sizes(self, params: SamplingParams, model: ModelInfo) -> None:
+        """Raise ``RequestError`` for what is too long to be looked at."""
+        config = self._config
+        check_stops(
+            params.stop, max_stop_strings=config.max_stop_strings,
+            max_stop_bytes=config.max_stop_bytes,
+        )  # fmt: skip
+        check_bad_words(params.bad_words, max_bad_words_bytes=config.max_bad_words_bytes)
+        check_token_rules(params, model.vocab_size, config.max_logit_bias)
 
     def _ready(self) -> ModelInfo:
         assert self._model is not None, "not begun"

@@ -1,33 +1,41 @@
 """Text to tokens and back, and the model's chat template, for the front ends.
 
-Adds special tokens exactly once, checks texts and token ids, and encodes long texts in a thread so
-that the event loop never stalls. Knows nothing of requests or of the engine.
+Adds special tokens exactly once, checks texts and token ids, and tokenizes all but short texts in
+threads so that the event loop never stalls. Knows nothing of requests or of the engine.
 """
 
-import asyncio
+import contextlib
 import operator
 import re
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any, SupportsIndex
 
 from ..errors import RequestError
+from ..limits import TextLimit, check_whole_text
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
 from .detokenizer import REPLACEMENT, Decoder, WindowStream
+from .long_text import Piece, Span, is_long, long_text_tokens, num_worked_chars
 from .special_stops import SpecialTokens
+from .text_queue import MAX_SHORT_CHARS, TextQueue
 
-_MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to the thread
+_MAX_INLINE_CHARS = 4096  # encoded at once; longer texts go to a thread
+_MAX_INLINE_TOKENS = 1024  # decoded at once
+_MAX_WAITING_CHARS = 1 << 25  # of a tokenizer with a queue of its own
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A tokenizer of any kind, with checks and a thread."""
+    """A tokenizer of any kind, with checks and threads."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, queue: TextQueue | None = None) -> None:
+        """``queue``: shared with other tokenizers; None = its own."""
         self.codec = codec
-        self._pool: ThreadPoolExecutor | None = None
+        self.queue = queue or TextQueue(_MAX_WAITING_CHARS)
+        # Tokenizers written in Python need not be safe for several threads.
+        self._lock = contextlib.nullcontext() if codec.is_quick else threading.Lock()
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
         self._decoders = {
             skip: Decoder(codec.decoding(skip_special_tokens=skip)) for skip in (False, True)
@@ -35,10 +43,8 @@ class Tokenizer:
         self._anchor_ids: list[int] | None = None
 
     def close(self) -> None:
-        """End the encoding thread. Idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        """End the threads of its queue. Idempotent."""
+        self.queue.close()
 
     # Text to tokens.
 
@@ -48,24 +54,65 @@ class Tokenizer:
         A text that a chat template rendered has its special tokens already: encode it without.
         Raises ``RequestError`` if ``text`` is not valid Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt is not valid Unicode: {error.reason} at character {error.start}",
-                param="prompt",
-            ) from error
-        return self.codec.encode(text, add_special_tokens=add_special_tokens)
+        _check_unicode(text)
+        with self._lock:
+            return self.codec.encode(text, add_special_tokens=add_special_tokens)
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """``encode`` that does not block the event loop for a long text."""
-        if len(text) <= _MAX_INLINE_CHARS and self.codec.is_quick:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        if self._pool is None:
-            # One thread: tokenizers written in Python need not be safe for several.
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="corun-tokenizer")
-        work = partial(self.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit | None = None
+    ) -> list[int]:
+        """``encode`` that does not block the event loop.
+
+        With ``limit``, a text with too many tokens is not tokenized to its end, and of a long text
+        only the tokens that ``limit`` keeps are returned. Raises also the error of ``limit``, and
+        ``OverloadedError`` if too many texts wait.
+        """
+        encode = partial(self.encode, text, add_special_tokens=add_special_tokens)
+        num_chars = len(text)
+        is_short = num_chars <= _MAX_INLINE_CHARS and self.codec.is_quick
+        if is_short and self.queue.takes_on_loop(num_chars):  # usual case
+            return encode()
+        with self.queue.admitted(num_chars, num_worked_chars(num_chars, limit)):
+            if limit is not None and is_long(num_chars, limit):
+                tokens = await self._encode_long(text, limit, add_special_tokens=add_special_tokens)
+                if tokens is not None:
+                    return tokens
+                check_whole_text(num_chars, limit)
+            return await self.queue.run(encode, num_chars, is_long=num_chars > MAX_SHORT_CHARS)
+
+    async def _encode_long(
+        self, text: str, limit: TextLimit, *, add_special_tokens: bool
+    ) -> list[int] | None:
+        """Tokenize ``text`` in windows. Returns None if that is not possible."""
+        around: tuple[list[int], list[int]] | None = ([], [])
+        if add_special_tokens:
+            around = await self.queue.run(lambda: self._added_around, 1, is_long=True)
+        steps = long_text_tokens(len(text), limit, around)
+        try:
+            span = next(steps)
+            while True:
+                work = partial(self._encode_span, text, span)
+                piece = await self.queue.run(work, span[1] - span[0], is_long=True)
+                span = steps.send(piece)
+        except StopIteration as done:
+            tokens: list[int] | None = done.value
+            return tokens
+
+    def _encode_span(self, text: str, span: Span) -> Piece:
+        part = text[slice(*span)]
+        _check_unicode(part, first_char=span[0])
+        with self._lock:
+            return self.codec.encode_piece(part)
+
+    @cached_property
+    def _added_around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens that are added before and after a text; None = not known."""
+        plain = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a", add_special_tokens=True)
+        for at in range(len(whole) - len(plain) + 1):
+            if plain and whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        return None
 
     def apply_chat_template(
         self,
@@ -100,6 +147,25 @@ class Tokenizer:
 
     # Tokens to text.
 
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, with special tokens, beside the event loop."""
+        decode = partial(self.decode, token_ids, skip_special_tokens=False)
+        num_tokens = len(token_ids)
+        if num_tokens <= _MAX_INLINE_TOKENS:  # usual case
+            return decode()
+        with self.queue.admitted(num_tokens):
+            return await self.queue.run(decode, num_tokens, is_long=num_tokens > MAX_SHORT_CHARS)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's text, see ``token_text``, beside the event loop."""
+        texts: list[str] = []
+        with self.queue.admitted(len(token_ids)):
+            for start in range(0, len(token_ids), _MAX_INLINE_TOKENS):
+                some = token_ids[start : start + _MAX_INLINE_TOKENS]
+                work = partial(list[str], map(self.token_text, some))
+                texts += await self.queue.run(work, len(some), is_long=len(token_ids) > len(some))
+        return texts
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; incomplete characters show as U+FFFD."""
         return self._decoders[skip_special_tokens].decode(token_ids)
@@ -133,6 +199,18 @@ class Tokenizer:
         if REPLACEMENT in text and raw is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return text
+
+
+def _check_unicode(text: str, *, first_char: int = 0) -> None:
+    """Raise ``RequestError`` unless ``text``, from ``first_char`` of a prompt on, is Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not valid Unicode: {error.reason} at character "
+            f"{first_char + error.start}",
+            param="prompt",
+        ) from error
 
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int) -> list[int]:

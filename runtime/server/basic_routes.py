@@ -1,16 +1,19 @@
 """Endpoints that do not generate: models, health, metrics, version, tokens."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import UNSET
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import UnknownModelError
-from ..frontend.template_sandbox import render_in_time
+from ..frontend.template_time import render_in_time
+from ..frontend.text_queue import begin_flow
 from ..frontend.tokenizer import check_token_ids
+from ..limits import tokenize_limit
 from .answers import (
     DetokenizedText,
     Health,
@@ -20,13 +23,15 @@ from .answers import (
     Tokens,
     Version,
 )
-from .body import RequestModel, given, parse_body, read_body
+from .body import HeldBody, RequestModel, given, is_large, parse_body, read_body
 from .chat_messages import ConversationFields
 from .errors import HttpError, error_response
 from .fields import MESSAGE_FIELDS
+from .generation_request import check_ids
 from .message_schema import MessagesField
 from .metrics import CONTENT_TYPE
 from .model_names import is_listed
+from .open_requests import ended_by_disconnect
 from .responses import json_response
 from .settings import MAX_STATS_AGE_S
 from .state import ServerState
@@ -52,7 +57,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids to turn into text."""
 
     model: str | None = _MODEL
-    tokens: list[int] = Field(description="Token ids.")
+    tokens: Annotated[list[int], BeforeValidator(check_ids)] = Field(description="Token ids.")
 
 
 class BasicRoutes:
@@ -104,37 +109,55 @@ class BasicRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
-        body = parse_body(TokenizeRequest, await self._read(request), self._state.unknown_fields)
+        return await self._answer(request, self._tokenize)
+
+    async def _tokenize(self, content: bytes) -> Response:
+        body = await parse_body(TokenizeRequest, content, self._state.unknown_fields)
         target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HttpError(400, "give either prompt or messages", code="invalid_value")
         conventions = await self._state.engine.conventions_of(target.adapter_name)
-        tokenizer = conventions.tokenizer
+        tokenizer, limits = conventions.tokenizer, self._state.settings.limits
         if body.messages is None:
-            text, add_special_tokens = str(body.prompt), body.add_special_tokens is not False
+            param, text = "prompt", str(body.prompt)
+            add_special_tokens = body.add_special_tokens is not False
         else:
-            render = partial(body.render, conventions, body.messages)
-            text = await render_in_time(render, self._state.settings.limits.template)
+            render = partial(body.render, conventions, body.messages, limits.max_json_items)
+            param = "messages"
+            text = await render_in_time(render, limits.template, is_large=is_large(content))
             add_special_tokens = bool(body.add_special_tokens)
-        tokens = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        tokens = await tokenizer.encode_async(
+            text, add_special_tokens=add_special_tokens,
+            limit=tokenize_limit(limits.max_tokenize_tokens, param),
+        )  # fmt: skip
         max_model_len = self._state.engine.get_model_info().max_model_len
-        texts = [tokenizer.token_text(one) for one in tokens] if body.return_token_strs else UNSET
+        texts = await tokenizer.token_texts(tokens) if body.return_token_strs else UNSET
         return json_response(Tokens(len(tokens), max_model_len, tokens, texts))
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text."""
-        body = parse_body(DetokenizeRequest, await self._read(request), self._state.unknown_fields)
+        return await self._answer(request, self._detokenize)
+
+    async def _detokenize(self, content: bytes) -> Response:
+        body = await parse_body(DetokenizeRequest, content, self._state.unknown_fields)
         target = await self._state.resolve(body.model)
         vocab_size = self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
         # With special tokens, so that tokenizing the text without added ones gives the same tokens.
         conventions = await self._state.engine.conventions_of(target.adapter_name)
-        text = conventions.tokenizer.decode(tokens, skip_special_tokens=False)
-        return json_response(DetokenizedText(text))
+        return json_response(DetokenizedText(await conventions.tokenizer.decode_async(tokens)))
 
-    async def _read(self, request: Request) -> bytes:
-        limit = self._state.settings.limits.max_body_bytes
-        return await read_body(request.scope, request.receive, limit)
+    async def _answer(
+        self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
+    ) -> Response:
+        """Read the body, and answer it until the client leaves."""
+        begin_flow()
+        state = self._state
+        with state.open_requests.track() as opened, HeldBody(state.body_room) as held:
+            max_bytes = state.settings.limits.max_body_bytes
+            content = await read_body(request.scope, request.receive, max_bytes, held)
+            with ended_by_disconnect(request.receive, opened):
+                return await answer(content)
 
     def _cards(self) -> list[ModelCard]:
         state, info = self._state, self._state.engine.get_model_info()

@@ -3,18 +3,25 @@
 Reports every fault as one message with the offending field.
 """
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, ClassVar, TypeVar
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope
 
+from ..errors import OverloadedError
+from .body_limits import check_body, check_num_items
 from .errors import ClientGoneError, HttpError
 from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, UnknownFields
 from .json_values import field_path, kind_of, wrong_type
 
+_MAX_INLINE_BYTES = 1 << 16  # of a body that the event loop parses itself
+# One thread: several would only take the interpreter's lock from each other.
+_pool = ThreadPoolExecutor(1, thread_name_prefix="corun-bodies")
 _DISCARD_FACTOR = 4  # an oversized body is read (and dropped) up to this many times the limit
 
 
@@ -43,17 +50,71 @@ def given(description: str) -> Any:
 
 
 ModelT = TypeVar("ModelT", bound=RequestModel)
+_Read = TypeVar("_Read")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body.
+class BodyRoom:
+    """The memory for bodies that are received or parsed, of one server."""
 
-    Raises ``HttpError`` 413 beyond ``max_bytes`` and ``ClientGoneError`` if the client leaves.
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0  # in use
+
+
+class HeldBody:
+    """The room that one body takes until it is released. The only body has room in any case."""
+
+    __slots__ = ("_is_refused", "_num_bytes", "_room")
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room = room
+        self._num_bytes = 0
+        self._is_refused = False
+
+    def add(self, num_bytes: int) -> bool:
+        """Take room for a part of the body, if all parts so far have room; return whether."""
+        room = self._room
+        has_others = room.num_bytes > self._num_bytes
+        if has_others and room.num_bytes + num_bytes > room.max_bytes:
+            self._is_refused = True
+        if not self._is_refused:
+            room.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+        return not self._is_refused
+
+    def check(self) -> None:
+        """Raise ``OverloadedError`` if a part of the body had no room."""
+        if self._is_refused:
+            raise OverloadedError(
+                "the bodies of this and other requests that are being received exceed "
+                f"{self._room.max_bytes} bytes together (--max-bodies-mib)"
+            )
+
+    def release(self) -> None:
+        """Give its room back. Idempotent."""
+        self._room.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, held: HeldBody | None = None
+) -> bytes:
+    """Return the whole body, which takes room in ``held``, if that is given.
+
+    Raises ``HttpError`` 413 beyond ``max_bytes``, ``OverloadedError`` if too many large bodies are
+    received at once, and ``ClientGoneError`` if the client leaves.
     """
     headers = dict(scope["headers"])
     declared = _declared_length(headers)
     if declared is not None and declared > max_bytes and b"expect" in headers:
         raise _too_large(declared, max_bytes)
+    held = held or HeldBody(BodyRoom(max_bytes))
     chunks: list[bytes] = []
     num_bytes = 0
     while True:
@@ -62,7 +123,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             raise ClientGoneError
         chunk = message.get("body", b"")
         num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
+        if num_bytes <= max_bytes and held.add(len(chunk)):
             chunks.append(chunk)
         elif num_bytes > max_bytes * _DISCARD_FACTOR:
             break
@@ -71,6 +132,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         # An answer before the client has sent everything would reach it as a reset connection.
         raise _too_large(num_bytes if declared is None else declared, max_bytes)
+    held.check()
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
@@ -88,9 +150,30 @@ def _too_large(num_bytes: int, max_bytes: int) -> HttpError:
     )
 
 
-def parse_body(model: type[ModelT], body: bytes, unknown: UnknownFields) -> ModelT:
-    """Decode and validate ``body``. Raises ``RequestError`` (400) that names the field."""
+async def parse_body(model: type[ModelT], body: bytes, unknown: UnknownFields) -> ModelT:
+    """Decode and validate ``body``. Raises ``RequestError`` (400) that names the field.
+
+    A large one is parsed in a thread, so that the event loop goes on.
+    """
+    return await read_beside(body, partial(_parse, model, body, unknown))
+
+
+async def read_beside(body: bytes, read: Callable[[], _Read]) -> _Read:
+    """Return the result of ``read``, which a thread calls if ``body`` is large."""
+    if not is_large(body):  # usual case
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(_pool, read)
+
+
+def is_large(body: bytes) -> bool:
+    """Whether the event loop leaves a body, and the conversation in it, to a thread."""
+    return len(body) > _MAX_INLINE_BYTES
+
+
+def _parse(model: type[ModelT], body: bytes, unknown: UnknownFields) -> ModelT:
+    check_num_items(body, unknown.limits.max_json_items)
     data = _decode_object(body)
+    check_body(data, unknown.limits)
     unknown.sift(data, model.field_table())
     try:
         return model.model_validate(data)
@@ -99,7 +182,7 @@ def parse_body(model: type[ModelT], body: bytes, unknown: UnknownFields) -> Mode
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
-    if not body.strip():
+    if not body or body.isspace():
         raise HttpError(400, "the body is empty, a JSON object is expected", code="invalid_json")
     try:
         data = pydantic_core.from_json(body)

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import msgspec
 
+from ..frontend.inputs import text_limit
 from ..frontend.outputs import CompletionOutput, RequestOutput, TokenCandidates
-from ..frontend.template_sandbox import render_in_time
-from .body import given, parse_body
+from ..frontend.template_time import render_in_time
+from ..sampling import SamplingParams
+from .body import given, is_large, parse_body
 from .chat_messages import ConversationFields
 from .endpoint import GenerationEndpoint
 from .engine_port import ConventionsPort
@@ -67,7 +69,7 @@ class ChatEndpoint(GenerationEndpoint):
     prompt_field = "messages"
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
-        request = parse_body(ChatRequest, body, self.state.unknown_fields)
+        request = await parse_body(ChatRequest, body, self.state.unknown_fields)
         record.read(request)
         request.check_stream_options()
         request.check_scores()
@@ -84,18 +86,23 @@ class ChatEndpoint(GenerationEndpoint):
             body=request,
             envelope=Envelope(record.request_id, object_name, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
-            prompts=[partial(self._make_prompt, request)],
+            prompts=[partial(self._make_prompt, request, sampling, is_large(body))],
             sampling=sampling,
         )
 
-    async def _make_prompt(self, request: ChatRequest, conventions: ConventionsPort) -> list[int]:
+    async def _make_prompt(
+        self, request: ChatRequest, sampling: SamplingParams, is_large: bool,
+        conventions: ConventionsPort,
+    ) -> list[int]:  # fmt: skip
         """Render the conversation. Raises ``RequestError``."""
-        render = partial(request.render, conventions, request.messages)
-        text = await render_in_time(render, self.state.settings.limits.template)
+        limits = self.state.settings.limits
+        render = partial(request.render, conventions, request.messages, limits.max_json_items)
+        text = await render_in_time(render, limits.template, is_large=is_large)
         # The template has written the special tokens already, unless the request says otherwise.
         return await conventions.tokenizer.encode_async(
-            text, add_special_tokens=bool(request.add_special_tokens)
-        )
+            text, add_special_tokens=bool(request.add_special_tokens),
+            limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
+        )  # fmt: skip
 
     def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
         return _ChatChunks(request)

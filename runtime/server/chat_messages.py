@@ -7,6 +7,7 @@ import pydantic_core
 
 from ..errors import NotServedError, RequestError
 from .body import RequestModel, given
+from .body_limits import check_num_items
 from .engine_port import RendererPort
 from .errors import HttpError
 from .json_values import show, wrong_type
@@ -53,14 +54,16 @@ class ConversationFields(RequestModel):
     )
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
 
-    def render(self, tokenizer: RendererPort, values: list[Any]) -> str:
+    def render(self, tokenizer: RendererPort, values: list[Any], max_json_items: int) -> str:
         """Render ``values``, the body's messages, with the chat template, and return the prompt.
+
+        ``max_json_items``: of the arguments of a tool call.
 
         Raises ``RequestError`` for a malformed message, for variables that a request must not set,
         and if the template would leave out tool calls or their results.
         """
         variables = self._variables()
-        messages = template_messages(values)
+        messages = template_messages(values, max_json_items)
         text = tokenizer.apply_chat_template(messages, **variables)
         for what, changed in _with_other_tools(messages):
             if _renders_as(text, tokenizer, changed, variables):
@@ -72,10 +75,9 @@ class ConversationFields(RequestModel):
 
     def _variables(self) -> dict[str, Any]:
         variables = dict(self.chat_template_kwargs or {})
-        for name in variables:
-            if name in _RESERVED_ARGUMENTS:
-                param = f"chat_template_kwargs.{name}"
-                raise NotServedError(f"{param} cannot be set by a request", param=param)
+        for name in _RESERVED_ARGUMENTS & variables.keys():
+            param = f"chat_template_kwargs.{name}"
+            raise NotServedError(f"{param} cannot be set by a request", param=param)
         is_continued = bool(self.continue_final_message)
         if is_continued and self.add_generation_prompt:
             raise HttpError(
@@ -122,18 +124,19 @@ def _renders_as(
         return False
 
 
-def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
+def template_messages(messages: list[Any], max_json_items: int) -> list[dict[str, Any]]:
     """Return the messages as a chat template takes them, with each content as one string.
 
+    ``max_json_items``: of the arguments of a tool call, which are JSON in a string.
     Fields that are not served must be removed before. Raises ``HttpError`` with the path of the
     wrong field, and ``NotServedError`` for contents that are not text.
     """
     if not messages:
         raise HttpError(400, "messages is empty", code="empty_messages", param="messages")
-    return [_message(item, f"messages[{i}]") for i, item in enumerate(messages)]
+    return [_message(item, f"messages[{i}]", max_json_items) for i, item in enumerate(messages)]
 
 
-def _message(value: object, path: str) -> dict[str, Any]:
+def _message(value: object, path: str, max_json_items: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(path, value, "an object with role and content")
     role = value.get("role")
@@ -149,11 +152,11 @@ def _message(value: object, path: str) -> dict[str, Any]:
             message[name] = _string(value[name], f"{path}.{name}")
     calls = value.get("tool_calls")
     if calls is not None and calls != []:  # some clients send an empty list for none
-        message["tool_calls"] = _tool_calls(calls, role, f"{path}.tool_calls")
+        message["tool_calls"] = _tool_calls(calls, role, f"{path}.tool_calls", max_json_items)
     return message
 
 
-def _tool_calls(value: object, role: str, path: str) -> list[dict[str, Any]]:
+def _tool_calls(value: object, role: str, path: str, max_json_items: int) -> list[dict[str, Any]]:
     if role != "assistant":
         raise HttpError(
             400,
@@ -163,10 +166,10 @@ def _tool_calls(value: object, role: str, path: str) -> list[dict[str, Any]]:
         )
     if not isinstance(value, list):
         raise wrong_type(path, value, "a list of calls")
-    return [_tool_call(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return [_tool_call(item, f"{path}[{i}]", max_json_items) for i, item in enumerate(value)]
 
 
-def _tool_call(value: object, path: str) -> dict[str, Any]:
+def _tool_call(value: object, path: str, max_json_items: int) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(function, dict):
         raise wrong_type(path, value, "an object with id, type and function")
@@ -179,16 +182,20 @@ def _tool_call(value: object, path: str) -> dict[str, Any]:
         call["id"] = _string(value["id"], f"{path}.id")
     call["function"] = {
         "name": _string(function.get("name"), f"{path}.function.name"),
-        "arguments": _arguments(function.get("arguments"), f"{path}.function.arguments"),
+        "arguments": _arguments(
+            function.get("arguments"), f"{path}.function.arguments", max_json_items
+        ),
     }
     return call
 
 
-def _arguments(value: object, path: str) -> dict[str, Any]:
+def _arguments(value: object, path: str, max_json_items: int) -> dict[str, Any]:
     """Return a call's arguments as an object, which templates need; clients send it as JSON."""
     if value is None or value == "":
         return {}
     if isinstance(value, str):
+        if len(value) > max_json_items:  # usually not
+            check_num_items(value.encode(errors="replace"), max_json_items)
         try:
             value = pydantic_core.from_json(value)
         except ValueError:

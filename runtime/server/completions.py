@@ -79,7 +79,7 @@ class CompletionEndpoint(GenerationEndpoint):
     prompt_field = "prompt"
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
-        request = parse_body(CompletionRequest, body, self.state.unknown_fields)
+        request = await parse_body(CompletionRequest, body, self.state.unknown_fields)
         record.read(request)
         request.check_stream_options()
         if not request.generates_nothing:
@@ -233,8 +233,8 @@ def _checked(value: object, path: str, *, like: object = None) -> Prompt:
     if isinstance(value, str):
         return value
     assert isinstance(value, list)
-    for index, item in enumerate(value):
-        if type(item) is not int:
-            raise wrong_type(f"{path}[{index}]", item, "a token id (an integer)")
+    if set(map(type, value)) != {int}:  # rare
+        index = next(at for at, item in enumerate(value) if type(item) is not int)
+        raise wrong_type(f"{path}[{index}]", value[index], "a token id (an integer)")
     token_ids: list[int] = value
     return token_ids

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from ..frontend.outputs import CompletionOutput, RequestOutput
+from ..frontend.text_queue import begin_flow
 from ..limits import check_num_output_tokens, check_num_sequences
 from ..tasks import cancel_all
-from .body import read_body
+from .body import HeldBody, read_body
 from .errors import ClientGoneError
 from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
@@ -84,9 +85,15 @@ class GenerationEndpoint(ABC):
             origin = self.state.gateways.open(scope["headers"])
             self.state.check_accepting()
             with self.state.open_requests.track() as request:
-                body = await read_body(scope, receive, self.state.settings.limits.max_body_bytes)
-                with ended_by_disconnect(receive, request):
-                    await self._answer(body, writer, origin, record)
+                begin_flow()
+                with HeldBody(self.state.body_room) as held:
+                    max_bytes = self.state.settings.limits.max_body_bytes
+                    body = await read_body(scope, receive, max_bytes, held)
+                    with ended_by_disconnect(receive, request):
+                        parsed = await self.parse(body, record)
+                        body = b""  # an answer may take long
+                        held.release()
+                        await self._answer(parsed, writer, origin, record)
         except ClientGoneError as exc:
             error = exc
         except Exception as exc:
@@ -102,12 +109,11 @@ class GenerationEndpoint(ABC):
 
     async def _answer(
         self,
-        body: bytes,
+        request: ParsedRequest,
         writer: ResponseWriter,
         origin: GatewayRequest | None,
         record: OpenRecord,
     ) -> None:
-        request = await self.parse(body, record)
         if origin is not None:
             origin.expects([_prompt_id(request, index) for index in range(len(request.prompts))])
         writer.wants_timing = bool(request.body.return_timing)

@@ -12,6 +12,7 @@ from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
 from ..frontend.lora_directory import LoraDirectory
 from ..frontend.outputs import LoRARequest, RequestOutput, RequestWatch
+from ..limits import TextLimit
 from ..sampling import SamplingParams
 
 
@@ -33,12 +34,25 @@ class RendererPort(Protocol):
 class TokenizerPort(RendererPort, Protocol):
     """Text to tokens and back, and the model's chat template."""
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of ``text`` without blocking the event loop."""
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit | None = None
+    ) -> list[int]:
+        """Return the tokens of ``text`` without blocking the event loop.
+
+        Raises the error of ``limit``, if there is one, and ``OverloadedError``.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``."""
+        ...
+
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids``, with special tokens, beside the event loop."""
+        ...
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's text, beside the event loop."""
         ...
 
     def token_text(self, token_id: int) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import CorunError, RequestError
+from ..errors import CorunError, OverloadedError, RequestError
 from ..timing import EngineTiming
 from .responses import ChoiceTiming
 
@@ -108,6 +108,7 @@ class ErrorReply:
     code: str
     param: str | None = None
     timing: EngineTiming | None = None  # of the request, if the engine began it
+    retry_after_s: int = RETRY_AFTER_S  # for statuses that ask for a retry
 
     @property
     def type(self) -> str:
@@ -121,7 +122,7 @@ class ErrorReply:
         """The headers that the status needs."""
         headers = {}
         if self.status in (429, 503):
-            headers["Retry-After"] = str(RETRY_AFTER_S)
+            headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == 413 or self.code == SHUTTING_DOWN:
@@ -148,7 +149,9 @@ def error_reply(exc: BaseException) -> ErrorReply:
     if isinstance(exc, CorunError):
         param = exc.param if isinstance(exc, RequestError) else None
         param = "model" if param == "lora_request" else param  # HTTP's name for it
-        return ErrorReply(exc.status, str(exc), exc.code, param)
+        known_s = exc.retry_after_s if isinstance(exc, OverloadedError) else None
+        retry_after_s = known_s or RETRY_AFTER_S
+        return ErrorReply(exc.status, str(exc), exc.code, param, retry_after_s=retry_after_s)
     _logger.error("a request failed because of a bug in corun; it gets a 500", exc_info=exc)
     return ErrorReply(500, _INTERNAL_MESSAGE, "internal_error")
 

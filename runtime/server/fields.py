@@ -6,12 +6,13 @@ both; the models of the bodies list the served fields. Any other field is unknow
 """
 
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import NotServedError
-from ..limits import HttpLimits, check_body
+from ..limits import HttpLimits
 from ..near_names import near_names
 from .errors import HttpError
 from .json_values import MAX_SHOWN_CHARS, field_path, show
@@ -207,7 +208,8 @@ class UnknownFields:
     def __init__(self, policy: str, limits: HttpLimits) -> None:
         """``policy``: the value of ``--unknown-fields``."""
         self._policy = policy
-        self._limits = limits
+        self.limits = limits
+        self._lock = threading.Lock()  # large bodies are parsed in a thread
         self._logged: set[str] = set()
         self.num_seen = 0
 
@@ -216,10 +218,9 @@ class UnknownFields:
 
         Raises ``NotServedError`` for a refused field unless its value has no effect: a client that
         wants a tool call must not get prose that looks like an answer. Raises ``HttpError`` for an
-        unknown field that is refused or misspelt, and for too many unknown fields; and
-        ``RequestError`` for a body beyond the limits.
+        unknown field that is refused or misspelt, and for too many unknown fields. Threads may call
+        it at once.
         """
-        check_body(body, self._limits)
         self._sift(body, table, (), set())
 
     def _sift(
@@ -262,11 +263,13 @@ class UnknownFields:
                 raise _unknown(path, f"unknown field{near}")
         if self._policy == "refuse":
             raise _unknown(path, "unknown field (--unknown-fields)")
-        self.num_seen += 1
         shown = name[:MAX_SHOWN_CHARS]
-        is_new = shown not in self._logged and len(self._logged) < MAX_UNKNOWN_NAMES
+        with self._lock:
+            self.num_seen += 1
+            is_new = shown not in self._logged and len(self._logged) < MAX_UNKNOWN_NAMES
+            if is_new:
+                self._logged.add(shown)
         if self._policy == "warn" and is_new:
-            self._logged.add(shown)
             _logger.warning("ignored the unknown field %r (--unknown-fields)", path)
 
 

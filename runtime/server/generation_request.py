@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationInfo
 
 from ..errors import RequestError
 from ..sampling import SamplingParams
@@ -53,7 +53,18 @@ def _check_stop(value: object) -> object:
     return value
 
 
+def check_ids(value: object, info: ValidationInfo) -> object:
+    """Find the first of many wrong token ids, which would each be described."""
+    if isinstance(value, list) and not set(map(type, value)) <= {int}:
+        index = next(at for at, item in enumerate(value) if type(item) is not int)
+        raise wrong_type(f"{info.field_name}[{index}]", value[index], "a valid integer")
+    return value
+
+
 StopField = Annotated[str | list[str] | None, BeforeValidator(_check_stop)]
+
+
+TokenIdsField = Annotated[list[int] | None, BeforeValidator(check_ids)]
 
 
 class StreamOptions(RequestModel):
@@ -86,7 +97,7 @@ class GenerationFields(RequestModel):
     repetition_penalty: float | None = given("Divides the logits of tokens that occurred; 1 = off.")
     logit_bias: dict[str, float] | None = given("Added to the logits of tokens, by token id.")
     bad_words: list[str] | None = given("Texts that no choice contains, as token sequences.")
-    allowed_token_ids: list[int] | None = given("Sample from these tokens only.")
+    allowed_token_ids: TokenIdsField = given("Sample from these tokens only.")
     prompt_logprobs: int | None = given(
         "Return the log-probability of each prompt token and of this many alternatives."
     )
@@ -101,7 +112,7 @@ class GenerationFields(RequestModel):
     max_completion_tokens: int | None = given("Another name for max_tokens.")
     min_tokens: int | None = given("Fewest tokens of each choice.")
     stop: StopField = given("Texts that end a choice; its text is cut before them.")
-    stop_token_ids: list[int] | None = given("Tokens that end a choice.")
+    stop_token_ids: TokenIdsField = given("Tokens that end a choice.")
     ignore_eos: bool | None = given("Continue after an end-of-sequence token.")
     include_stop_str_in_output: bool | None = given(
         "Keep the text that ended a choice, including special tokens of a stop string."

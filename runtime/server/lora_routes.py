@@ -73,7 +73,7 @@ class LoraRoutes:
 
     async def load(self, request: Request) -> Response:
         """Register an adapter, or pin one; answers when it is ready or refused."""
-        body = parse_body(LoadRequest, await self._read(request), self._state.unknown_fields)
+        body = await parse_body(LoadRequest, await self._read(request), self._state.unknown_fields)
         self._check_name(body.lora_name)
         if body.lora_path is None and body.pinned is not None:
             await self._state.engine.pin_lora(body.lora_name, pinned=body.pinned)
@@ -92,7 +92,9 @@ class LoraRoutes:
 
     async def unload(self, request: Request) -> Response:
         """Unregister an adapter; its running requests finish."""
-        body = parse_body(UnloadRequest, await self._read(request), self._state.unknown_fields)
+        body = await parse_body(
+            UnloadRequest, await self._read(request), self._state.unknown_fields
+        )
         self._state.engine.loras.check_known(body.lora_name, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)

@@ -6,7 +6,8 @@ from typing import Any
 from ..config.engine import EngineConfig
 from ..config.option import option_specs
 from ..config.serve import ServeConfig
-from ..sampling import MAX_BAD_WORDS, MAX_CHOICES, MAX_LOGPROBS
+from ..limits import MAX_BAD_WORDS
+from ..sampling import MAX_CHOICES, MAX_LOGPROBS
 from .adapter_listing import MAX_PAGE
 from .body import RequestModel
 from .chat import ChatRequest
@@ -28,8 +29,9 @@ from .route_docs import ROUTE_DOCS
 # Options that limit requests.
 _LIMIT_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
-    "max_logit_bias",
-    *("max_body_mib", "max_json_depth", "max_messages", "max_request_tokens"),
+    *("max_logit_bias", "max_stop_bytes", "max_bad_words_bytes", "max_waiting_chars"),
+    *("max_body_mib", "max_bodies_mib", "max_json_depth", "max_json_items", "max_messages"),
+    *("max_content_parts", "max_request_tokens", "max_tokenize_tokens"),
     *("template_timeout_s", "max_template_chars"),
     *("max_hub_adapter_mib", "max_hub_adapters", "max_hub_gib"),
     *(

@@ -102,11 +102,11 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
     ("POST", "/unload_lora_adapter"): _UNLOAD,
     ("POST", "/tokenize"): RouteDoc(
         summary="The tokens of a text, or of a conversation after the chat template.",
-        body=TokenizeRequest, answer=Tokens, errors=_BODY,
+        body=TokenizeRequest, answer=Tokens, errors=_GENERATES,
     ),
     ("POST", "/detokenize"): RouteDoc(
         summary="The text of tokens, including special tokens.",
-        body=DetokenizeRequest, answer=DetokenizedText, errors=_BODY,
+        body=DetokenizeRequest, answer=DetokenizedText, errors=_GENERATES,
     ),
     ("GET", "/health"): RouteDoc(
         summary="200 while the engine is alive.", answer=Health, errors=_KEY, unhealthy=Health

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
+from ..engine.messages import ModelInfo
 from ..limits import HttpLimits, HubLimits, TemplateLimits
 from .access import Access
 
@@ -42,7 +43,13 @@ class AppSettings:
             access=access,
             metrics_prefix=serve_config.metrics_prefix,
             unknown_fields=serve_config.unknown_fields,
-            limits=replace(limits_of(serve_config), max_logit_bias=engine_config.max_logit_bias),
+            limits=replace(
+                limits_of(serve_config),
+                max_logit_bias=engine_config.max_logit_bias,
+                max_stop_strings=engine_config.max_stop_strings,
+                max_stop_bytes=engine_config.max_stop_bytes,
+                max_bad_words_bytes=engine_config.max_bad_words_bytes,
+            ),
             sse_keep_alive_s=serve_config.sse_keep_alive_s,
             allow_lora_updates=serve_config.allow_runtime_lora_updating or bool(access.admin),
             allowed_lora_dirs=serve_config.allowed_lora_dirs,
@@ -52,13 +59,26 @@ class AppSettings:
             version=__version__,
         )
 
+    def of_model(self, info: ModelInfo) -> "AppSettings":
+        """Return these settings with the limits that follow from the model."""
+        limits = replace(
+            self.limits,
+            vocab_size=info.vocab_size,
+            max_tokenize_tokens=max(self.limits.max_tokenize_tokens, info.max_model_len),
+        )
+        return replace(self, limits=limits)
+
 
 def limits_of(config: ServeConfig) -> HttpLimits:
     """Return the limits on clients that the options describe."""
     return HttpLimits(
         max_body_bytes=config.max_body_mib << 20,
+        max_bodies_bytes=config.max_bodies_mib << 20,
         max_json_depth=config.max_json_depth,
+        max_json_items=config.max_json_items,
         max_messages=config.max_messages,
+        max_content_parts=config.max_content_parts,
+        max_tokenize_tokens=config.max_tokenize_tokens,
         max_request_tokens=config.max_request_tokens,
         template=TemplateLimits(
             timeout_s=config.template_timeout_s, max_chars=config.max_template_chars

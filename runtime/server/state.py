@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..errors import EngineDeadError, EngineHungError
+from .body import BodyRoom
 from .engine_port import EnginePort
 from .errors import SHUTTING_DOWN, HttpError
 from .fields import UnknownFields
@@ -24,6 +25,7 @@ class ServerState:
     names: ModelNames
     metrics: ServerMetrics
     unknown_fields: UnknownFields
+    body_room: BodyRoom
     created_s: int  # Unix time, for /v1/models
     open_requests: OpenRequests = field(default_factory=OpenRequests)
     gateways: GatewayLedger = field(default_factory=GatewayLedger)
@@ -70,10 +72,12 @@ def make_state(
     engine: EnginePort, settings: AppSettings, *, now_s: int, request_log: RequestLog | None = None
 ) -> ServerState:
     """Build the state for an engine that is ready."""
+    settings = settings.of_model(engine.get_model_info())
     names = ModelNames(tuple(settings.served_names) or (engine.get_model_info().name,))
     unknown_fields = UnknownFields(settings.unknown_fields, settings.limits)
     metrics = ServerMetrics(engine, settings, names.base, unknown_fields)
-    state = ServerState(engine, settings, names, metrics, unknown_fields, now_s)
+    body_room = BodyRoom(settings.limits.max_bodies_bytes)
+    state = ServerState(engine, settings, names, metrics, unknown_fields, body_room, now_s)
     state.request_log = request_log
     engine.watches.on_sent = state.gateways.sent
     return state

@@ -1,19 +1,17 @@
 """Limits name what was given, what it met and which option moves it."""
 
-from typing import Any
-
 import pytest
 from corun.runtime.errors import OverloadedError, RequestError, TooManySequencesError
 from corun.runtime.limits import (
-    HttpLimits,
-    check_body,
+    check_bad_words,
     check_num_open,
     check_num_output_tokens,
     check_num_sequences,
-    check_num_stops,
     check_predicted_output,
     check_prompt_length,
     check_queue,
+    check_stops,
+    check_waiting_chars,
 )
 
 ROOM = {"max_num_seqs": 3, "max_num_waiting": 2}
@@ -60,38 +58,39 @@ def test_the_queue() -> None:
 
 
 def test_stop_strings() -> None:
-    check_num_stops(3, 3)
+    limits = {"max_stop_strings": 3, "max_stop_bytes": 6}
+    check_stops(["aa"] * 3, **limits)
+    check_stops([1, None, "€€"], **limits)  # types are checked elsewhere
+    for stops, words in (
+        (["a"] * 4, r"4 stop .*at most 3 .*\(--max-stop-strings\)"),
+        (["aa", "aa", "a€"], r"8 bytes together, at most 6 .*\(--max-stop-bytes\)"),
+        (["\ud800" * 7], "7 bytes"),
+    ):
+        with pytest.raises(RequestError, match=words) as caught:
+            check_stops(stops, **limits)
+        assert caught.value.param == "stop"
+
+
+def test_bad_words() -> None:
+    check_bad_words(["aaa"] * 2, max_bad_words_bytes=6)
+    for bad_words, words in (
+        (["a"] * 129, "129 bad words were given, at most 128"),
+        (["aaaa", "aaa"], r"7 bytes together, at most 6 .*\(--max-bad-words-bytes\)"),
+    ):
+        with pytest.raises(RequestError, match=words) as caught:
+            check_bad_words(bad_words, max_bad_words_bytes=6)
+        assert caught.value.param == "bad_words"
+
+
+def test_texts_that_wait_to_be_tokenized() -> None:
+    limits = {"max_waiting_chars": 10, "retry_after_s": 3}
+    check_waiting_chars(0, 1000, **limits)
+    check_waiting_chars(4, 6, **limits)
     with pytest.raises(
-        RequestError, match=r"4 stop .*at most 3 .*\(--max-stop-strings\)"
+        OverloadedError, match=r"4 characters .* 7 more .* 10 \(--max-waiting-chars\).* 3 s"
     ) as caught:
-        check_num_stops(4, 3)
-    assert caught.value.param == "stop"
-
-
-def nested(depth: int, *, kind: type) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [0, value] if kind is list else {"a": 0, "b": value}
-    return value
-
-
-@pytest.mark.parametrize("kind", [list, dict])
-def test_the_depth_of_bodies(kind: type) -> None:
-    limits = HttpLimits(max_json_depth=5)
-    check_body({"prompt": nested(4, kind=kind), "tokens": [1] * 1000}, limits)
-    for depth in (5, 100_000):
-        with pytest.raises(RequestError, match=r"more than 5 .*deep \(--max-json-depth\)"):
-            check_body({"prompt": nested(depth, kind=kind)}, limits)
-
-
-def test_the_length_of_conversations() -> None:
-    limits = HttpLimits(max_messages=2)
-    allowed: list[Any] = [[{}] * 2, "text of any length", None]
-    for messages in allowed:
-        check_body({"messages": messages}, limits)
-    with pytest.raises(RequestError, match=r"has 3 messages, at most 2 .*--max-messages") as caught:
-        check_body({"messages": [{}] * 3}, limits)
-    assert caught.value.param == "messages"
+        check_waiting_chars(4, 7, **limits)
+    assert caught.value.retry_after_s == 3
 
 
 def test_tokens_of_one_request() -> None:

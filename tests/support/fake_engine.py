@@ -30,7 +30,7 @@ from corun.runtime.frontend.outputs import (
     RequestWatch,
     TokenCandidates,
 )
-from corun.runtime.limits import check_num_stops, check_predicted_output
+from corun.runtime.limits import TextLimit, check_predicted_output, check_stops
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.timing import EngineTiming
@@ -66,11 +66,22 @@ class FakeTokenizer:
             text += "</s>"
         return text + ("<assistant>" if add_generation_prompt else "")
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [1, *map(ord, text)] if add_special_tokens else list(map(ord, text))
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, limit: TextLimit | None = None
+    ) -> list[int]:
+        token_ids = [1] * add_special_tokens + list(map(ord, text))
+        if limit is not None and limit.num_kept is None and len(token_ids) > limit.max_tokens:
+            raise limit.error()
+        return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, token_ids))
+
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return list(map(self.token_text, token_ids))
 
     def token_text(self, token_id: int) -> str:
         return f"token {token_id}"
@@ -216,7 +227,7 @@ class FakeEngine:
         watch: RequestWatch | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         check_predicted_output(predicted_output_tokens)
-        check_num_stops(len(sampling_params.stop), 16)
+        check_stops(sampling_params.stop, max_stop_strings=16, max_stop_bytes=1 << 14)
         if callable(prompt):
             prompt = await prompt(await self.conventions_of(lora_request))
         self.seen.append((prompt, sampling_params, lora_request, cache_salt))

@@ -49,6 +49,22 @@ def save_sample_tokenizer(kind: str, directory: Path, **options: Any) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({**names, **options}))
 
 
+def run_tokenizer(longest: int) -> Tokenizer:
+    """Return a byte-level tokenizer with tokens of 2, 4, ... ``longest`` spaces, and few words."""
+    tokenizer, _ = _byte_level()
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab = dict(model["vocab"])
+    merges = [tuple(pair) for pair in model["merges"]]
+    length = 1
+    while length < longest:
+        piece = "Ġ" * length
+        vocab.setdefault(2 * piece, len(vocab))
+        merges.append((piece, piece))
+        length *= 2
+    tokenizer.model = models.BPE(vocab=vocab, merges=merges)
+    return tokenizer
+
+
 def _byte_level() -> tuple[Tokenizer, dict[str, str]]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

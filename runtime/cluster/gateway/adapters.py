@@ -55,7 +55,7 @@ class ClusterAdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         """Load an adapter for all engines, or pin it; answered when one engine serves it."""
-        body = parse_body(LoadRequest, await self._read(request), self._unknown_fields)
+        body = await parse_body(LoadRequest, await self._read(request), self._unknown_fields)
         if body.lora_path is None and body.pinned is not None:
             change = AdapterChange(action="pin", name=body.lora_name, pinned=body.pinned)
             return await self._change(change, "pinned" if body.pinned else "unpinned")
@@ -73,7 +73,7 @@ class ClusterAdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         """Unload an adapter from all engines; its running requests finish."""
-        body = parse_body(UnloadRequest, await self._read(request), self._unknown_fields)
+        body = await parse_body(UnloadRequest, await self._read(request), self._unknown_fields)
         return await self._change(AdapterChange(action="unload", name=body.lora_name), "unloaded")
 
     async def _read(self, request: Request) -> bytes:

@@ -7,7 +7,8 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
-from ...server.body import read_body
+from ...server.body import read_beside, read_body
+from ...server.body_limits import check_num_items
 from ...server.errors import ClientGoneError, HttpError
 from ...server.open_requests import ended_by_disconnect
 from ...server.request_ids import HEADER, given_id, new_id
@@ -15,7 +16,7 @@ from ...server.sse import DONE_EVENT, ResponseWriter
 from ..http.calls import UnreachableError
 from ..policy.reports import ServerId
 from .attempt import Attempt, AttemptLostError, ElsewhereError
-from .bodies import read_facts, read_usage
+from .bodies import BodyFacts, read_facts, read_usage
 from .links import EngineLink
 from .state import GatewayState, none_ready
 from .upstream import EngineExchange
@@ -39,13 +40,15 @@ class Inbound:
 
     __slots__ = ("body", "entry", "facts", "is_chat", "route", "start")
 
-    def __init__(self, state: GatewayState, path: str, body: bytes, scope: Scope) -> None:
-        """Read a request. Raises ``RequestError`` for a model that is not served."""
+    def __init__(
+        self, state: GatewayState, path: str, body: bytes, scope: Scope, *, facts: BodyFacts,
+        is_chat: bool,
+    ) -> None:  # fmt: skip
+        """``facts``: of ``body``. Raises ``RequestError`` for a model that is not served."""
         headers = dict(scope["headers"])
-        has_messages = path == "/tokenize" and b'"messages"' in body
-        self.is_chat = has_messages or path == "/v1/chat/completions"
+        self.is_chat = is_chat
         self.body = body
-        self.facts = read_facts(body, is_chat=self.is_chat)
+        self.facts = facts
         self.entry = state.adapter_meant(self.facts.model)
         session = headers.get(_SESSION_HEADER, b"").decode("latin-1") or None
         self.route = state.routing.route_of(self.facts, self.entry, session, is_chat=self.is_chat)
@@ -68,6 +71,22 @@ class ForwardingEndpoint:
         self._path = path
         self._generates = generates
 
+    async def _read(self, body: bytes, scope: Scope) -> Inbound:
+        """Read a request. Raises ``RequestError`` for too many items, or no such model."""
+        limits = self._state.settings.limits
+        is_chat = self._path == "/v1/chat/completions" or (
+            self._path == "/tokenize" and b'"messages"' in body
+        )
+
+        def facts() -> BodyFacts:
+            check_num_items(body, limits.max_json_items)
+            return read_facts(body, is_chat=is_chat)
+
+        return Inbound(
+            self._state, self._path, body, scope, facts=await read_beside(body, facts),
+            is_chat=is_chat,
+        )  # fmt: skip
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         writer = ResponseWriter(scope, receive, send)
@@ -78,7 +97,7 @@ class ForwardingEndpoint:
                 limit = self._state.settings.limits.max_body_bytes
                 body = await read_body(scope, receive, limit)
                 with ended_by_disconnect(receive, request):
-                    inbound = Inbound(self._state, self._path, body, scope)
+                    inbound = await self._read(body, scope)
                     await self._answer(inbound, writer, send)
         except ClientGoneError:
             return

@@ -103,7 +103,6 @@ def run(tokenizer: Tokenizer, scene: Callable[[World], Any]) -> None:
     async def play() -> None:
         world = World(tokenizer)
         await scene(world)
-        world.tokenizers.close()
 
     asyncio.run(play())
 
@@ -152,6 +151,7 @@ def test_adapters_that_add_the_same_tokens_share_a_tokenizer(tokenizer: Tokenize
         world.tell(AdapterConventions(tokens=tokens))
         one, two = await asyncio.gather(*(world.tokenizers.conventions_of("a") for _ in range(2)))
         assert one.tokenizer is two.tokenizer is not tokenizer
+        assert one.tokenizer.queue is tokenizer.queue
         assert one.tokenizer.encode("<new>", add_special_tokens=False) == [258]
         world.tell(AdapterConventions("x", digest="x"))
         other = await world.tokenizers.conventions_of("a")

@@ -151,6 +151,41 @@ def test_more_stop_strings_than_the_limit(harness: Harness) -> None:
     harness.run(test, max_stop_strings=1)
 
 
+def test_sizes_are_limited_before_work(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        for sampling, flag in (
+            (params(stop=("abc", "de")), "5 bytes together, at most 4 .*--max-stop-bytes"),
+            (
+                params(bad_words=("abc", "de")),
+                "5 bytes together, at most 4 .*--max-bad-words-bytes",
+            ),
+        ):
+            with pytest.raises(RequestError, match=flag):
+                await collect(engine, "abcdef", sampling)
+        with pytest.raises(RequestError, match=r"more than 4095 tokens .*--max-model-len"):
+            await collect(engine, "a" * 100_000, params())
+        sampling = params(truncate_prompt_tokens=6, stop=("abcd",), bad_words=("xy",))
+        (*_, last) = await collect(engine, "a" * 100_000 + "bcdef", sampling)
+        assert last.prompt_token_ids == [*b"abcdef"]
+
+    harness.run(test, max_stop_bytes=4, max_bad_words_bytes=4)
+
+
+def test_texts_wait_in_bounded_number(harness: Harness) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        text = "a" * 5000 + "bc"
+        sampling = params(truncate_prompt_tokens=3)
+        with engine.tokenizer.queue.admitted(10):
+            with pytest.raises(OverloadedError, match="--max-waiting-chars"):
+                await collect(engine, text, sampling)
+            (*_, last) = await collect(engine, "short", params())
+            assert last.outputs[0].text == "short"
+        (*_, last) = await collect(engine, text, sampling)
+        assert last.outputs[0].text == "abc"
+
+    harness.run(test, max_waiting_chars=5000)
+
+
 def test_a_stop_string_ends_and_aborts(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         sampling = params(max_tokens=4000, ignore_eos=True, stop=("cd",))

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from corun.runtime.engine.tokenizer import load_tokenizer, spec_of
-from corun.runtime.errors import RequestError
-from corun.runtime.frontend.codec import codec_from_spec, codec_of
+from corun.runtime.errors import ContextLengthError, RequestError
+from corun.runtime.frontend.chat_template import ChatTemplate
+from corun.runtime.frontend.codec import PlainCodec, codec_from_spec, codec_of
 from corun.runtime.frontend.tokenizer import Tokenizer, check_token_ids, token_bytes
+from corun.runtime.limits import TextLimit, prompt_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_core import BOS_ID, EOS_ID, save_tokenizer
+from support.tokenizers import run_tokenizer
 
 EMOJI = "😀"
 
@@ -118,6 +121,62 @@ def test_the_event_loop_runs_while_a_long_text_is_encoded(tokenizer: Tokenizer) 
 
     assert asyncio.run(run()) > 3
     tokenizer.close()
+
+
+def encode(tokenizer: Tokenizer, text: str, limit: TextLimit, **options: bool) -> list[int]:
+    return asyncio.run(tokenizer.encode_async(text, limit=limit, **options))
+
+
+def test_a_long_text_with_too_many_tokens_is_refused(any_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ContextLengthError, match=r"more than 511 tokens .*--max-model-len"):
+        encode(any_tokenizer, "Hello world! " * 20_000, prompt_limit(512))
+    any_tokenizer.close()
+
+
+def test_the_last_tokens_of_a_long_text(any_tokenizer: Tokenizer) -> None:
+    text = "Hello world! " * 20_000
+    for add_special_tokens in (True, False):
+        whole = any_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        last = encode(
+            any_tokenizer, text, prompt_limit(512, 100), add_special_tokens=add_special_tokens
+        )
+        assert last[-100:] == whole[-100:]
+    any_tokenizer.close()
+
+
+def test_a_long_text_that_fits_has_all_its_tokens() -> None:
+    tokenizer = Tokenizer(PlainCodec(run_tokenizer(128), ChatTemplate(None, {})))
+    text = "x" + " " * (128 * 500)
+    assert encode(tokenizer, text, prompt_limit(512)) == tokenizer.encode(text)
+    tokenizer.close()
+
+
+def test_half_a_character_in_a_long_text_is_found(any_tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"not valid Unicode: .* at character 40000"):
+        encode(any_tokenizer, "a" * 40_000 + "\ud800" + "a" * 500_000, prompt_limit(60_000))
+    any_tokenizer.close()
+
+
+def test_what_tokenizers_written_in_python_cannot_cut_is_bounded() -> None:
+    tokenizer = slow_tokenizer()
+    with pytest.raises(RequestError, match=r"cannot be tokenized in parts.* at most 262144 "):
+        encode(tokenizer, "a" * 300_000, prompt_limit(512, 5))
+    assert encode(tokenizer, "a" * 99_000, prompt_limit(512, 5))[-5:] == [97] * 5
+    tokenizer.close()
+
+
+def test_long_lists_of_tokens_are_decoded_beside_the_loop(any_tokenizer: Tokenizer) -> None:
+    token_ids = any_tokenizer.encode("Hello world! " * 400)
+
+    async def run() -> tuple[str, list[str]]:
+        return await any_tokenizer.decode_async(token_ids), await any_tokenizer.token_texts(
+            token_ids
+        )
+
+    text, texts = asyncio.run(run())
+    assert text == any_tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert texts == [any_tokenizer.token_text(one) for one in token_ids]
+    any_tokenizer.close()
 
 
 def test_text_that_is_no_unicode_is_refused(any_tokenizer: Tokenizer) -> None:

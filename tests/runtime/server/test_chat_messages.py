@@ -43,7 +43,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def render(hf: Any, source: str, *messages: Any) -> str:
     tokenizer = Tokenizer(codec_of(hf, chat_template=source))
-    return ConversationFields().render(tokenizer, list(messages))
+    return ConversationFields().render(tokenizer, list(messages), 1000)
 
 
 def test_calls_and_results_are_written(hf: Any) -> None:

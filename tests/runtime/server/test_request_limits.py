@@ -15,8 +15,10 @@ from corun.runtime.server.settings import AppSettings
 from support.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeTokenizer
 
 LIMITS = HttpLimits(
-    max_body_bytes=10_000, max_json_depth=4, max_messages=3, max_request_tokens=MAX_MODEL_LEN,
-    max_logit_bias=2, template=TemplateLimits(timeout_s=0.05, max_chars=100),
+    max_body_bytes=20_000, max_json_depth=4, max_messages=3, max_request_tokens=MAX_MODEL_LEN,
+    max_logit_bias=2, template=TemplateLimits(timeout_s=0.05, max_chars=100), max_content_parts=3,
+    max_stop_strings=16, max_stop_bytes=8, max_bad_words_bytes=8, max_tokenize_tokens=MAX_MODEL_LEN,
+    max_json_items=5000,
 )  # fmt: skip
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "hi", "max_tokens": 4}
@@ -46,6 +48,26 @@ class TemplateTokenizer(FakeTokenizer):
         (CHAT, {"messages": MESSAGES, "logit_bias": dict.fromkeys("abc")}, "logit_bias",
          "3 entries, at most 2 are served (--max-logit-bias)"),
         (COMPLETIONS, {"prompt": ["a"] * 400 + [5]}, "prompt", "401 prompts"),
+        (COMPLETIONS, GOOD | {"stop": "123456789"}, "stop",
+         "9 bytes together, at most 8 are served (--max-stop-bytes)"),
+        (COMPLETIONS, GOOD | {"bad_words": ["1234", "56789"]}, "bad_words",
+         "--max-bad-words-bytes"),
+        (COMPLETIONS, GOOD | {"bad_words": ["a"] * 129}, "bad_words", "129 bad words"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 4}]}, "messages",
+         "4 content parts and tool calls, at most 3 are served (--max-content-parts)"),
+        (COMPLETIONS, GOOD | {"x": [0] * 5001}, None, "more than 5000 items (--max-json-items)"),
+        (COMPLETIONS, GOOD | {"allowed_token_ids": [1, "a", "b"]}, "allowed_token_ids[1]",
+         'is "a" (a string), must be a valid integer'),
+        (COMPLETIONS, GOOD | {"stop_token_ids": [1.5]}, "stop_token_ids[0]", "a valid integer"),
+        ("/detokenize", {"tokens": [1] * (MAX_MODEL_LEN + 1)}, "tokens", "--max-tokenize-tokens"),
+        ("/detokenize", {"tokens": [None]}, "tokens[0]", "is null, must be a valid integer"),
+        ("/tokenize", {"prompt": "a" * MAX_MODEL_LEN}, "prompt", "--max-tokenize-tokens"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * MAX_MODEL_LEN}]}, "messages",
+         "--max-tokenize-tokens"),
+        (COMPLETIONS, {"prompt": "a" * MAX_MODEL_LEN}, "prompt", "--max-model-len"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * MAX_MODEL_LEN}]}, "messages",
+         "--max-model-len"),
+        (COMPLETIONS, GOOD | {"model": "m" * 9000}, "model", "no model or adapter"),
     ],
 )  # fmt: skip
 def test_what_is_too_much(
@@ -55,7 +77,8 @@ def test_what_is_too_much(
     with httpx.Client(base_url=server.url, timeout=20) as http:
         response = http.post(path, json=body)
         error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, param)
+        assert response.status_code == (404 if "no model" in words else 400)
+        assert error["param"] == param
         assert words in error["message"]
         assert http.post(COMPLETIONS, json=GOOD).status_code == 200
 
@@ -91,11 +114,17 @@ def test_the_defaults_are_those_of_the_options() -> None:
     config = ServeConfig(
         max_body_mib=1, max_json_depth=2, max_messages=3, max_request_tokens=4,
         template_timeout_s=5, max_template_chars=6, max_connections=7, header_timeout_s=8,
-        max_unsent_kib=9, unsent_timeout_s=10, body_timeout_s=11,
+        max_unsent_kib=9, unsent_timeout_s=10, body_timeout_s=11, max_bodies_mib=13,
+        max_content_parts=14, max_json_items=15, max_tokenize_tokens=16,
     )  # fmt: skip
-    assert AppSettings.of(EngineConfig(max_logit_bias=12), config, Access()).limits == HttpLimits(
+    engine_config = EngineConfig(
+        max_logit_bias=12, max_stop_strings=17, max_stop_bytes=18, max_bad_words_bytes=19
+    )
+    assert AppSettings.of(engine_config, config, Access()).limits == HttpLimits(
         max_body_bytes=1 << 20, max_json_depth=2, max_messages=3, max_request_tokens=4,
         template=TemplateLimits(timeout_s=5.0, max_chars=6), max_connections=7,
         header_timeout_s=8.0, max_unsent_bytes=9 << 10, unsent_timeout_s=10.0,
-        body_timeout_s=11.0, max_logit_bias=12,
+        body_timeout_s=11.0, max_logit_bias=12, max_bodies_bytes=13 << 20, max_content_parts=14,
+        max_json_items=15, max_tokenize_tokens=16, max_stop_strings=17, max_stop_bytes=18,
+        max_bad_words_bytes=19,
     )  # fmt: skip
