@@ -357,18 +357,14 @@ class EngineConfig:
         "for each request.",
     )
     max_assisted_tokens_per_step: int = option(
-        512,
-        minimum=1,
-        maximum=2**20,
+        512, minimum=1, maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
-    )
+    )  # fmt: skip
     max_assisted_stall: float = option(
-        0.05,
-        minimum=0,
-        maximum=10,
+        0.05, minimum=0, maximum=10,
         help="Maximum delay of a step by requests that run before their adapter is loaded, all "
         "together, as a share of the step's time. A chunk that would exceed it is cut, or waits.",
-    )
+    )  # fmt: skip
     link_gib_per_s: float | None = option(
         None,
         above=0,
