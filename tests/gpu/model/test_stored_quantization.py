@@ -236,7 +236,7 @@ def damaged(change: Callable[[Tensors], object]) -> tuple[Tensors, StoredQuantiz
         (lambda t: t.pop("scales"), "no tensor scales"),
         (lambda t: t.update(scales=t["scales"][:, :5]), "scales"),
         (lambda t: t.update(scales=t["scales"].repeat(4, 1), g_idx=torch.arange(IN) // 32), "64"),
-        (lambda t: t.update(qweight=t["qweight"][:5]), "no .16, 256. in 4 or 8 bits"),
+        (lambda t: t.update(qweight=t["qweight"][:5]), "is not .16, 256. in 4 or 8 bits"),
         (lambda t: t.update(qzeros=t["qzeros"][:1]), "zero points"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_share_is_refused_where_nothing_is_split() -> None:
 
 def test_a_part_that_is_too_small_for_a_request_is_refused_with_both_numbers() -> None:
     sizes = replace(SIZES, adapter_share=0.3)
-    with pytest.raises(ResourceError, match=r"280 tokens .* 30% .* may take 300 \(--max-model"):
+    with pytest.raises(ResourceError, match=r"30% .* 280 tokens .* may need 300 \(--max-model"):
         make_device_memory(sizes, "static-split", COSTS)
 
 
