@@ -73,7 +73,8 @@ def tokenize_limit(max_tokens: int, param: str = "prompt") -> TextLimit:
 def _long_prompt_error(max_model_len: int) -> RequestError:
     return ContextLengthError(
         f"this model's maximum context length is {max_model_len} tokens: the prompt has more than "
-        f"{max_model_len - 1} tokens, which leave room for one more (--max-model-len)",
+        f"{max_model_len - 1} tokens, at most {max_model_len - 1} leave room for one more "
+        "(--max-model-len)",
         param="prompt",
     )
 
