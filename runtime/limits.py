@@ -11,6 +11,9 @@ from .errors import ContextLengthError, OverloadedError, RequestError, TooManySe
 
 _MAX_WHOLE_CHARS = 16  # of a text that cannot be tokenized in parts, for each token of the limit
 _MIN_WHOLE_TOKENS = 16_384
+MAX_DEFAULT_BODY_BYTES = 32 << 20
+_MIN_DEFAULT_BODY_BYTES = 4 << 20
+_BODY_BYTES_PER_TOKEN = 64  # of the context
 MAX_BAD_WORDS = 128
 MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
@@ -27,12 +30,12 @@ class TemplateLimits:
 class HttpLimits:
     """Limits of HTTP clients. The defaults are those of the options."""
 
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = MAX_DEFAULT_BODY_BYTES
     max_bodies_bytes: int = 64 << 20  # of all bodies that are received or parsed
     max_json_depth: int = 64
     max_messages: int = 4096  # of a conversation
     max_content_parts: int = 8192  # of all messages, with their tool calls
-    max_json_items: int = 1 << 20  # of all arrays and objects of a body
+    max_json_items: int = 1 << 19  # of all arrays and objects of a body
     max_logit_bias: int = 1024  # entries
     max_stop_strings: int = 16
     max_stop_bytes: int = 16 << 10  # of all stop strings
@@ -56,6 +59,12 @@ class HubLimits:
     max_adapter_bytes: int = 2 << 30  # of the files of one
     max_adapters: int = 256
     max_cache_bytes: int = 64 << 30  # of all in the hub's cache
+
+
+def default_body_bytes(max_model_len: int) -> int:
+    """Return the largest body that is accepted by default, which is parsed quickly."""
+    num_bytes = _BODY_BYTES_PER_TOKEN * max_model_len
+    return min(max(num_bytes, _MIN_DEFAULT_BODY_BYTES), MAX_DEFAULT_BODY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,8 @@ def tokenize_limit(max_tokens: int, param: str = "prompt") -> TextLimit:
 def _long_prompt_error(max_model_len: int) -> RequestError:
     return ContextLengthError(
         f"this model's maximum context length is {max_model_len} tokens: the prompt has more than "
-        f"{max_model_len - 1} tokens, which leave room for one more (--max-model-len)",
+        f"{max_model_len - 1} tokens, at most {max_model_len - 1} leave room for one more "
+        "(--max-model-len)",
         param="prompt",
     )
 

@@ -107,7 +107,8 @@ class EngineConfig:
     )
     max_waiting_chars: int = option(
         2**25, minimum=1, maximum=2**40,
-        help="Maximum characters of prompts that wait to be tokenized; more are refused (429).",
+        help="Maximum characters of short prompts, and of longer ones than 32,768 characters, that "
+        "wait to be tokenized; more are refused (429).",
     )  # fmt: skip
     max_queue_s: float | None = option(
         None, above=0, maximum=86400,

@@ -77,11 +77,12 @@ class ServeConfig:
         metavar="FILE",
         help="File with a Jinja chat template that replaces the tokenizer's own.",
     )
-    max_body_mib: int = option(
-        32,
+    max_body_mib: int | None = option(
+        None,
         minimum=1,
         maximum=4096,
-        help="Maximum size of a request body, in MiB; larger ones are refused (413).",
+        help="Maximum size of a request body, in MiB; larger ones are refused (413); default: 64 "
+        "bytes for each token of --max-model-len, at least 4 and at most 32; a gateway takes 32.",
     )
     max_bodies_mib: int = option(
         64,
@@ -110,7 +111,7 @@ class ServeConfig:
         help="Maximum number of content parts and tool calls in all messages of a conversation.",
     )
     max_json_items: int = option(
-        2**20,
+        2**19,
         minimum=1,
         maximum=2**28,
         help="Maximum number of items in all arrays and objects of a request body.",

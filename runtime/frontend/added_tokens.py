@@ -12,7 +12,7 @@ from ..adapters.vocabulary import AddedToken, TokenDifferences
 from ..errors import RequestError
 from .codec import Codec
 from .detokenizer import Decode
-from .long_text import Piece
+from .long_text import TextPiece
 from .special_stops import SpecialToken
 
 
@@ -47,11 +47,11 @@ class AddedTokensCodec:
         self._check_text(text)
         return self._outer(self._codec.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_piece(self, text: str) -> Piece:
+    def encode_piece(self, text: str) -> TextPiece:
         """Raises ``RequestError`` as ``encode`` does."""
         self._check_text(text)
         piece = self._codec.encode_piece(text)
-        return Piece(self._outer(piece.token_ids), piece.starts)
+        return TextPiece(self._outer(piece.token_ids), piece.starts)
 
     def _check_text(self, text: str) -> None:
         for content, token_id in self._refused_texts.items():

@@ -11,7 +11,7 @@ from ..engine.messages import TokenizerSpec
 from ..engine.tokenizer import plain_backend
 from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
-from .long_text import Piece
+from .long_text import TextPiece
 from .special_stops import SpecialToken
 from .template_time import leave_to_thread
 
@@ -48,7 +48,7 @@ class Codec(Protocol):
         """Return the tokens of ``text``, which is valid Unicode."""
         ...
 
-    def encode_piece(self, text: str) -> Piece:
+    def encode_piece(self, text: str) -> TextPiece:
         """Return the tokens of ``text`` without special ones, and where each begins."""
         ...
 
@@ -100,9 +100,9 @@ class PlainCodec:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def encode_piece(self, text: str) -> Piece:
+    def encode_piece(self, text: str) -> TextPiece:
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
-        return Piece(list(encoding.ids), [start for start, _ in encoding.offsets])
+        return TextPiece(list(encoding.ids), [start for start, _ in encoding.offsets])
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         return partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
@@ -155,8 +155,8 @@ class TransformersCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_piece(self, text: str) -> Piece:
-        return Piece(self.encode(text, add_special_tokens=False), None)
+    def encode_piece(self, text: str) -> TextPiece:
+        return TextPiece(self.encode(text, add_special_tokens=False), None)
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         def decode(token_ids: Sequence[int]) -> str:

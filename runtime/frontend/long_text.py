@@ -24,7 +24,7 @@ _SECOND_OFFSET = 1009  # a prime, so that it is no multiple of a pattern's lengt
 Span = tuple[int, int]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """The tokens of a part of a text."""
 
     token_ids: list[int]
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 # Takes the tokens of each span that it yields; returns those of the text, or None.
-Steps = Generator[Span, Piece, list[int] | None]
+Steps = Generator[Span, TextPiece, list[int] | None]
 
 
 def is_long(num_chars: int, limit: TextLimit) -> bool:
@@ -87,7 +87,7 @@ def _last_tokens(num_chars: int, limit: TextLimit, num_kept: int) -> Steps:
     return (yield from _joined(0, num_chars, limit, num_kept))
 
 
-def _settled(start: int) -> Generator[Span, Piece, int | None]:
+def _settled(start: int) -> Generator[Span, TextPiece, int | None]:
     """Return a character from which on tokens do not depend on where a window begins, or None."""
     one = yield start, start + _WINDOW_CHARS
     other = yield start + _SECOND_OFFSET, start + _SECOND_OFFSET + _WINDOW_CHARS
@@ -131,8 +131,8 @@ def _joined(
 
 
 def _next_window(
-    start: int, end: int, piece: Piece, at: int
-) -> Generator[Span, Piece, tuple[int, int, Piece, int] | None]:
+    start: int, end: int, piece: TextPiece, at: int
+) -> Generator[Span, TextPiece, tuple[int, int, TextPiece, int] | None]:
     """Tokenize the window after ``piece``, which begins at ``start``.
 
     Returns the token of ``piece`` at which it ends, the first character of the next window, its
@@ -151,7 +151,7 @@ def _next_window(
     return None if found is None else (cut, next_start, following, found)
 
 
-def _find(piece: Piece, char: int, other: Piece, at: int) -> int | None:
+def _find(piece: TextPiece, char: int, other: TextPiece, at: int) -> int | None:
     """Return where ``piece`` has the same tokens at ``char`` as ``other`` has from ``at`` on."""
     assert piece.starts is not None and other.starts is not None
     shift = other.starts[at] - char
@@ -167,7 +167,7 @@ def _find(piece: Piece, char: int, other: Piece, at: int) -> int | None:
 
 
 def _count(
-    start: int, end: int, num_tokens: int, limit: TextLimit, piece: Piece | None = None
+    start: int, end: int, num_tokens: int, limit: TextLimit, piece: TextPiece | None = None
 ) -> Steps:
     """Count the tokens from ``start`` on, after ``num_tokens``; return None.
 

@@ -47,6 +47,14 @@ def begin_flow() -> None:
     _flow.set(_Flow())
 
 
+class _Waiting:
+    """Characters of texts that are admitted and not yet done."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0  # memory
+        self.num_worked = 0  # of these, the ones that take time
+
+
 class _Job:
     __slots__ = ("future", "num_chars", "work")
 
@@ -70,11 +78,10 @@ class TextQueue:
     def __init__(
         self, max_waiting_chars: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """``max_waiting_chars``: of all texts; one that waits alone may have more."""
+        """``max_waiting_chars``: of all short texts, and of all long ones; one may have more."""
         self._clock = clock
         self._max_chars = max_waiting_chars
-        self._num_chars = 0  # admitted and not yet done: memory
-        self._num_worked = 0  # of these, the ones that take time
+        self._waiting = _Waiting(), _Waiting()  # short and long texts: neither shuts the other out
         self._num_loop_chars = 0  # in this turn of the event loop
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -110,18 +117,19 @@ class TextQueue:
 
         ``num_worked``: the characters that are probably tokenized; None = all.
         """
+        waiting = self._waiting[num_chars > MAX_SHORT_CHARS]
         check_waiting_chars(
-            self._num_chars, num_chars, max_waiting_chars=self._max_chars,
-            retry_after_s=self._retry_after_s(),
+            waiting.num_chars, num_chars, max_waiting_chars=self._max_chars,
+            retry_after_s=self._retry_after_s(waiting),
         )  # fmt: skip
         num_worked = num_chars if num_worked is None else num_worked
-        self._num_chars += num_chars
-        self._num_worked += num_worked
+        waiting.num_chars += num_chars
+        waiting.num_worked += num_worked
         try:
             yield
         finally:  # also if the client has left
-            self._num_chars -= num_chars
-            self._num_worked -= num_worked
+            waiting.num_chars -= num_chars
+            waiting.num_worked -= num_worked
 
     async def run(self, work: Callable[[], _T], num_chars: int, *, is_long: bool) -> _T:
         """Return the result of ``work``, which a thread calls when it is its turn.
@@ -171,7 +179,7 @@ class TextQueue:
             rate = num_chars / max(took_s, 1e-6)
             self._chars_per_s += _LEARNING_RATE * (rate - self._chars_per_s)
 
-    def _retry_after_s(self) -> int:
+    def _retry_after_s(self, waiting: _Waiting) -> int:
         """Seconds until all that waits is done, at the rate of the last texts."""
-        seconds = math.ceil(self._num_worked / self._chars_per_s)
+        seconds = math.ceil(waiting.num_worked / self._chars_per_s)
         return min(max(1, seconds), _MAX_RETRY_AFTER_S)

@@ -17,7 +17,7 @@ from ..limits import TextLimit, check_whole_text
 from .chat_template import RENDER_ERRORS
 from .codec import Codec
 from .detokenizer import REPLACEMENT, Decoder, WindowStream
-from .long_text import Piece, Span, is_long, long_text_tokens, num_worked_chars
+from .long_text import Span, TextPiece, is_long, long_text_tokens, num_worked_chars
 from .special_stops import SpecialTokens
 from .text_queue import MAX_SHORT_CHARS, TextQueue
 
@@ -98,7 +98,7 @@ class Tokenizer:
             tokens: list[int] | None = done.value
             return tokens
 
-    def _encode_span(self, text: str, span: Span) -> Piece:
+    def _encode_span(self, text: str, span: Span) -> TextPiece:
         part = text[slice(*span)]
         _check_unicode(part, first_char=span[0])
         with self._lock:

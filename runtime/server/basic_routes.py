@@ -126,10 +126,12 @@ class BasicRoutes:
             param = "messages"
             text = await render_in_time(render, limits.template, is_large=is_large(content))
             add_special_tokens = bool(body.add_special_tokens)
+        limit = tokenize_limit(limits.max_tokenize_tokens, param)
         tokens = await tokenizer.encode_async(
-            text, add_special_tokens=add_special_tokens,
-            limit=tokenize_limit(limits.max_tokenize_tokens, param),
-        )  # fmt: skip
+            text, add_special_tokens=add_special_tokens, limit=limit
+        )
+        if len(tokens) > limit.max_tokens:
+            raise limit.error()
         max_model_len = self._state.engine.get_model_info().max_model_len
         texts = await tokenizer.token_texts(tokens) if body.return_token_strs else UNSET
         return json_response(Tokens(len(tokens), max_model_len, tokens, texts))

@@ -7,7 +7,13 @@ from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.messages import ModelInfo
-from ..limits import HttpLimits, HubLimits, TemplateLimits
+from ..limits import (
+    MAX_DEFAULT_BODY_BYTES,
+    HttpLimits,
+    HubLimits,
+    TemplateLimits,
+    default_body_bytes,
+)
 from .access import Access
 
 # Longest wait of an answer for the engine's statistics. A step may take longer; the answer then has
@@ -25,6 +31,7 @@ class AppSettings:
     metrics_prefix: str = "corun"  # gives corun:num_requests_running
     unknown_fields: str = "warn"
     limits: HttpLimits = field(default_factory=HttpLimits)
+    sizes_bodies_by_model: bool = False  # without --max-body-mib
     sse_keep_alive_s: float = 15.0  # of silence in a stream before it gets a comment
     allow_lora_updates: bool = False
     allowed_lora_dirs: Sequence[str] = ()  # directories that adapters are loaded from; empty = any
@@ -50,6 +57,7 @@ class AppSettings:
                 max_stop_bytes=engine_config.max_stop_bytes,
                 max_bad_words_bytes=engine_config.max_bad_words_bytes,
             ),
+            sizes_bodies_by_model=serve_config.max_body_mib is None,
             sse_keep_alive_s=serve_config.sse_keep_alive_s,
             allow_lora_updates=serve_config.allow_runtime_lora_updating or bool(access.admin),
             allowed_lora_dirs=serve_config.allowed_lora_dirs,
@@ -66,13 +74,19 @@ class AppSettings:
             vocab_size=info.vocab_size,
             max_tokenize_tokens=max(self.limits.max_tokenize_tokens, info.max_model_len),
         )
+        if self.sizes_bodies_by_model:
+            limits = replace(limits, max_body_bytes=default_body_bytes(info.max_model_len))
         return replace(self, limits=limits)
+
+
+def _body_bytes(max_body_mib: int | None) -> int:
+    return MAX_DEFAULT_BODY_BYTES if max_body_mib is None else max_body_mib << 20
 
 
 def limits_of(config: ServeConfig) -> HttpLimits:
     """Return the limits on clients that the options describe."""
     return HttpLimits(
-        max_body_bytes=config.max_body_mib << 20,
+        max_body_bytes=_body_bytes(config.max_body_mib),
         max_bodies_bytes=config.max_bodies_mib << 20,
         max_json_depth=config.max_json_depth,
         max_json_items=config.max_json_items,

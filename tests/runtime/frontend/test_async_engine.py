@@ -162,7 +162,7 @@ def test_sizes_are_limited_before_work(harness: Harness) -> None:
         ):
             with pytest.raises(RequestError, match=flag):
                 await collect(engine, "abcdef", sampling)
-        with pytest.raises(RequestError, match=r"more than 4095 tokens .*--max-model-len"):
+        with pytest.raises(RequestError, match=r"more than 4095 tokens, .*--max-model-len"):
             await collect(engine, "a" * 100_000, params())
         sampling = params(truncate_prompt_tokens=6, stop=("abcd",), bad_words=("xy",))
         (*_, last) = await collect(engine, "a" * 100_000 + "bcdef", sampling)

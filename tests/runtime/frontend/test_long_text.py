@@ -9,7 +9,7 @@ import tokenizers
 from corun.runtime.errors import ContextLengthError, RequestError
 from corun.runtime.frontend.chat_template import ChatTemplate
 from corun.runtime.frontend.codec import Codec, PlainCodec
-from corun.runtime.frontend.long_text import Piece, is_long, long_text_tokens
+from corun.runtime.frontend.long_text import TextPiece, is_long, long_text_tokens
 from corun.runtime.limits import TextLimit, prompt_limit
 from support.tokenizers import SAMPLE_KINDS, WORDS, run_tokenizer, save_sample_tokenizer
 
@@ -34,7 +34,7 @@ class Steps:
                 assert 0 < span[1] - span[0] <= WINDOW
                 self.num_chars += span[1] - span[0]
                 piece = codec.encode_piece(text[slice(*span)])
-                span = steps.send(piece if with_starts else Piece(piece.token_ids, None))
+                span = steps.send(piece if with_starts else TextPiece(piece.token_ids, None))
         except StopIteration as done:
             self.tokens = done.value
 
@@ -119,9 +119,9 @@ def test_work_is_bounded_by_the_limit_and_not_by_the_text(runs: PlainCodec) -> N
     """A letter is a token here, so that a text is refused after as many characters."""
     done: list[int] = []
 
-    def encode_piece(text: str) -> Piece:
+    def encode_piece(text: str) -> TextPiece:
         done.append(len(text))
-        return Piece([1] * len(text), list(range(len(text))))
+        return TextPiece([1] * len(text), list(range(len(text))))
 
     limit = prompt_limit(MAX_MODEL_LEN)
     steps = long_text_tokens(1 << 25, limit, NO_TOKENS)
@@ -162,7 +162,7 @@ def test_windows_that_never_agree_are_counted() -> None:
             while True:
                 length = span[1] - span[0]
                 starts = list(range(0, length, 10))
-                span = steps.send(Piece([span[0] + one for one in starts], starts))
+                span = steps.send(TextPiece([span[1]] * len(starts), starts))
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
 

@@ -112,7 +112,7 @@ def test_short_texts_do_not_wait_for_long_ones(queue: TextQueue) -> None:
 def refusal(queue: TextQueue, num_waiting: int) -> OverloadedError:
     """The error of a text that would wait behind ``num_waiting`` characters."""
     with queue.admitted(num_waiting):  # one text is served in any case
-        with pytest.raises(OverloadedError) as caught, queue.admitted(1):
+        with pytest.raises(OverloadedError) as caught, queue.admitted(num_waiting):
             pass
         return caught.value
 
@@ -124,6 +124,13 @@ def test_what_waits_is_bounded(queue: TextQueue) -> None:
     assert "exceed 1000 (--max-waiting-chars)" in str(error)
     assert error.retry_after_s == 1
     with queue.admitted(400), queue.admitted(600):
+        pass
+
+
+def test_long_texts_do_not_shut_short_ones_out(queue: TextQueue) -> None:
+    with queue.admitted(LONG), queue.admitted(SHORT):
+        pass
+    with queue.admitted(1000), queue.admitted(LONG):
         pass
 
 

@@ -128,7 +128,7 @@ def encode(tokenizer: Tokenizer, text: str, limit: TextLimit, **options: bool) -
 
 
 def test_a_long_text_with_too_many_tokens_is_refused(any_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ContextLengthError, match=r"more than 511 tokens .*--max-model-len"):
+    with pytest.raises(ContextLengthError, match=r"more than 511 tokens, .*--max-model-len"):
         encode(any_tokenizer, "Hello world! " * 20_000, prompt_limit(512))
     any_tokenizer.close()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
@@ -53,14 +54,14 @@ class TemplateTokenizer(FakeTokenizer):
         (COMPLETIONS, GOOD | {"bad_words": ["1234", "56789"]}, "bad_words",
          "--max-bad-words-bytes"),
         (COMPLETIONS, GOOD | {"bad_words": ["a"] * 129}, "bad_words", "129 bad words"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 4}]}, "messages",
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 4}]}, "messages",
          "4 content parts and tool calls, at most 3 are served (--max-content-parts)"),
         (COMPLETIONS, GOOD | {"x": [0] * 5001}, None, "more than 5000 items (--max-json-items)"),
         (COMPLETIONS, GOOD | {"allowed_token_ids": [1, "a", "b"]}, "allowed_token_ids[1]",
          'is "a" (a string), must be a valid integer'),
         (COMPLETIONS, GOOD | {"stop_token_ids": [1.5]}, "stop_token_ids[0]", "a valid integer"),
         ("/detokenize", {"tokens": [1] * (MAX_MODEL_LEN + 1)}, "tokens", "--max-tokenize-tokens"),
-        ("/detokenize", {"tokens": [None]}, "tokens[0]", "is null, must be a valid integer"),
+        ("/detokenize", {"tokens": [None]}, "tokens[0]", "must be a valid integer"),
         ("/tokenize", {"prompt": "a" * MAX_MODEL_LEN}, "prompt", "--max-tokenize-tokens"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * MAX_MODEL_LEN}]}, "messages",
          "--max-tokenize-tokens"),
@@ -106,6 +107,29 @@ def test_templates_that_loop_or_make_too_much(
             assert (response.status_code, error["code"]) == (400, code)
             assert (error["param"], flag in error["message"]) == ("messages", True)
         assert http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_body_mib", "max_bytes"),
+    [
+        (512, None, 4 << 20),
+        (131_072, None, 8 << 20),
+        (10**6, None, 32 << 20),
+        (512, 32, 32 << 20),
+        (131_072, 1, 1 << 20),
+    ],
+)
+def test_limits_that_follow_from_the_model(
+    max_model_len: int, max_body_mib: int | None, max_bytes: int
+) -> None:
+    config = ServeConfig(max_body_mib=max_body_mib, max_tokenize_tokens=1000)
+    info = msgspec.structs.replace(
+        FakeEngine().get_model_info(), max_model_len=max_model_len, vocab_size=7
+    )
+    limits = AppSettings.of(EngineConfig(), config, Access()).of_model(info).limits
+    assert limits.max_body_bytes == max_bytes
+    assert limits.vocab_size == 7
+    assert limits.max_tokenize_tokens == max(1000, max_model_len)
 
 
 def test_the_defaults_are_those_of_the_options() -> None:
