@@ -52,7 +52,7 @@ def check_model(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
     """
     model = engine_config.model
     keys_of = {"--api-key": serve_config.api_key, "--admin-key": serve_config.admin_key}
-    Access(*map(Keys, keys_of.values())).check_model(model)
+    Access(Keys(serve_config.api_key), Keys(serve_config.admin_key)).check_model(model)
     for flag, keys in keys_of.items():
         if model is None and len(keys) > 1 and _seems_a_model(keys[-1]):
             raise ConfigError(

@@ -32,6 +32,7 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     float: _FLOATS,
     bool: st.booleans(),
     types.NoneType: st.none(),
+    msgspec.UnsetType: st.just(msgspec.UNSET),
     MachineModel: st.just(profile_of().machine),
 }
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
+from corun.runtime.engine.messages import EngineStats
 from corun.runtime.limits import HttpLimits
 from corun.runtime.server.access import Access, Keys
 from corun.runtime.server.app import build_app
@@ -141,8 +143,9 @@ def test_what_is_not_http(server: Any, sent: bytes) -> None:
 
 def head_of(num_bytes: int) -> bytes:
     """A head whose target, names and values have this size with four bytes for each line."""
-    start, end = b"GET /health HTTP/1.1\r\nHost: x\r\na: ", b"\r\n\r\n"
-    counted = len(b"/health") + len(b"Hostx") + len(b"a") + 2 * 4
+    start = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\na: "
+    end = b"\r\n\r\n"
+    counted = len(b"/health") + len(b"Hostx") + len(b"Connectionclose") + len(b"a") + 3 * 4
     return start + b"b" * (num_bytes - counted) + end
 
 
@@ -150,15 +153,16 @@ def head_of(num_bytes: int) -> bytes:
 def test_a_head_is_limited_to_the_byte(server: Any, num_more: int, status: int) -> None:
     with connected(server) as sock:
         sock.sendall(head_of((64 << 10) + num_more))
-        sock.shutdown(socket.SHUT_WR)
-        assert rest(sock).startswith(b"HTTP/1.1 %d" % status)
+        answer = reset_or_rest(sock)
+        assert answer.startswith(b"HTTP/1.1 %d" % status) or (num_more > 1 and not answer)
 
 
 def test_a_large_head_behind_another_request(server: Any) -> None:
     with connected(server) as sock:
-        sock.sendall(POST + b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
-        answer = reset_or_rest(sock)
-        assert b"head_too_large" in answer or not answer
+        sock.sendall(POST + b"GET /health HTTP/1.1\r\n")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        sock.sendall(b"a: b\r\n" * 11_000)
+        assert b"head_too_large" in rest(sock)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,27 @@ def test_a_client_that_sends_nothing_more_is_answered(server: Any, request_bytes
         answer = rest(sock)
     num_requests = request_bytes.count(b"HTTP/1.")
     assert answer.count(b"HTTP/1.1 200") == num_requests
-    assert b"connection: close" in answer
+
+
+def test_a_client_that_sends_nothing_more_is_answered_later(
+    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(FakeEngine())
+    has_ended = threading.Event()
+
+    async def refresh_late(timeout_s: float) -> EngineStats:
+        while not has_ended.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # in which the server sees the end
+        return server.engine.get_stats()
+
+    monkeypatch.setattr(server.engine, "refresh_stats", refresh_late)
+    with connected(server) as sock:
+        sock.sendall(b"GET /v1/lora_adapters HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.shutdown(socket.SHUT_WR)
+        has_ended.set()
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
 
 
 def test_a_request_that_generates_ends_with_what_its_client_sends(
@@ -272,10 +296,10 @@ def test_a_client_with_too_many_idle_connections(
         ) as another_client:
             another_client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert another_client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert server.state.metrics.connections_ended["too_many_idle_connections"] == 4
         engine.held.clear()
         for sock in busy:
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    assert server.state.metrics.connections_ended["too_many_idle_connections"] == 4
 
 
 def test_idle_connections_without_a_limit(start_server: Callable[..., Any]) -> None:
