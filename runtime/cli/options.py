@@ -64,8 +64,8 @@ def update_tables(document: str) -> str:
     from ..server.reference import TABLES  # which loads what serves
 
     tables = {
-        "options": options_markdown, "cluster": cluster_options_markdown,
-        "exit_codes": exit_codes_markdown, **TABLES,
+        "options": options_markdown, "cluster": cluster_options_markdown, **TABLES,
+        "exit_codes": exit_codes_markdown,
     }  # fmt: skip
 
     def replaced(found: re.Match[str]) -> str:

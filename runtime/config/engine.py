@@ -222,12 +222,9 @@ class EngineConfig:
         "earlier requests.",
     )
     log_slow_s: float | None = option(
-        None,
-        metavar="X",
-        above=0,
-        maximum=86400,
+        None, metavar="X", above=0, maximum=86400,
         help="Log what a first token waited for if it took more than X seconds.",
-    )
+    )  # fmt: skip
     engine_hang_s: float = option(
         30.0, above=0, maximum=86400,
         help="Seconds without progress after which an engine with work is not ready (/ready: 503). "
@@ -271,10 +268,9 @@ class EngineConfig:
         check=check_lora_resolvers,
     )
     preload: tuple[str, ...] = option(
-        (),
-        metavar="NAME",
+        (), metavar="NAME",
         help="Names of adapters that are read at start, or 'all'; the rest are read on first use.",
-    )
+    )  # fmt: skip
     pin: tuple[str, ...] = option(
         (),
         metavar="NAME",

@@ -42,13 +42,8 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the engine's last progress; 0 while it has no work."""
-        ...
-
-    @property
-    def hang(self) -> str | None:
-        """Why the engine counts as hung (--engine-hang-s); None = it makes progress."""
+    def hang_watch(self) -> HangWatch:
+        """Says whether the engine makes progress (--engine-hang-s)."""
         ...
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
@@ -79,7 +74,7 @@ class ChannelClient:
         self._on_message: OnMessage | None = None
         self._on_death: OnDeath | None = None
         self._death: EngineDeadError | None = None
-        self._hang_watch = HangWatch(config.engine_hang_s)
+        self.hang_watch = HangWatch(config.engine_hang_s)
         self._watching: asyncio.Task[None] | None = None
         self._hung: EngineHungError | None = None  # it has hung for too long, and is given up
         self._ending: asyncio.Task[None] | None = None
@@ -90,15 +85,6 @@ class ChannelClient:
     @property
     def num_heartbeats(self) -> int:
         return 0 if self._heartbeat is None else self._heartbeat.num_beats
-
-    @property
-    def stalled_s(self) -> float:
-        return self._hang_watch.stalled_s
-
-    @property
-    def hang(self) -> str | None:
-        watch = self._hang_watch
-        return None if watch.state is HangState.MOVING else watch.describe()
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         assert self._channel is None, "a client starts once"
@@ -203,7 +189,7 @@ class ChannelClient:
 
     async def _watch_progress(self) -> None:
         """Look at the engine's progress until it is lost; then end the engine."""
-        watch, heartbeat = self._hang_watch, self._heartbeat
+        watch, heartbeat = self.hang_watch, self._heartbeat
         assert heartbeat is not None
         while watch.state is not HangState.LOST:
             await asyncio.sleep(watch.interval_s)

@@ -59,6 +59,11 @@ class HangWatch:
         return HangState.LOST if self.stalled_s >= self.lost_s else HangState.STALLED
 
     @property
+    def reason(self) -> str | None:
+        """Why the engine counts as hung; None = it makes progress."""
+        return None if self.state is HangState.MOVING else self.describe()
+
+    @property
     def lost_s(self) -> float:
         """Seconds without progress after which the engine is lost."""
         return LOST_AFTER * self._limit_s

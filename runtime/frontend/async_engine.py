@@ -13,6 +13,7 @@ from typing import Any, Self
 from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
+from ..engine.hang_watch import HangWatch
 from ..engine.messages import (
     AdaptersChanged,
     EngineStats,
@@ -213,14 +214,9 @@ class AsyncEngine:
         return self._client.num_heartbeats
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the engine's last progress; 0 while it has no work."""
-        return self._client.stalled_s
-
-    @property
-    def hang(self) -> str | None:
-        """Why the engine counts as hung, after ``engine_hang_s``; None = it makes progress."""
-        return self._client.hang
+    def hang_watch(self) -> HangWatch:
+        """Says whether the engine makes progress; see ``engine_hang_s``."""
+        return self._client.hang_watch
 
     @property
     def num_requests_received(self) -> int:
@@ -353,13 +349,9 @@ class AsyncEngine:
                 self._requests.close(generation)
 
     async def generate_batch(
-        self,
-        items: Sequence[BatchItem],
-        *,
-        add_special_tokens: bool = True,
-        cache_salt: str = "",
-        predicted_output_tokens: int | None = None,
-    ) -> list[RequestOutput]:
+        self, items: Sequence[BatchItem], *, add_special_tokens: bool = True,
+        cache_salt: str = "", predicted_output_tokens: int | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Return one finished output per item, for any number of items. See ``Engine.generate``."""
         await self.start()
         for lora in dict.fromkeys(item.lora_request for item in items):

@@ -14,6 +14,7 @@ from typing import Any
 from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import ThreadClient
+from ..engine.hang_watch import HangWatch
 from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
 from ..sampling import SamplingParams
@@ -93,14 +94,9 @@ class Engine:
         return self._engine.stats_age_s
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the engine's last progress; 0 while it has no work."""
-        return self._engine.stalled_s
-
-    @property
-    def hang(self) -> str | None:
-        """Why the engine counts as hung, after ``engine_hang_s``; None = it makes progress."""
-        return self._engine.hang
+    def hang_watch(self) -> HangWatch:
+        """Says whether the engine makes progress; see ``engine_hang_s``."""
+        return self._engine.hang_watch
 
     # Adapters.
 

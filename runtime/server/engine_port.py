@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any, Protocol
 
 from ..adapters.info import AdapterInfo
+from ..engine.hang_watch import HangWatch
 from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
 from ..frontend.lora_directory import LoraDirectory
@@ -135,13 +136,8 @@ class EnginePort(Protocol):
         ...
 
     @property
-    def stalled_s(self) -> float:
-        """Seconds since the engine's last progress; 0 while it has no work."""
-        ...
-
-    @property
-    def hang(self) -> str | None:
-        """Why the engine counts as hung (--engine-hang-s); None = it makes progress."""
+    def hang_watch(self) -> HangWatch:
+        """Says whether the engine makes progress (--engine-hang-s)."""
         ...
 
     @property

@@ -98,7 +98,7 @@ class ServerMetrics:
         yield self._families.gauge(
             "engine_stalled_seconds",
             "Seconds since the engine's last progress; 0 while it has no work.",
-            engine.stalled_s,
+            engine.hang_watch.stalled_s,
         )
         stats = engine.get_stats()
         yield from engine_families(

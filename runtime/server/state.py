@@ -58,14 +58,14 @@ class ServerState:
     def is_ready(self) -> bool:
         """Whether new requests should be sent here."""
         engine = self.engine
-        return engine.error is None and engine.hang is None and not self.draining
+        return engine.error is None and engine.hang_watch.reason is None and not self.draining
 
     def check_ready(self) -> None:
         """Raise unless new requests should be sent here: those to a hung engine have to wait."""
         self.check_accepting()
-        hang = self.engine.hang
-        if hang is not None:
-            raise EngineHungError(hang)
+        reason = self.engine.hang_watch.reason
+        if reason is not None:
+            raise EngineHungError(reason)
 
 
 def make_state(

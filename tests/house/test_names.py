@@ -9,7 +9,7 @@ from pathlib import Path
 from support.product import ROOT, files_of, name_of, product_files, tree_of
 
 # Private by their names, and documented by Python itself.
-_DOCUMENTED = {"_exit", "_fields", "_replace", "_typeshed"}
+_DOCUMENTED = {"_current_frames", "_exit", "_fields", "_replace", "_typeshed"}
 # Of other libraries, which tests alone use: ctypes' referenced object.
 _OF_OTHERS_IN_TESTS = {"_obj", "_schema", "_global_mapping"}
 # They patch a mistake into one method of a class and check that it is found.

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.adapters.names import taken_name
+from corun.runtime.engine.hang_watch import HangWatch
+from corun.runtime.engine.heartbeat import LoopActivity, Signs
 from corun.runtime.engine.messages import EngineStats, LinkUsage, MachineReport, ModelInfo
 from corun.runtime.errors import (
     AdapterError,
@@ -130,14 +132,20 @@ class FakeEngine:
         self.num_aborted = 0
         self.num_asked = 0  # requests of statistics
         self.num_heartbeats = 0
-        self.stalled_s = 0.0
-        self.hang: str | None = None
+        self.stall(0)
         self.num_requests_sent = 0
         self.num_requests_received = 0
         self.machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
         self.seen: list[tuple[str | list[int], SamplingParams, str | None, str]] = []
         self.seen_predictions: list[int | None] = []
         self.seen_special_tokens: list[bool] = []  # option of each text prompt
+
+    def stall(self, duration_s: int) -> None:
+        """Let its front end see no progress for so long."""
+        self.hang_watch = HangWatch(limit_s=30.0)
+        for second in range(duration_s + 1):
+            signs = Signs(second, 0, LoopActivity.WORKING, 7, 3, 0)
+            self.hang_watch.look(signs, float(second))
 
     def get_model_info(self) -> ModelInfo:
         return ModelInfo(

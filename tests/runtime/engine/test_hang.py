@@ -71,8 +71,9 @@ class Session:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             while not condition():
-                if self.client.hang is not None:
-                    self.hangs.append(self.client.hang)
+                reason = self.client.hang_watch.reason
+                if reason is not None:
+                    self.hangs.append(reason)
                 await asyncio.sleep(0.01)
 
 
@@ -166,11 +167,11 @@ def test_a_process_that_goes_on_in_time_is_ready_again(caplog: pytest.LogCapture
     async def test() -> None:
         async with session(ProcessClient, limit_s=2.0) as one:
             os.kill(pid_of(one), signal.SIGSTOP)
-            await one.until(lambda: one.client.hang is not None)
-            assert one.client.stalled_s >= 2.0
+            await one.until(lambda: one.client.hang_watch.reason is not None)
+            assert one.client.hang_watch.stalled_s >= 2.0
             os.kill(pid_of(one), signal.SIGCONT)
-            await one.until(lambda: one.client.hang is None)
-            assert one.client.stalled_s < 2.0
+            await one.until(lambda: one.client.hang_watch.reason is None)
+            assert one.client.hang_watch.stalled_s < 2.0
             one.ask("x")
             await one.until(lambda: 1 in one.ended)
             assert not one.deaths

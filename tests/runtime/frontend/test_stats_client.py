@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
+from corun.runtime.engine.hang_watch import HangWatch
 from corun.runtime.engine.messages import EngineLoad, EngineStats, Ready, ReportStats, ToEngine
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.frontend.stats_client import StatsClient
@@ -18,8 +19,7 @@ class Asked:
     """An engine that answers when the test does."""
 
     num_heartbeats = 0
-    stalled_s = 0.0
-    hang = None
+    hang_watch = HangWatch(limit_s=30.0)
 
     config = EngineConfig(model="none")
 

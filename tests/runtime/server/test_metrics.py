@@ -184,8 +184,8 @@ def test_the_bound_of_gaps_beside_prompts_shows(http: httpx.Client, engine: Any)
 def test_seconds_without_progress_show(http: httpx.Client, engine: Any) -> None:
     name, model = "corun:engine_stalled_seconds", (("model_name", "tiny"),)
     assert read_metrics(http)[name, model] == 0
-    engine.stalled_s = 12.5
-    assert read_metrics(http)[name, model] == 12.5
+    engine.stall(12)
+    assert read_metrics(http)[name, model] == 12
 
 
 def test_a_directory_that_is_not_looked_at_shows(http: httpx.Client, engine: Any) -> None:

@@ -135,9 +135,9 @@ def test_one_that_hangs_is_not_ready_until_it_goes_on(
     http: httpx.Client, engine: FakeEngine
 ) -> None:
     with listening(http) as states:
-        engine.hang = "no progress"
+        engine.stall(31)
         assert not until(states, lambda state: not state.is_ready).is_ready
-        engine.hang = None
+        engine.stall(0)
         assert until(states, lambda state: state.is_ready).is_ready
 
 

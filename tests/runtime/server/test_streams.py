@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
+from corun.runtime.engine.hang_watch import HangWatch
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,
@@ -50,8 +51,7 @@ class PlayedClient:
     """Implements ``EngineClient``: an engine that the test controls."""
 
     num_heartbeats = 0
-    stalled_s = 0.0
-    hang = None
+    hang_watch = HangWatch(limit_s=30.0)
 
     def __init__(self) -> None:
         self.config = EngineConfig()

@@ -156,14 +156,17 @@ def test_dead_engine(http: httpx.Client, engine: Any) -> None:
 
 
 def test_an_engine_that_hangs_is_alive_and_not_ready(http: httpx.Client, engine: Any) -> None:
-    engine.hang = "the engine has made no progress for 31 s"
+    engine.stall(29)
+    assert http.get("/ready").status_code == 200
+    engine.stall(31)
     response = http.get("/ready")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_hung"
-    assert response.json()["error"]["message"] == engine.hang
+    message = response.json()["error"]["message"]
+    assert message.startswith("the engine has made no progress for 31 s in turn 7, layer 3")
     assert http.get("/health").status_code == 200
     assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
-    engine.hang = None
+    engine.stall(0)
     assert http.get("/ready").status_code == 200
 
 
