@@ -129,7 +129,8 @@ class FileCalls:
             is_late = has_deadline and waited_s >= self.timeout_s
             if is_late and self._leave(job, self.timeout_s):
                 raise SilentError(job.place.path, self.timeout_s)
-        return waiting.result()
+        result: Result = waiting.result()
+        return result
 
     def begin(self, function: Callable[[Place], object], path: str) -> None:
         """Have a thread call ``function``, which handles its own errors.

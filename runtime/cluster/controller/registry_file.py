@@ -1,6 +1,7 @@
 """Creates, locks and opens the registry's file, and refuses a damaged one."""
 
 import fcntl
+import logging
 import os
 import sqlite3
 from contextlib import closing
@@ -9,6 +10,8 @@ from typing import IO
 
 from ...errors import ConfigError
 from ...whole_file import sync_directory
+
+_logger = logging.getLogger(__name__)
 
 _APPLICATION_ID = 0x636F7275  # in SQLite's header: a file of corun
 _SCHEMA_VERSION = 2
@@ -55,7 +58,12 @@ def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
     lock = _locked(directory)
     path = directory / _NAME
     try:
-        if not path.exists() or not path.stat().st_size:  # a power cut leaves an empty file
+        if not path.exists():
+            _create(path)
+        elif not path.stat().st_size:
+            _logger.warning(
+                "--state-dir: %s is empty, as after a power cut: load its adapters again", path
+            )
             _create(path)
         return lock, _opened(path)
     except BaseException:

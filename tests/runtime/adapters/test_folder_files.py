@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -302,6 +303,10 @@ def test_a_read_that_does_not_return_is_an_error(
         with pytest.raises(AdapterError, match="the file system does not answer"):
             next(checkpoint.read(checkpoint.tensors))
         answers.set()
+    deadline_s = time.monotonic() + 20.0
+    while file_calls.FILES.is_silent(str(folder)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
     with Checkpoint(folder, max_tensor_bytes=1 << 20) as checkpoint:
         assert [bytes(part) for _, part in checkpoint.read(checkpoint.tensors)] == data
 
