@@ -1,5 +1,6 @@
 """Atomic writes of files: readers see the old or the new content, never a part."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +9,25 @@ from typing import IO
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically, without forcing it to disk. Raises ``OSError``."""
+    """Replace a file atomically; after a power cut it has the old or the new content.
+
+    Blocks until it is on disk. Raises ``OSError``.
+    """
     new = path.with_name(path.name + ".new")
-    new.write_bytes(data)
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(path)
+    sync_directory(path.parent)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that replaces ``path`` if the context ends without an error."""
+    """Open a new file that replaces ``path`` if the context ends without an error.
+
+    It is not forced to disk: for files that can be made again.
+    """
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             yield file
@@ -25,3 +36,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a directory to disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

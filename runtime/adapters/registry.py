@@ -45,6 +45,12 @@ class AdapterVersion:
     conventions: AdapterConventions = NO_CONVENTIONS
     weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that it was read from
 
+    def has(self, content: AdapterContent | None) -> bool:
+        """Whether the content that was read, if any, is this version's."""
+        return content is None or (
+            (content.facts, content.conventions) == (self.facts, self.conventions)
+        )
+
     @property
     def label(self) -> str:
         """Its digest, and after a plus that of its conventions, if it has any."""

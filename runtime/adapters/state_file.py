@@ -2,10 +2,14 @@
 
 import json
 import logging
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..file_calls import ANSWER_TIMEOUT_S, FILES
 from ..whole_file import write_whole
 
 _LOG = logging.getLogger(__name__)
@@ -23,7 +27,10 @@ class RememberedAdapter:
 
 
 class AdapterStateFile:
-    """The adapters in the file, which is rewritten at each change."""
+    """The adapters in the file, which a thread rewrites at each change.
+
+    Writing waits for the disk, which the engine's thread must not do.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read it, if it exists.
@@ -31,6 +38,10 @@ class AdapterStateFile:
         Raises ``ConfigError`` if it is invalid, or its directory does not exist.
         """
         self._path = path
+        self.on_written: Callable[[], None] = lambda: None  # called by the thread
+        self._newest = self._written = b""
+        self._changed_s = 0.0
+        self._lock = threading.Lock()  # of the thread that writes
         if not path.parent.is_dir():
             raise ConfigError(
                 f"--lora-state-file {path}: the directory {path.parent} does not exist"
@@ -41,6 +52,20 @@ class AdapterStateFile:
     def adapters(self) -> tuple[RememberedAdapter, ...]:
         """The adapters, in the order of their first load."""
         return tuple(self._adapters.values())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the last change is in the file, or cannot be written."""
+        is_late = time.monotonic() - self._changed_s >= ANSWER_TIMEOUT_S
+        return self._written is self._newest or is_late
+
+    def close(self) -> None:
+        """Return when the last change is in the file, or cannot be written. Idempotent."""
+        self.on_written = lambda: None
+        try:
+            FILES.call(lambda _: self._write_newest(), str(self._path))
+        except OSError as error:
+            self._failed(error)
 
     def put(self, adapter: RememberedAdapter) -> None:
         """Store an adapter that was loaded or pinned, or that has another path."""
@@ -60,21 +85,44 @@ class AdapterStateFile:
             self._write()
 
     def _write(self) -> None:
-        """Write the file atomically. A failure is only logged: the adapter is served anyway."""
+        """Begin to write. A failure is only logged: the adapter is served anyway."""
         adapters = [asdict(one) for one in self._adapters.values()]
         text = json.dumps({"version": _VERSION, "adapters": adapters}, indent=1)
+        self._newest, self._changed_s = f"{text}\n".encode(), time.monotonic()
         try:
-            write_whole(self._path, f"{text}\n".encode())
+            FILES.begin(lambda _: self._write_newest(), str(self._path))
         except OSError as error:
-            _LOG.error(
-                "--lora-state-file %s cannot be written; the next start will miss the last change: "
-                "%s", self._path, error.strerror or error,
-            )  # fmt: skip
+            self._failed(error)
+            self._written = self._newest
+
+    def _write_newest(self) -> None:
+        with self._lock:
+            data = self._newest
+            if data is not self._written:  # an earlier thread has not written it yet
+                try:
+                    write_whole(self._path, data)
+                except OSError as error:
+                    self._failed(error)
+                self._written = data
+        self.on_written()
+
+    def _failed(self, error: OSError) -> None:
+        _LOG.error(
+            "--lora-state-file %s cannot be written; the next start will miss the last change: %s",
+            self._path, error.strerror or error,
+        )  # fmt: skip
 
 
 def _read(path: Path) -> list[RememberedAdapter]:
     try:
-        found = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        if not data.strip(b"\0 \t\r\n"):  # as a power cut leaves a file that was just made
+            _LOG.warning(
+                "--lora-state-file %s is empty: adapters that were loaded over HTTP before are not "
+                "served until they are loaded again", path,
+            )  # fmt: skip
+            return []
+        found = json.loads(data)
         if found["version"] != _VERSION:
             raise ValueError(
                 f"it has version {found['version']}, this corun reads version {_VERSION}"

@@ -10,7 +10,7 @@ import msgspec
 from ...profiles.find import state_directory
 from ..config.cluster import ClusterConfig
 from ..errors import ConfigError, CorunError
-from ..whole_file import write_whole
+from ..whole_file import sync_directory, write_whole
 
 _CONTROLLER_NAME = "cluster.json"
 _KEY_NAME = "cluster.key"
@@ -39,13 +39,25 @@ def make_state_dir(config: ClusterConfig) -> tuple[Path, str]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / _KEY_NAME
-        if config.cluster_key_file is None and not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "w", encoding="ascii") as file:
-                file.write(secrets.token_urlsafe(_KEY_BYTES) + "\n")
+        if config.cluster_key_file is None:
+            _make_key(path)
     except OSError as error:
         raise ConfigError(f"--state-dir {directory}: {error.strerror}") from None
     return directory, read_key(config)
+
+
+def _make_key(path: Path) -> None:
+    """Make a file with a new key, unless there is one."""
+    if path.exists():
+        if path.stat().st_size:
+            return
+        path.unlink()  # a power cut has left an empty file
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(_KEY_BYTES) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
 
 
 def read_key(config: ClusterConfig) -> str:

@@ -1,6 +1,7 @@
 """Creates, locks and opens the registry's file, and refuses a damaged one."""
 
 import fcntl
+import logging
 import os
 import sqlite3
 from contextlib import closing
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import ConfigError
+from ...whole_file import sync_directory
+
+_logger = logging.getLogger(__name__)
 
 _APPLICATION_ID = 0x636F7275  # in SQLite's header: a file of corun
 _SCHEMA_VERSION = 2
@@ -56,6 +60,11 @@ def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
     try:
         if not path.exists():
             _create(path)
+        elif not path.stat().st_size:
+            _logger.warning(
+                "--state-dir: %s is empty, as after a power cut: load its adapters again", path
+            )
+            _create(path)
         return lock, _opened(path)
     except BaseException:
         lock.close()
@@ -88,13 +97,16 @@ def _locked(directory: Path) -> IO[str]:
 def _create(path: Path) -> None:
     """Create an empty file atomically."""
     part = path.with_suffix(".part")
-    part.unlink(missing_ok=True)
+    log = path.with_name(f"{path.name}-wal")  # of an earlier file: it must not apply to this one
+    for left in (part, log):
+        left.unlink(missing_ok=True)
     try:
         with closing(sqlite3.connect(part, isolation_level=None)) as db:
             db.executescript(_SCHEMA)
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         part.rename(path)
+        sync_directory(path.parent)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(f"--state-dir: cannot create {path}: {error}") from None
 

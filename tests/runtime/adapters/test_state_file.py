@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ def test_what_is_put_is_there_the_next_time(tmp_path: Path) -> None:
     state.pin("team/a", is_pinned=True)
     state.pin("nobody", is_pinned=True)
     state.put(RememberedAdapter("b", "/elsewhere"))
+    state.close()
+    assert state.is_written
     expected = (
         RememberedAdapter("team/a", "/a", pinned=True),
         RememberedAdapter("b", "/elsewhere"),
@@ -32,7 +36,7 @@ def test_what_is_put_is_there_the_next_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", '{"version": 2, "adapters": []}', '{"version": 1}',
+        "{", "[]", '{"version": 2, "adapters": []}', '{"version": 1}',
         '{"version": 1, "adapters": [1]}',
         '{"version": 1, "adapters": [{"name": "a", "path": 1, "pinned": false}]}',
         '{"version": 1, "adapters": [{"name": "a", "path": "b", "pinned": false, "x": 1}]}',
@@ -58,8 +62,49 @@ def test_a_file_that_cannot_be_written_is_told(
     path = tmp_path / "state.json"
     state = AdapterStateFile(path)
     state.put(RememberedAdapter("a", "/a"))
+    state.close()
     (tmp_path / "state.json.new").mkdir()
     with caplog.at_level(logging.ERROR):
         state.put(RememberedAdapter("b", "/b"))
-    assert "cannot be written" in caplog.text
+        state.close()
+    assert "cannot be written" in caplog.text and state.is_written
     assert [one["name"] for one in json.loads(path.read_text())["adapters"]] == ["a"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, b" \n"])
+def test_what_a_power_cut_leaves_is_an_empty_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    state = AdapterStateFile(path)
+    assert state.adapters == ()
+    assert "is empty: adapters that were loaded over HTTP before are not served" in caplog.text
+    state.put(RememberedAdapter("a", "/a"))
+    state.close()
+    assert [one.name for one in AdapterStateFile(path).adapters] == ["a"]
+
+
+def test_a_slow_disk_delays_no_change_and_gets_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, goes_on, written = tmp_path / "state.json", threading.Event(), threading.Semaphore(0)
+    fsync, num_syncs = os.fsync, 0
+
+    def slow(descriptor: int) -> None:
+        nonlocal num_syncs
+        num_syncs += 1
+        assert goes_on.wait(20.0)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    state = AdapterStateFile(path)
+    state.on_written = written.release
+    for number in range(10):
+        state.put(RememberedAdapter(str(number), "/a"))
+    assert not state.is_written and not path.exists()
+    goes_on.set()
+    while not state.is_written:
+        assert written.acquire(timeout=20.0)
+    assert [one.name for one in AdapterStateFile(path).adapters] == list("0123456789")
+    assert num_syncs <= 4  # file and directory, of two states
