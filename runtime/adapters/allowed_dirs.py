@@ -3,7 +3,24 @@
 import os
 from collections.abc import Sequence
 
-from ..errors import RequestError
+from ..errors import AdapterUnavailableError, RequestError
+from ..file_calls import FILES, SilentError
+from .folder_files import is_within
+
+
+async def allowed_path(path: str, allowed_dirs: Sequence[str]) -> str:
+    """Return ``path``; with ``allowed_dirs``, as ``resolve_allowed`` does.
+
+    Raises ``RequestError``, ``AdapterUnavailableError`` if the file system does not answer.
+    """
+    if not allowed_dirs:
+        return path
+    try:
+        return await FILES.answer(lambda _: resolve_allowed(path, allowed_dirs), path)
+    except SilentError as error:
+        raise AdapterUnavailableError(
+            f"lora_path cannot be read: {error.strerror}", param="lora_path"
+        ) from error
 
 
 def resolve_allowed(path: str, allowed_dirs: Sequence[str]) -> str:
@@ -19,13 +36,11 @@ def resolve_allowed(path: str, allowed_dirs: Sequence[str]) -> str:
     except (OSError, ValueError):  # ValueError: an impossible file name
         resolved, files = "", []
     roots = [os.path.realpath(root) for root in allowed_dirs]
-    if not resolved or not all(_is_within(found, roots) for found in (resolved, *files)):
+    if not resolved or not all(
+        any(is_within(found, root) for root in roots) for found in (resolved, *files)
+    ):
         raise RequestError(
             "lora_path is not a readable directory with all files within --allowed-lora-dirs",
             param="lora_path",
         )
     return resolved
-
-
-def _is_within(path: str, roots: Sequence[str]) -> bool:
-    return any(os.path.commonpath((path, root)) == root for root in roots)

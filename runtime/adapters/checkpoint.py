@@ -5,12 +5,15 @@ kills the process. Tensors are read one by one, so that at most one of them is i
 destination. Knows nothing of modules or kernels.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from ..errors import AdapterError
+from ..file_calls import FILES
+from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, OutsideError, open_file
 from .peft_config import GGUF_REASON, GGUF_SUFFIX
 from .resolved import RawTensor
 from .safetensors_header import LENGTH_BYTES, HeaderError, parse_header
@@ -20,23 +23,30 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
 _PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
-_HEADER_SLACK_BYTES = 16 << 20  # more than names, shapes and metadata of the largest adapters
+_CALL_BYTES = 4 << 20  # read in one call, which has a deadline
+_MAX_HEADER_BYTES = 16 << 20  # more than names, shapes and metadata of the largest adapters
+# A file system that reads only with waiting.
+_NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
 class Checkpoint:
     """An open file of tensors with a checked header. A context manager."""
 
-    def __init__(self, directory: Path, *, max_tensor_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, max_tensor_bytes: int, roots: AdapterRoots = OWN_FILES
+    ) -> None:
         """Open ``directory``/adapter_model.safetensors.
 
         ``max_tensor_bytes``: the largest size of an adapter of this model; a larger file is refused
-        before it is read. Raises ``AdapterError`` naming the file.
+        before it is read. ``roots``: where links may lead. Raises ``AdapterError`` naming the file.
         """
         self.path = directory / WEIGHTS_NAME
         self._buffer = memoryview(bytearray())
+        self._reads_nowait = True
         try:
-            _check_format(directory, self.path)
-            self._file = self.path.open("rb", buffering=0)
+            self._file = open_file(directory, WEIGHTS_NAME, roots)
+        except (FileNotFoundError, NotADirectoryError):
+            raise AdapterError(FILES.call(lambda _: _missing(directory), str(directory))) from None
         except OSError as error:
             raise self._unreadable(error) from error
         try:
@@ -86,7 +96,7 @@ class Checkpoint:
 
     def _open(self, max_tensor_bytes: int) -> None:
         self._stamp = self._read_stamp()
-        num_bytes, max_bytes = self._stamp[0], max_tensor_bytes + _HEADER_SLACK_BYTES
+        num_bytes, max_bytes = self._stamp[0], max_tensor_bytes + _MAX_HEADER_BYTES
         if num_bytes > max_bytes:
             raise AdapterError(
                 f"{self.path} has {num_bytes} bytes, more than the {max_bytes} that an adapter of "
@@ -113,10 +123,8 @@ class Checkpoint:
         if num_bytes < LENGTH_BYTES:
             raise HeaderError("it ends before its header")
         self._read_into(memoryview(length), 0)
-        header_bytes = int.from_bytes(length, "little")
+        header_bytes = _header_bytes(length, num_bytes)
         self._data_start = LENGTH_BYTES + header_bytes
-        if self._data_start > num_bytes:
-            raise HeaderError(f"its header should have {header_bytes} bytes")
         header = bytearray(header_bytes)
         self._read_into(memoryview(header), LENGTH_BYTES)
         return parse_header(bytes(header), num_bytes - self._data_start)
@@ -125,7 +133,7 @@ class Checkpoint:
         num_read = 0
         while num_read < part.nbytes:
             try:
-                num = os.preadv(self._file.fileno(), [part[num_read:]], position + num_read)
+                num = self._read_some(part[num_read:], position + num_read)
             except OSError as error:
                 raise self._unreadable(error) from error
             if num == 0:
@@ -133,9 +141,31 @@ class Checkpoint:
                 raise self._changed(f"it ends before byte {position + part.nbytes}")
             num_read += num
 
+    def _read_some(self, part: memoryview, position: int) -> int:
+        """Read what is in memory in this thread, and anything else with a deadline."""
+        descriptor = self._file.fileno()
+        if self._reads_nowait:
+            try:
+                num = os.preadv(descriptor, [part], position, os.RWF_NOWAIT)
+            except BlockingIOError:
+                num = 0
+            except OSError as error:
+                if error.errno not in _NO_NOWAIT:
+                    raise
+                self._reads_nowait, num = False, 0
+            if num:
+                return num
+        # A call that is left may write later: to this file's own buffer, which ends with it.
+        some = part[:_CALL_BYTES]
+        return FILES.call(lambda _: os.preadv(descriptor, [some], position), self._folder)
+
+    @property
+    def _folder(self) -> str:
+        return str(self.path.parent)
+
     def _read_stamp(self) -> tuple[int, int]:
         try:
-            status = os.fstat(self._file.fileno())
+            status = FILES.call(lambda _: os.fstat(self._file.fileno()), self._folder)
         except OSError as error:
             raise self._unreadable(error) from error
         return status.st_size, status.st_mtime_ns
@@ -149,36 +179,56 @@ class Checkpoint:
         return AdapterError(f"cannot read {self.path}: {error.strerror or error}")
 
 
-def is_complete(directory: Path) -> bool:
-    """Whether the weights in ``directory`` are as long as their header says."""
+def is_complete(directory: Path, roots: AdapterRoots = OWN_FILES) -> bool | None:
+    """Whether the weights in ``directory`` are as long as their header says.
+
+    None if they are not a file. True for a link out of ``roots``, which stays as it is.
+    """
     try:
-        with (directory / WEIGHTS_NAME).open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            length = file.read(LENGTH_BYTES)
-            header_bytes = int.from_bytes(length, "little")
-            data_bytes = num_bytes - LENGTH_BYTES - header_bytes
-            if len(length) < LENGTH_BYTES or data_bytes < 0:
-                return False
-            parse_header(file.read(header_bytes), data_bytes)
+        with open_file(directory, WEIGHTS_NAME, roots) as file:
+            return FILES.call(lambda _: _is_whole(file), str(directory))
+    except (NotRegularError, FileNotFoundError):
+        return None
+    except OutsideError:
+        return True
     except (OSError, HeaderError):
         return False
+
+
+def _is_whole(file: IO[bytes]) -> bool:
+    num_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = _header_bytes(file.read(LENGTH_BYTES), num_bytes)
+    parse_header(file.read(header_bytes), num_bytes - LENGTH_BYTES - header_bytes)
     return True
 
 
-def _check_format(directory: Path, path: Path) -> None:
-    if path.is_file():
-        return
+def _header_bytes(length: bytes | bytearray, num_bytes: int) -> int:
+    """Return the size of the header of a file with ``num_bytes``. Raises ``HeaderError``."""
+    if len(length) < LENGTH_BYTES:
+        raise HeaderError("it ends before its header")
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > num_bytes - LENGTH_BYTES:
+        raise HeaderError(f"its header should have {header_bytes} bytes")
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise HeaderError(
+            f"its header has {header_bytes} bytes, and at most {_MAX_HEADER_BYTES} are read"
+        )
+    return header_bytes
+
+
+def _missing(directory: Path) -> str:
+    """Return why there are no weights, by what the directory has instead."""
     for name in _PICKLE_NAMES:
         if (directory / name).exists():
-            raise AdapterError(
+            return (
                 f"{directory / name} is refused: pickle files can run code when they are read; "
                 f"save the adapter as {WEIGHTS_NAME} (PEFT's default)"
             )
     if (directory / _INDEX_NAME).exists():
-        raise AdapterError(
+        return (
             f"{directory / _INDEX_NAME} is refused: adapters in several files are not served; "
             f"save the adapter as one {WEIGHTS_NAME}"
         )
     for file in sorted(directory.glob(f"*{GGUF_SUFFIX}")):
-        raise AdapterError(f"{file} {GGUF_REASON}")
-    raise AdapterError(f"{directory} holds no {WEIGHTS_NAME}")
+        return f"{file} {GGUF_REASON}"
+    return f"{directory} holds no {WEIGHTS_NAME}"

@@ -7,8 +7,6 @@ trained with another template; requests with a prompt are served.
 import hashlib
 import json
 import logging
-import os
-import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ..file_calls import FILES, SilentError
 from .content import FileStamp
 from .conventions import (
     ADDED_TOKENS_NAME,
@@ -31,6 +30,7 @@ from .conventions import (
     conventions_of,
     refused,
 )
+from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, read_file
 from .sources import why_unknown
 from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
 
@@ -57,22 +57,20 @@ class _TokenizerFile(msgspec.Struct):
 class ConventionReader:
     """Reads folders of adapters over one base. Belongs to one thread at a time."""
 
-    def __init__(self, base: BaseTokens) -> None:
+    def __init__(self, base: BaseTokens, roots: AdapterRoots = OWN_FILES) -> None:
+        """``roots``: where links in the folders may lead."""
         self._base = base
+        self._roots = roots
         self._known: dict[bytes, TokenDifferences] = {}  # by digest of the file
 
     def read(self, folder: Path) -> AdapterConventions:
-        """Return the conventions of the adapter in ``folder``; errors are logged."""
+        """Return the conventions of the adapter in ``folder``; errors are logged.
+
+        Raises ``SilentError`` if the file system does not answer.
+        """
         try:
-            contents = ConventionContents(
-                template=_read_template(folder),
-                processor_template=_read_json(folder, PROCESSOR_TEMPLATE_NAME),
-                tokenizer_config=_read_json(folder, TOKENIZER_CONFIG_NAME),
-                special_tokens_map=_read_json(folder, SPECIAL_TOKENS_NAME),
-                added_tokens=_read_json(folder, ADDED_TOKENS_NAME),
-                generation_config=_read_json(folder, GENERATION_CONFIG_NAME),
-            )
-            found, notes = conventions_of(contents, self._compare(folder), self._base)
+            contents = FILES.call(lambda _: self._read_contents(folder), str(folder))
+            found, notes = conventions_of(*contents, self._base)
         except ValueError as error:
             _LOG.warning(
                 "%s: %s; requests with messages are refused, requests with a prompt are served",
@@ -83,9 +81,20 @@ class ConventionReader:
             _LOG.warning("%s: %s", folder, note)
         return found
 
+    def _read_contents(self, folder: Path) -> tuple[ConventionContents, TokenDifferences]:
+        contents = ConventionContents(
+            template=self._read_template(folder),
+            processor_template=self._read_json(folder, PROCESSOR_TEMPLATE_NAME),
+            tokenizer_config=self._read_json(folder, TOKENIZER_CONFIG_NAME),
+            special_tokens_map=self._read_json(folder, SPECIAL_TOKENS_NAME),
+            added_tokens=self._read_json(folder, ADDED_TOKENS_NAME),
+            generation_config=self._read_json(folder, GENERATION_CONFIG_NAME),
+        )
+        return contents, self._compare(folder)
+
     def _compare(self, folder: Path) -> TokenDifferences:
         """Compare the tokenizer in ``folder``, if there is one, with the base's."""
-        raw = _read(folder / TOKENIZER_NAME, _MAX_TOKENIZER_BYTES)
+        raw = self._read(folder, TOKENIZER_NAME, _MAX_TOKENIZER_BYTES)
         if raw is None:
             return TokenDifferences()
         digest = hashlib.sha256(raw).digest()
@@ -107,13 +116,58 @@ class ConventionReader:
         # A vocabulary may list its added tokens, which are not words.
         return compare(words, file.added_tokens, self._base)
 
+    def _read_template(self, folder: Path) -> str | None:
+        raw = self._read(folder, TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
+        if raw is None:
+            return None
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{TEMPLATE_NAME} is not valid UTF-8: {error.reason} at byte {error.start}"
+            ) from error
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+
+    def _read_json(self, folder: Path, name: str) -> dict[str, Any]:
+        """Return the object in a file; empty if there is no file."""
+        raw = self._read(folder, name, _MAX_JSON_BYTES)
+        if raw is None:
+            return {}
+        try:
+            found = json.loads(raw)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{name} is not a JSON object")
+        return found
+
+    def _read(self, folder: Path, name: str, max_bytes: int) -> bytes | None:
+        """Return the content of a file; None if there is no file. Raises ``ValueError``."""
+        try:
+            raw = read_file(folder, name, max_bytes, self._roots)
+        except FileNotFoundError:
+            return None
+        except SilentError:  # not a fault of the file
+            raise
+        except NotRegularError:
+            raise ValueError(f"{name} is not a file") from None
+        except OSError as error:
+            raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+        if raw is None:
+            raise ValueError(f"{name} has more than {max_bytes} bytes")
+        return raw
+
 
 def stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp | None, ...]:
     """Return stamps that distinguish the files from earlier and later ones; None = no file.
 
     Raises ``OSError`` if a file cannot be examined.
     """
-    return tuple(_stamp_of(folder / name) for name in names)
+    return FILES.call(lambda _: tuple(_stamp_of(folder / name) for name in names), str(folder))
 
 
 def settled_stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp, ...] | None:
@@ -137,54 +191,3 @@ def _stamp_of(path: Path) -> FileStamp | None:
     return (
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
     )  # fmt: skip
-
-
-def _read_template(folder: Path) -> str | None:
-    raw = _read(folder / TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
-    if raw is None:
-        return None
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{TEMPLATE_NAME} is not valid UTF-8: {error.reason} at byte {error.start}"
-        ) from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no file."""
-    raw = _read(folder / name, _MAX_JSON_BYTES)
-    if raw is None:
-        return {}
-    try:
-        found = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is not a JSON object")
-    return found
-
-
-def _read(path: Path, max_bytes: int) -> bytes | None:
-    """Return the content of a file; None if there is no file. Raises ``ValueError``."""
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{path.name} is not a file")
-            raw = file.read(max_bytes + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    if len(raw) > max_bytes:
-        raise ValueError(f"{path.name} has more than {max_bytes} bytes")
-    return raw
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would block

@@ -33,6 +33,14 @@ class DirChanges:
     removed: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class WatchState:
+    """What metrics show of the watched directory."""
+
+    num_unreadable: int = 0  # entries that cannot be read now; the directory itself counts as one
+    unseen_s: int = 0  # since the directory was looked at last, if that is 30 s or more
+
+
 @dataclass(slots=True)
 class DirState:
     """The known state of one directory."""

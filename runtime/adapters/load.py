@@ -8,6 +8,7 @@ from typing import Self
 from ..errors import AdapterError
 from .checkpoint import Checkpoint
 from .digest import ContentDigest, LayerDigest, digest_head
+from .folder_files import OWN_FILES, AdapterRoots
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
@@ -114,16 +115,19 @@ class OpenAdapter:
 
 
 def open_adapter(
-    directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None
-) -> OpenAdapter:
+    directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None,
+    roots: AdapterRoots = OWN_FILES,
+) -> OpenAdapter:  # fmt: skip
     """Open the adapter in ``directory`` and check everything except its values.
 
     ``base``: compared with weights of the base model in the file; None = such weights are refused.
-    Raises ``AdapterError`` with the file and the problem, or its subclass ``ResolveError`` with
-    every problem if the adapter does not fit the model.
+    ``roots``: where links in the directory may lead. Raises ``AdapterError`` with the file and the
+    problem, or its subclass ``ResolveError`` with every problem if the adapter does not fit the
+    model.
     """
-    spec = read_peft_config(directory)
-    checkpoint = Checkpoint(directory, max_tensor_bytes=max_tensor_bytes(target_map, max_rank))
+    spec = read_peft_config(directory, roots)
+    max_bytes = max_tensor_bytes(target_map, max_rank)
+    checkpoint = Checkpoint(directory, max_tensor_bytes=max_bytes, roots=roots)
     try:
         adapter = resolve_adapter(spec, checkpoint.tensors, target_map, max_rank=max_rank)
     except ResolveError as error:

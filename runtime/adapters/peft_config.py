@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import AdapterError
+from ..file_calls import FILES
+from .folder_files import OWN_FILES, AdapterRoots, read_file
 from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
 from .path_regex import path_regex
 from .peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
@@ -98,13 +100,12 @@ REFUSAL_REASONS = {
 }
 
 
-def read_peft_config(directory: Path) -> LoraSpec:
-    """Read and check ``directory``/adapter_config.json.
+def read_peft_config(directory: Path, roots: AdapterRoots = OWN_FILES) -> LoraSpec:
+    """Read and check ``directory``/adapter_config.json; ``roots``: where links may lead.
 
     Raises ``AdapterError`` naming the file, the field and its value.
     """
-    path = directory / CONFIG_NAME
-    return parse_peft_config(_read_json(directory, path), path)
+    return parse_peft_config(_read_json(directory, roots), directory / CONFIG_NAME)
 
 
 def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
@@ -122,24 +123,21 @@ def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
     return spec
 
 
-def _read_json(directory: Path, path: Path) -> dict[str, Any]:
+def _read_json(directory: Path, roots: AdapterRoots) -> dict[str, Any]:
+    path = directory / CONFIG_NAME
     try:
-        is_there = directory.is_dir()
+        FILES.call(lambda _: _check_directory(directory), str(directory))
     except OSError as error:  # also of a path that is too long to show
         shown = str(directory)[:_MAX_CHARS_SHOWN]
         raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
-    if not is_there:
-        raise _no_directory(directory)
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_CONFIG_BYTES + 1)
+        raw = read_file(directory, CONFIG_NAME, _MAX_CONFIG_BYTES, roots)
     except FileNotFoundError:
-        for gguf in sorted(directory.glob(f"*{GGUF_SUFFIX}")):
-            raise AdapterError(f"{gguf} {GGUF_REASON}") from None
-        raise AdapterError(f"{directory} holds no {CONFIG_NAME}: not a PEFT adapter") from None
+        reason = FILES.call(lambda _: _missing(directory), str(directory))
+        raise AdapterError(reason) from None
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(raw) > _MAX_CONFIG_BYTES:
+    if raw is None:
         raise AdapterError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes")
     try:
         fields = json.loads(raw.decode("utf-8"))
@@ -150,14 +148,23 @@ def _read_json(directory: Path, path: Path) -> dict[str, Any]:
     return fields
 
 
-def _no_directory(path: Path) -> AdapterError:
+def _check_directory(path: Path) -> None:
+    """Raise ``AdapterError`` unless there is such a directory, ``OSError`` if that is unknown."""
+    if path.is_dir():
+        return
     if path.suffix.lower() == GGUF_SUFFIX:
-        return AdapterError(f"{path} {GGUF_REASON}")
+        raise AdapterError(f"{path} {GGUF_REASON}")
     if path.exists():
-        return AdapterError(
+        raise AdapterError(
             f"{path} is not a directory; give the directory with the adapter's files"
         )
-    return AdapterError(f"no such adapter directory: {path}")
+    raise AdapterError(f"no such adapter directory: {path}")
+
+
+def _missing(directory: Path) -> str:
+    for gguf in sorted(directory.glob(f"*{GGUF_SUFFIX}")):
+        return f"{gguf} {GGUF_REASON}"
+    return f"{directory} holds no {CONFIG_NAME}: not a PEFT adapter"
 
 
 def _check_kind(reader: "_Fields") -> None:

@@ -4,13 +4,15 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.notations import LoraModule, parse_lora_modules
 from ..errors import AdapterError, ConfigError
+from ..file_calls import FILES, Place, SilentError
 from .checkpoint import WEIGHTS_NAME
+from .dir_changes import FoundAdapter
 from .names import check_adapter_name
 from .peft_config import CONFIG_NAME
 
@@ -18,8 +20,14 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_DEPTH = 4  # of nested directories, with names joined by slashes
 _MAX_NAMES_SHOWN = 5
+_LOOK_TIMEOUT_S = 5.0  # for one entry
+_MAX_WALKS = 8  # each passes over one more entry that does not answer
 # Errors that mean that a file does not exist. Any other error means that this is unknown.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG})
+
+
+# Takes the name and path of an adapter; raises ``OSError`` if it is unreadable.
+Examine = Callable[[str, Path], FoundAdapter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class LoraDirEntries:
     """The entries of ``--lora-dir`` at one moment. By name, with slashes between parts."""
 
     adapters: dict[str, Path] = field(default_factory=dict)
+    examined: dict[str, FoundAdapter] = field(default_factory=dict)  # of these
     # Unreadable entries, with the reason; "" is the directory itself. Their contents are unknown.
     unreadable: dict[str, str] = field(default_factory=dict)
     unservable: dict[str, str] = field(default_factory=dict)  # names that no adapter may have
@@ -71,26 +80,34 @@ def collect_sources(
 
 def stored_bytes(source: LoraModule) -> int:
     """Return the size of the file of an adapter's weights; 0 if there is none."""
+    file = Path(source.path) / WEIGHTS_NAME
     try:
-        return (Path(source.path) / WEIGHTS_NAME).stat().st_size
+        return FILES.call(lambda _: file.stat().st_size, source.path)
     except OSError:
         return 0
 
 
-def discover(lora_dir: Path, base_names: Collection[str] = ()) -> LoraDirEntries:
+def discover(
+    lora_dir: Path, base_names: Collection[str] = (),
+    examine: Examine = lambda *_: None,
+) -> LoraDirEntries:  # fmt: skip
     """Find directories below ``lora_dir`` with an adapter_config.json.
 
     A directory without one may contain adapters: ``team/sql`` is the name of one in ``team``. An
-    unreadable entry does not affect other entries.
+    unreadable entry does not affect other entries, nor does one on a file system that does not
+    answer. ``examine`` is called with each adapter.
     """
-    entries = LoraDirEntries(is_missing=_is_missing(lora_dir))
-    for name, path in sorted(_below(lora_dir, (), entries.unreadable)):
+    for _ in range(_MAX_WALKS):
         try:
-            check_adapter_name(name, base_names)
-            entries.adapters[name] = path
-        except AdapterError as error:
-            entries.unservable[name] = str(error)
-    return entries
+            return FILES.call(
+                lambda place: _Walk(lora_dir, place, base_names, examine).run(), str(lora_dir),
+                _LOOK_TIMEOUT_S,
+            )  # fmt: skip
+        except SilentError as error:
+            if error.filename == str(lora_dir):
+                break
+            # The next walk passes over this entry.
+    return LoraDirEntries(unreadable={"": "the file system does not answer"})
 
 
 def log_entries(lora_dir: Path, before: LoraDirEntries, now: LoraDirEntries) -> None:
@@ -117,6 +134,10 @@ def log_entries(lora_dir: Path, before: LoraDirEntries, now: LoraDirEntries) -> 
 
 def is_adapter(directory: Path) -> bool:
     """Whether ``directory`` has an adapter_config.json. Raises ``OSError`` if this is unknown."""
+    return FILES.call(lambda _: _has_configuration(directory), str(directory))
+
+
+def _has_configuration(directory: Path) -> bool:
     try:
         return stat.S_ISREG((directory / CONFIG_NAME).stat().st_mode)
     except OSError as error:
@@ -130,33 +151,71 @@ def why_unknown(error: OSError) -> str | None:
     return None if error.errno in _NOT_THERE else error.strerror or str(error)
 
 
-def _below(
-    directory: Path, parents: tuple[str, ...], unreadable: dict[str, str]
-) -> Iterator[tuple[str, Path]]:
-    """Yield the adapters in ``directory``; ``parents``: the parts of its name in --lora-dir."""
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                yield from _in_entry(entry, (*parents, entry.name), unreadable)
-    except OSError as error:
-        reason = why_unknown(error)
-        if not parents:
-            reason = error.strerror or str(error)
-        if reason is not None:
-            unreadable["/".join(parents)] = reason
+class _Walk:
+    """One walk through --lora-dir, by one call. An entry that does not answer is passed over."""
 
+    def __init__(
+        self, lora_dir: Path, place: Place, base_names: Collection[str],
+        examine: Examine,
+    ) -> None:  # fmt: skip
+        self._lora_dir = lora_dir
+        self._place = place
+        self._base_names = base_names
+        self._examine = examine
+        self._entries = LoraDirEntries(is_missing=_is_missing(lora_dir))
 
-def _in_entry(
-    entry: "os.DirEntry[str]", names: tuple[str, ...], unreadable: dict[str, str]
-) -> Iterator[tuple[str, Path]]:
-    path = Path(entry.path)
-    try:
-        if is_adapter(path):
-            yield "/".join(names), path
-        elif len(names) < _MAX_DEPTH and _may_hold_others(entry):
-            yield from _below(path, names, unreadable)
-    except OSError as error:
-        unreadable["/".join(names)] = error.strerror or str(error)
+    def run(self) -> LoraDirEntries:
+        for name, path in sorted(self._below(self._lora_dir, ())):
+            self._take(name, path)
+        return self._entries
+
+    def _take(self, name: str, path: Path) -> None:
+        try:
+            check_adapter_name(name, self._base_names)
+        except AdapterError as error:
+            self._entries.unservable[name] = str(error)
+            return
+        self._entries.adapters[name] = path
+        try:
+            self._move(path)
+            if (found := self._examine(name, path)) is not None:
+                self._entries.examined[name] = found
+        except OSError as error:
+            self._entries.adapters.pop(name, None)
+            self._entries.unreadable[name] = error.strerror or str(error)
+
+    def _below(self, directory: Path, parents: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+        """Yield the adapters in ``directory``; ``parents``: the parts of its name."""
+        try:
+            self._move(directory)
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    yield from self._in_entry(entry, (*parents, entry.name))
+        except OSError as error:
+            reason = why_unknown(error)
+            if not parents:
+                reason = error.strerror or str(error)
+            if reason is not None:
+                self._entries.unreadable["/".join(parents)] = reason
+
+    def _in_entry(
+        self, entry: "os.DirEntry[str]", names: tuple[str, ...]
+    ) -> Iterator[tuple[str, Path]]:
+        path = Path(entry.path)
+        try:
+            self._move(path)
+            if _has_configuration(path):
+                yield "/".join(names), path
+            elif len(names) < _MAX_DEPTH and _may_hold_others(entry):
+                yield from self._below(path, names)
+        except OSError as error:
+            self._entries.unreadable["/".join(names)] = error.strerror or str(error)
+
+    def _move(self, path: Path) -> None:
+        """Examine another path. Raises ``SilentError`` if an earlier walk still waits there."""
+        if path != self._lora_dir and FILES.is_silent(str(path)):
+            raise SilentError(str(path), _LOOK_TIMEOUT_S)
+        self._place.move(str(path))
 
 
 def _is_missing(directory: Path) -> bool:

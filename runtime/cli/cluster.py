@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..adapters.folder_files import AdapterRoots
 from ..adapters.sources import collect_sources
 from ..cluster.division import MachineDivision
 from ..cluster.engine_types.measured import given_card
@@ -231,7 +232,7 @@ def _plan(
     state_dir, key = make_state_dir(cluster)
     port, controller_port, agent_port = (sock.getsockname()[1] for sock in socks)
     controller_url = url_of(socks[1])
-    agent = None
+    agent, roots = None, AdapterRoots.of(engine.lora_dir, serve.allowed_lora_dirs)
     of_engines = replace(engine, lora_dir=None, lora_modules=(), pin=())
     if division is not None:
         agent = AgentSettings(
@@ -247,6 +248,7 @@ def _plan(
             engine=of_engines,
             serve=_of_engines(serve),
             num_places=None if cluster.ray is None else 0,
+            roots=roots,
         )
     return ClusterPlan(
         name=", ".join(base_names) or "a cluster",
@@ -263,10 +265,11 @@ def _plan(
             placement=cluster.placement,
             placement_interval_s=cluster.placement_interval_s,
             min_copies=parse_min_copies(cluster.min_copies),
+            roots=roots,
             **_given(slo_ttft_s=engine.slo_ttft_s),
         ),
         agent=agent,
-        ray=_ray_settings(of_engines, serve, cluster, controller_url, (str(state_dir), key)),
+        ray=_ray_settings(of_engines, serve, cluster, controller_url, (str(state_dir), key), roots),
         engines=tuple(given_card(text) for text in cluster.engine),
         gateways=gateway_settings(serve, cluster, controller_url, key, port),
         adapters=tuple(_absolute(adapter) for adapter in adapters),
@@ -277,7 +280,7 @@ def _plan(
 
 def _ray_settings(
     engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig, controller_url: str,
-    place: tuple[str, str],
+    place: tuple[str, str], roots: AdapterRoots,
 ) -> RaySettings | None:  # fmt: skip
     """``place``: the state directory and the cluster's key."""
     if cluster.ray is None or cluster.engines is None:
@@ -297,6 +300,7 @@ def _ray_settings(
         engine=engine,
         serve=_of_engines(serve),
         unpinned=cluster.unpinned,
+        roots=roots,
     )
     return RaySettings(
         cluster_key=key,

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
+from ..adapters.folder_files import OWN_FILES, AdapterRoots
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from .division import MachineDivision
@@ -38,6 +39,7 @@ class ControllerSettings(ProcessSettings, frozen=True):
     placement_interval_s: float
     min_copies: dict[str, int]  # by adapter's name
     slo_ttft_s: float = 10.0  # time to first token at which operating capacity is found
+    roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
 
 
 class GatewaySettings(ProcessSettings, frozen=True):
@@ -67,6 +69,7 @@ class AgentSettings(ProcessSettings, frozen=True):
     engine: EngineConfig
     serve: ServeConfig  # limits of engines; the agent sets their addresses and keys
     num_places: int | None = None  # for engines; None = unlimited
+    roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
     engine_command: tuple[str, ...] = (sys.executable, "-P", "-m", "corun.runtime.cli")
 
 
@@ -83,6 +86,7 @@ class NodeSettings(ProcessSettings, frozen=True):
     unpinned: bool
     resources: AgentResources = AgentResources(1, 1.0, 0.0)
     unsupervised_s: float = 120.0  # for so long an agent goes on without an actor
+    roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
     agent_id: str = ""  # set on the machine, as its address is
     host: str = ""
     engine_command: tuple[str, ...] | None = None  # None = the default there

@@ -267,6 +267,7 @@ class EngineConfig:
         metavar="FILE",
         help="File that keeps adapters loaded over HTTP for the next start.",
     )
+    allowed_lora_dirs: tuple[str, ...] = ()  # an option of the server, which sets it here
     max_lora_rank: int = option(
         256,
         minimum=1,

@@ -69,7 +69,8 @@ class ServeConfig:
         (),
         metavar="DIR",
         help="Directories that must contain adapters loaded over HTTP, after links are followed; "
-        "default: any directory.",
+        "default: any directory. Links in directories of adapters may lead to these directories, "
+        "too.",
     )
     metrics_need_key: bool = option(False, help="Require a key for /metrics.")
     health_needs_key: bool = option(False, help="Require a key for /health, /ready and /version.")

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 
 from ..adapter import AdapterFacts
-from ..adapters.content import AdapterContent
+from ..adapters.dir_changes import WatchState
 from ..adapters.dir_watch import LoraDirWatch
 from ..adapters.info import AdapterInfo
 from ..adapters.names import taken_name
@@ -52,6 +52,8 @@ class AdapterManager:
         reading thread; () = the caller's.
         """
         self._state_file = state_file
+        if state_file is not None:
+            state_file.on_written = self.notify
         ids = itertools.count(1)
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
         self._files = files
@@ -149,9 +151,9 @@ class AdapterManager:
         self._watch = watch
 
     @property
-    def num_unreadable(self) -> int:
-        """Number of entries of the watched directory that cannot be read now."""
-        return 0 if self._watch is None else self._watch.num_unreadable
+    def watch_state(self) -> WatchState:
+        """The state of the watched directory."""
+        return WatchState() if self._watch is None else self._watch.state
 
     def _follow_changes(self) -> None:
         while self._watch is not None and (changes := self._watch.take()) is not None:
@@ -161,6 +163,9 @@ class AdapterManager:
                 if self._registry.path_of(name) == path:
                     _LOG.info("adapter %r was removed from its directory", name)
                     self._unregister(name)
+        for job in self._reader.answered():
+            if self._registry.path_of(job.name) == job.path:
+                self._follow_change(job.name, job.path)
 
     def _follow_change(self, name: str, path: str) -> None:
         """Load an adapter that was added or changed at ``path``."""
@@ -207,7 +212,9 @@ class AdapterManager:
             self._complete_read(read)
             self._begin_postponed(read.job.name)
         self._remove_unused_contents()
-        done, self._done = self._done, []
+        done: list[OperationDone] = []
+        if self._state_file is None or self._state_file.is_written:
+            done, self._done = self._done, []
         assert self._device is not None
         must_publish = is_due or done or self._publisher.must_publish
         changes = self._publisher.publish(self._device) if must_publish else None
@@ -226,6 +233,8 @@ class AdapterManager:
         """Stop the threads after the current read; drop waiting reads. Idempotent."""
         if self._watch is not None:
             self._watch.close()
+        if self._state_file is not None:
+            self._state_file.close()
         self._reader.close()
 
     def notify(self) -> None:
@@ -258,8 +267,7 @@ class AdapterManager:
             try:
                 self._begin(message)
             except CorunError as error:
-                failure = str(error), error.kind
-                self._done.append(OperationDone(message.operation_id, *failure))
+                self._done.append(OperationDone(message.operation_id, str(error), error.kind))
         if not waiting:
             self._postponed.pop(name, None)
 
@@ -275,11 +283,10 @@ class AdapterManager:
         known = self._registry.serving(name)
         if known is not None and known.path != path:
             known = None
-        self._reader.put(
-            ReadJob(
-                operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only, known
-            )
+        job = ReadJob(
+            operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only, known
         )
+        self._reader.put(job)
 
     def _remove(self, message: RemoveAdapter) -> None:
         self._unregister(message.name)
@@ -313,7 +320,7 @@ class AdapterManager:
         old = self._registry.serving(job.name)
         is_pinned = self._registry.is_pinned(job.name) if job.pinned is None else job.pinned
         error = read.error or self._pin_error(job.name, facts, old, is_pinned=is_pinned)
-        if error is None and old is not None and not job.replaces and _differs(old, content):
+        if error is None and old is not None and not job.replaces and not old.has(content):
             error = taken_name(job.name)
         if content is None or error is not None:
             assert error is not None
@@ -388,10 +395,3 @@ class AdapterManager:
         room = self._device.place_registration(layer_bytes)
         self._host.evict(room.evictions)
         return room.place
-
-
-def _differs(old: AdapterVersion, content: AdapterContent | None) -> bool:
-    """Whether the content read is a new version."""
-    return content is not None and (
-        content.facts != old.facts or content.conventions != old.conventions
-    )

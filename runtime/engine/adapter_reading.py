@@ -17,6 +17,7 @@ from ..adapter import AdapterOutline
 from ..adapters.content import AdapterContent
 from ..adapters.registry import AdapterVersion, LoadId
 from ..errors import AdapterError, CorunError
+from ..file_calls import FILES
 from ..plan import HostPlace, HostPlaceId
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class AdapterReaderThread:
         self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
         self.num_reading = 0  # jobs put and not yet taken
+        self._silent: list[ReadJob] = []  # failed as their file systems do not answer
         self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
@@ -102,7 +104,17 @@ class AdapterReaderThread:
         while not self._done.empty():
             done = self._done.get()
             self.num_reading -= 1
+            if done.error is not None and FILES.is_silent(done.job.path):
+                self._silent.append(done.job)
             yield done
+
+    def answered(self) -> Sequence[ReadJob]:
+        """Return jobs that failed as their file systems did not answer, and that can be read."""
+        if not self._silent:
+            return ()
+        answered = [job for job in self._silent if not FILES.is_silent(job.path)]
+        self._silent = [job for job in self._silent if job not in answered]
+        return answered
 
     def read_now(self, job: ReadJob) -> ReadDone:
         """Run a job in the calling thread."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..adapters.dir_changes import WatchState
 from ..adapters.info import AdapterInfo
 from ..errors import CorunError, RequestError
 from ..limits import overdue_error
@@ -93,8 +94,8 @@ class AdapterOperations(Protocol):
     """Registers and unregisters adapters."""
 
     @property
-    def num_unreadable(self) -> int:
-        """Number of entries of the watched directory that cannot be read now."""
+    def watch_state(self) -> WatchState:
+        """The state of the watched directory."""
         ...
 
     def handle(self, message: AdapterOperation) -> None:
@@ -261,9 +262,11 @@ class EngineHost:
         held = [request for held in self._held.values() for request, _ in held.values()]
         last, stats = self._stats, self._core.stats(held)
         num_deferred = stats.num_deferred + len(held)
+        watched = self._adapters.watch_state
         self._stats = msgspec.structs.replace(
-            stats, num_deferred=num_deferred, num_unreadable_adapters=self._adapters.num_unreadable
-        )
+            stats, num_deferred=num_deferred, num_unreadable_adapters=watched.num_unreadable,
+            lora_dir_unseen_s=watched.unseen_s,
+        )  # fmt: skip
         if self._stats == last and not self._must_publish:
             return None
         self._must_publish = False

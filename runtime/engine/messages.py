@@ -279,6 +279,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     relieved_bytes: int = 0  # of these evictions so far
     decode_gap_bound_s: float = 0.0  # of the last step that had one
     num_unreadable_adapters: int = 0  # entries of --lora-dir that cannot be read
+    lora_dir_unseen_s: int = 0  # since --lora-dir was looked at last, if that is 30 s or more
 
     @property
     def kv_cache_usage(self) -> float:

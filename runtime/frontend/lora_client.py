@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -26,6 +27,7 @@ from ..errors import (
     UnknownModelError,
     rebuild_error,
 )
+from ..file_calls import FILES, Place
 from ..limits import overdue_error
 from .inputs import Lora
 from .lora_directory import LoraDirectory, adapter_path, check_lora_request
@@ -176,16 +178,32 @@ class LoraClient:
         self, lora: LoRARequest, *, reload: bool, pinned: bool | None = None, replace: bool = True
     ) -> None:
         check_lora_request(lora)
-        if not reload and self.directory.has(lora):
+        if not reload and await self._has(lora):
             if pinned is not None:
                 await self.pin(lora.lora_name, pinned=pinned)
             return
         lock = self._locks.setdefault(lora.lora_name, asyncio.Lock())
         async with lock:
-            if reload or not self.directory.has(lora):
+            if reload or not await self._has(lora):
                 path = adapter_path(lora)
                 number = next(self._operation_ids)
                 await self._run(AddAdapter(number, lora.lora_name, path, pinned, replace))
+
+    async def _has(self, lora: LoRARequest) -> bool:
+        """Whether this very adapter (name and path) is registered and ready."""
+        path, known = adapter_path(lora), self.directory.ready_path(lora.lora_name)
+        if known is None or known == path:
+            return known is not None
+
+        def is_same(_: Place) -> bool:
+            return os.path.realpath(known) == os.path.realpath(path)
+
+        try:
+            return await FILES.answer(is_same, path)
+        except OSError as error:
+            raise AdapterUnavailableError(
+                f"adapter {lora.lora_name!r}: {path} cannot be read: {error.strerror}"
+            ) from error
 
     async def pin(self, name: str, *, pinned: bool) -> None:
         self.directory.check_known(name, param="lora_name")

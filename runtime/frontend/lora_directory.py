@@ -33,12 +33,10 @@ class LoraDirectory:
         """Return all adapters, by name."""
         return sorted(self._infos.values(), key=lambda info: info.name)
 
-    def has(self, lora: LoRARequest) -> bool:
-        """Whether this very adapter (name and path) is registered and ready."""
-        info = self._infos.get(lora.lora_name)
-        if info is None or info.state != READY:
-            return False
-        return os.path.realpath(info.path) == os.path.realpath(adapter_path(lora))
+    def ready_path(self, name: str) -> str | None:
+        """Return the path of an adapter that is ready, or None."""
+        info = self._infos.get(name)
+        return None if info is None or info.state != READY else info.path
 
     def __contains__(self, name: object) -> bool:
         """Whether an adapter in any state has this name."""

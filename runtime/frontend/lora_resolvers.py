@@ -17,6 +17,7 @@ from ..adapters.peft_config import CONFIG_NAME
 from ..adapters.sources import is_adapter
 from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
+from ..file_calls import FILES
 from .outputs import LoRARequest
 
 # Only the adapter and its small files: the repository may hold a whole model.
@@ -44,18 +45,18 @@ class DirectoryResolver:
         self._directory = directory
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        return await asyncio.to_thread(self._find, lora_name)
-
-    def _find(self, name: str) -> LoRARequest | None:
-        path = self._directory / name
+        path = self._directory / lora_name
         try:
-            if not is_adapter(path):
-                return None
+            return await FILES.answer(lambda _: self._find(lora_name, path), str(path))
         except OSError as error:
             raise UnknownModelError(
-                f"cannot look for adapter {name!r}: its directory cannot be read "
+                f"cannot look for adapter {lora_name!r}: its directory cannot be read "
                 f"({error.strerror})", param="lora_request",
             ) from error  # fmt: skip
+
+    def _find(self, name: str, path: Path) -> LoRARequest | None:
+        if not is_adapter(path):
+            return None
         try:
             found = resolve_allowed(str(path), [str(self._directory)])
         except RequestError:  # reveals nothing of files elsewhere

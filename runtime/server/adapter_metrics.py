@@ -108,6 +108,11 @@ def adapter_families(
         "Entries of --lora-dir that cannot be read; their adapters stay as they are.",
         stats.num_unreadable_adapters,
     )  # fmt: skip
+    yield families.gauge(
+        "lora_dir_unseen_seconds",
+        "Seconds since --lora-dir was looked at last, from 30 on; below that, 0.",
+        stats.lora_dir_unseen_s,
+    )  # fmt: skip
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]
     by_level = Counter(one.residency.level for one in loaded)
     for level in LEVELS:

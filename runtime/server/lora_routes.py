@@ -1,13 +1,12 @@
 """Adapters over HTTP: the list, and loading and unloading where the options allow them."""
 
-import asyncio
 from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..adapters.allowed_dirs import resolve_allowed
+from ..adapters.allowed_dirs import allowed_path
 from ..adapters.info import AdapterInfo, num_fitting
 from ..adapters.names import check_adapter_name, unknown_name
 from ..engine.messages import EngineStats
@@ -82,7 +81,7 @@ class LoraRoutes:
         if not body.lora_path:
             what = "missing" if body.lora_path is None else "empty"
             raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
-        path = await self._allowed_path(body.lora_path)
+        path = await allowed_path(body.lora_path, self._state.settings.allowed_lora_dirs)
         await self._state.engine.add_lora(
             LoRARequest(body.lora_name, _UNUSED_INT_ID, path),
             reload=True,  # its files may have changed
@@ -116,12 +115,6 @@ class LoraRoutes:
         self._state.check_accepting()
         limit = self._state.settings.limits.max_body_bytes
         return await read_body(request.scope, request.receive, limit)
-
-    async def _allowed_path(self, path: str) -> str:
-        allowed_dirs = self._state.settings.allowed_lora_dirs
-        if not allowed_dirs:
-            return path
-        return await asyncio.to_thread(resolve_allowed, path, allowed_dirs)
 
     def _check_name(self, name: str) -> None:
         try:

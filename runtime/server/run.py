@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.engine import EngineConfig
@@ -44,6 +45,7 @@ async def serve(
     that keeps the engine from starting.
     """
     chat_template = _read_template(serve_config.chat_template)
+    engine_config = replace(engine_config, allowed_lora_dirs=serve_config.allowed_lora_dirs)
     access = Access.of(serve_config)
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()

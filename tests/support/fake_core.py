@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from corun.runtime.adapters.conventions import NO_CONVENTIONS
+from corun.runtime.adapters.dir_changes import WatchState
 from corun.runtime.adapters.info import AdapterInfo, Residency
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import (
@@ -240,9 +241,9 @@ class FakeAdapters:
         self._messages += [AdaptersChanged(self.infos(), removed), done]
 
     @property
-    def num_unreadable(self) -> int:
-        """None are watched."""
-        return 0
+    def watch_state(self) -> WatchState:
+        """None is watched."""
+        return WatchState()
 
     def must_wait(self, name: str) -> bool:
         return name in self.unread

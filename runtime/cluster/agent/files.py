@@ -5,18 +5,20 @@ All functions block; call them in threads.
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ...adapters.checkpoint import WEIGHTS_NAME, Checkpoint
 from ...adapters.conventions import CONVENTION_NAMES
+from ...adapters.folder_files import OWN_FILES, AdapterRoots, open_file
 from ...adapters.peft_config import CONFIG_NAME, read_peft_config
 from ...adapters.tensor_names import parse_tensor_name
 from ...errors import AdapterError
+from ...file_calls import FILES, Place
 from ...server.errors import HttpError
 from ..wire import Manifest, StoredFile
 
@@ -45,17 +47,15 @@ def digest_of(files: Iterable[StoredFile]) -> str:
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
 
 
-def rank_of(directory: Path) -> int:
+def rank_of(directory: Path, roots: AdapterRoots = OWN_FILES) -> int:
     """Check configuration and tensors without the model; return the largest rank.
 
-    The engine checks whether they fit the model. Raises ``AdapterError``.
+    The engine checks whether they fit the model. ``roots``: where links may lead. Raises
+    ``AdapterError``.
     """
-    spec = read_peft_config(directory)
-    try:
-        num_bytes = (directory / WEIGHTS_NAME).stat().st_size
-    except OSError:
-        num_bytes = 0  # reading it below raises
-    with Checkpoint(directory, max_tensor_bytes=num_bytes) as checkpoint:
+    spec = read_peft_config(directory, roots)
+    num_bytes = _size_of(directory, WEIGHTS_NAME)  # reading raises if there is none
+    with Checkpoint(directory, max_tensor_bytes=num_bytes, roots=roots) as checkpoint:
         ranks = [
             tensor.shape[0]
             for tensor in checkpoint.tensors
@@ -66,19 +66,21 @@ def rank_of(directory: Path) -> int:
 
 def num_bytes_of(directory: Path) -> int:
     """Return the total size of an adapter's files."""
-    sizes = []
-    for name in ADAPTER_FILES:
-        try:
-            sizes.append((directory / name).stat().st_size)
-        except OSError:
-            continue  # absent or unreadable; ``copy_adapter`` raises if it is required
-    return sum(sizes)
+    return sum(_size_of(directory, name) for name in ADAPTER_FILES)
 
 
-def copy_adapter(source: Path, target: Path) -> Manifest:
+def _size_of(directory: Path, name: str) -> int:
+    """Return the size of a file; 0 if it is absent or unreadable, which reading it reports."""
+    try:
+        return FILES.call(lambda _: (directory / name).stat().st_size, str(directory))
+    except OSError:
+        return 0
+
+
+def copy_adapter(source: Path, target: Path, roots: AdapterRoots = OWN_FILES) -> Manifest:
     """Copy the files of ``source`` that corun reads into the empty directory ``target``.
 
-    Symbolic links are followed.
+    Symbolic links are followed as far as ``roots`` permit.
 
     Raises:
         AdapterError: A file cannot be read, is no regular file, or changed meanwhile.
@@ -86,32 +88,23 @@ def copy_adapter(source: Path, target: Path) -> Manifest:
     """
     files = []
     for name in ADAPTER_FILES:
-        try:
-            # Without O_NONBLOCK, opening a pipe would wait for a writer.
-            descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
-        except FileNotFoundError:
-            continue  # required files were checked before
-        except OSError as error:
-            raise AdapterError(f"cannot read {source / name}: {error.strerror}") from None
-        with open(descriptor, "rb", buffering=0) as file:
-            files.append(_copy(file.fileno(), source / name, target / name))
+        # Files that are required were checked before.
+        with new_file(target / name) as write:
+            stored = _read_all(source, name, roots, write)
+        if stored is None:
+            (target / name).unlink()
+        else:
+            files.append(stored)
     return write_manifest(target, files)
 
 
-def describe(directory: Path) -> Manifest:
+def describe(directory: Path, roots: AdapterRoots = OWN_FILES) -> Manifest:
     """Return the manifest of ``directory``; reads all files.
 
     Raises ``AdapterError`` if a file cannot be read.
     """
-    files = []
-    for name in ADAPTER_FILES:
-        path = directory / name
-        try:
-            if path.exists():
-                size = path.stat().st_size
-                files.append(StoredFile(name=name, num_bytes=size, sha256=_sha256_of(path)))
-        except OSError as error:
-            raise AdapterError(f"cannot read {path}: {error.strerror}") from None
+    found = (_read_all(directory, name, roots, _drop) for name in ADAPTER_FILES)
+    files = [one for one in found if one is not None]
     return Manifest(digest=digest_of(files), files=tuple(files))
 
 
@@ -153,8 +146,10 @@ def is_wellformed(manifest: Manifest) -> bool:
 def holds(directory: Path, manifest: Manifest) -> bool:
     """Return whether the files match the digests of ``manifest``; reads all files."""
     try:
-        return all(_sha256_of(directory / one.name) == one.sha256 for one in manifest.files)
-    except OSError:
+        return all(
+            _read_all(directory, one.name, OWN_FILES, _drop) == one for one in manifest.files
+        )
+    except AdapterError:
         return False
 
 
@@ -182,31 +177,45 @@ def _no_room(path: Path, error: OSError) -> StoreFullError:
     return StoreFullError(f"cannot write {path} (--state-dir): {error.strerror}")
 
 
-def _copy(descriptor: int, source: Path, target: Path) -> StoredFile:
-    before = os.fstat(descriptor)
-    if not stat.S_ISREG(before.st_mode):
-        raise AdapterError(f"cannot read {source}: not a regular file")
+def _drop(_: bytes | memoryview) -> None:
+    """Write nothing."""
+
+
+def _read_all(folder: Path, name: str, roots: AdapterRoots, write: Write) -> StoredFile | None:
+    """Pass all of a file to ``write``, and describe it; None if there is no file.
+
+    Raises ``AdapterError`` if it cannot be read, or changes meanwhile.
+    """
+    try:
+        with open_file(folder, name, roots) as file:
+            return _pass_on(file.fileno(), folder, name, write)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AdapterError(f"cannot read {folder / name}: {error.strerror}") from None
+
+
+def _pass_on(descriptor: int, folder: Path, name: str, write: Write) -> StoredFile:
+    where = str(folder)
+    before = FILES.call(lambda _: os.fstat(descriptor), where)
     sha256, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     num_bytes = 0
-    with new_file(target) as write:
-        while True:
-            try:
-                num_read = os.readv(descriptor, [buffer])
-            except OSError as error:
-                raise AdapterError(f"cannot read {source}: {error.strerror}") from None
-            if num_read == 0:
-                break
-            sha256.update(buffer[:num_read])
-            write(buffer[:num_read])
-            num_bytes += num_read
-    after = os.fstat(descriptor)
+    while True:
+        num_read = FILES.call(partial(_read_into, descriptor, buffer), where)
+        num_bytes += num_read
+        if num_read == 0 or num_bytes > before.st_size:
+            break
+        sha256.update(buffer[:num_read])
+        write(buffer[:num_read])
+    after = FILES.call(lambda _: os.fstat(descriptor), where)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns) or (
         num_bytes != before.st_size
     ):
-        raise AdapterError(f"{source} changed while it was read; load it again once it is written")
-    return StoredFile(name=source.name, num_bytes=num_bytes, sha256=sha256.hexdigest())
+        raise AdapterError(
+            f"{folder / name} changed while it was read; load it again once it is written"
+        )
+    return StoredFile(name=name, num_bytes=num_bytes, sha256=sha256.hexdigest())
 
 
-def _sha256_of(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _read_into(descriptor: int, buffer: memoryview, _: Place) -> int:
+    return os.readv(descriptor, [buffer])

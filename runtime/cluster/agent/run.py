@@ -60,7 +60,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> int | None:
 
 
 def _store(settings: AgentSettings) -> AdapterFileStore:
-    return AdapterFileStore(Path(settings.state_dir) / "agent", settings.adapter_cache_bytes)
+    directory = Path(settings.state_dir) / "agent"
+    return AdapterFileStore(directory, settings.adapter_cache_bytes, roots=settings.roots)
 
 
 def _make_state(

@@ -16,9 +16,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
+from ...adapters.folder_files import OWN_FILES, AdapterRoots
 from ...errors import AdapterError, ConfigError
+from ...file_calls import FILES
 from ...server.errors import HttpError
 from ..wire import Manifest
 from .files import (
@@ -38,6 +40,9 @@ _GRACE_S = 60.0
 # the shortest interval at which engines are asked whether they use a copy.
 _STRAY_GRACE_S = 5.0
 _GIB = 2**30
+_MAX_READS = 8  # of sources, at a time
+
+Result = TypeVar("Result")
 
 # Unloads a digest's adapters from engines; returns False if one is in use.
 Release = Callable[[str], Awaitable[bool]]
@@ -71,16 +76,20 @@ class AdapterFileStore:
     """The copies and their last use. The one unused longest is dropped when room is needed."""
 
     def __init__(
-        self, directory: Path, capacity_bytes: int, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, directory: Path, capacity_bytes: int, *, roots: AdapterRoots = OWN_FILES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Open ``directory``, which is created if it is missing.
 
-        Raises ``ConfigError`` if it cannot be written, or another running agent uses it.
+        ``roots``: where links in sources may lead. Raises ``ConfigError`` if it cannot be written,
+        or another running agent uses it.
         """
         self.capacity_bytes = capacity_bytes
         # Digests that may be dropped: the controller has released them since they arrived.
         self.released: Set[str] = frozenset()
         self._clock = clock
+        self._roots = roots
+        self._reading = asyncio.Semaphore(_MAX_READS)
         self._adapters, self._incoming = directory / "adapters", directory / "incoming"
         self._lock_file = _lock_directory(directory)
         shutil.rmtree(self._incoming, ignore_errors=True)
@@ -155,10 +164,13 @@ class AdapterFileStore:
             AdapterError: It cannot be served, changes while it is read, or is not ``expected``.
             StoreFullError: The store has no room.
         """
-        await asyncio.to_thread(rank_of, source)  # so that errors name the user's directory
-        num_bytes = await asyncio.to_thread(num_bytes_of, source)
+        # So that errors name the user's directory.
+        await self._read(source, lambda _: rank_of(source, self._roots))
+        num_bytes = await self._read(source, lambda _: num_bytes_of(source))
         async with self.incoming(num_bytes, release) as directory:
-            manifest = await asyncio.to_thread(copy_adapter, source, directory)
+            manifest = await self._read(
+                source, lambda _: copy_adapter(source, directory, self._roots)
+            )
             try:
                 rank = await asyncio.to_thread(rank_of, directory)
             except AdapterError:
@@ -167,6 +179,14 @@ class AdapterFileStore:
                 raise AdapterError(f"{source} has changed since it was loaded")
             self.adopt(directory, manifest)
         return manifest, rank
+
+    async def _read(self, source: Path, work: Callable[[object], Result]) -> Result:
+        """Read a source, which may be on a file system that does not answer, in its own thread."""
+        async with self._reading:
+            try:
+                return await FILES.answer(work, str(source), has_deadline=False)
+            except OSError as error:
+                raise AdapterError(f"cannot read {source}: {error.strerror or error}") from error
 
     @asynccontextmanager
     async def incoming(self, num_bytes: int, release: Release) -> AsyncIterator[Path]:

@@ -13,7 +13,9 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from ...adapters.folder_files import OWN_FILES, AdapterRoots
 from ...errors import AdapterError
+from ...file_calls import FILES
 from ...server.errors import HttpError
 from ..engine_types.engine_type import SentRecord
 from ..engine_types.registry import engine_type_of
@@ -53,12 +55,15 @@ class Commands:
     """Calls to agents, and to engines of the table. Raises ``HttpError`` with their answers."""
 
     def __init__(
-        self, table: RoutingTable, members: Members, pool: CopyPool, session: aiohttp.ClientSession
-    ) -> None:
+        self, table: RoutingTable, members: Members, pool: CopyPool,
+        session: aiohttp.ClientSession, roots: AdapterRoots = OWN_FILES,
+    ) -> None:  # fmt: skip
+        """``roots``: where links in directories of adapters may lead."""
         self._table = table
         self._members = members
         self._pool = pool
         self._session = session
+        self._roots = roots
         self._fetching = Counter[str]()  # running copies, by source agent
         self._served: dict[tuple[str, str], Ensured] = {}  # by engine (without an agent) and name
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
@@ -70,7 +75,7 @@ class Commands:
         """
         agents = self._members.live_agents()
         if not agents:
-            return None, await asyncio.to_thread(_inspect, path)
+            return None, await self._inspect(path)
         errors: list[HttpError] = []
         for agent in sorted(agents, key=lambda one: (not one.engines, one.agent_id)):
             try:
@@ -172,7 +177,7 @@ class Commands:
                 current = self._table.adapters.get(entry.name)
                 if current is not None and current.revision > entry.revision:
                     entry = current
-                digest = (await asyncio.to_thread(_inspect, entry.source)).digest
+                digest = (await self._inspect(entry.source)).digest
                 if digest != entry.digest:
                     raise AdapterError(
                         f"{entry.source} has changed since it was loaded as {entry.name!r}; load "
@@ -185,6 +190,14 @@ class Commands:
                     incarnation=incarnation, revision=entry.revision, model=model
                 )
             return served
+
+    async def _inspect(self, path: str) -> CheckedAdapter:
+        try:
+            return await FILES.answer(
+                lambda _: _inspect(path, self._roots), path, has_deadline=False
+            )
+        except OSError as error:
+            raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _card(self, engine_id: str) -> EngineCard:
         card = self._table.engines.get(engine_id)
@@ -212,12 +225,12 @@ class Commands:
         return await call(self._session, agent.url + path, body, kind, timeout_s=timeout_s)
 
 
-def _inspect(path: str) -> CheckedAdapter:
+def _inspect(path: str, roots: AdapterRoots) -> CheckedAdapter:
     from ..agent.files import describe, rank_of  # numpy, which a start would wait for
 
     directory = Path(path).expanduser()
-    rank = rank_of(directory)
-    manifest = describe(directory)
+    rank = rank_of(directory, roots)
+    manifest = describe(directory, roots)
     return CheckedAdapter(
         digest=manifest.digest, rank=rank, num_bytes=sum(one.num_bytes for one in manifest.files)
     )

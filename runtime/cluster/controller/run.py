@@ -68,7 +68,7 @@ async def _parts(
             changes.show(base_fingerprint)
 
         members = Members(table, session, time.monotonic, on_base=show)
-        commands = Commands(table, members, pool, session)
+        commands = Commands(table, members, pool, session, settings.roots)
         changes = AdapterChanges(registry, table, members, commands)
         machines = Machines(registry)
         engine_changes = EngineChanges(registry, table, members, pool, commands, machines)

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.allowed_dirs import resolve_allowed
+from ...adapters.allowed_dirs import allowed_path
 from ...adapters.info import LEVELS, AdapterInfo, Residency
 from ...server.adapter_listing import adapter_json, parse_page
 from ...server.body import parse_body, read_body
@@ -62,11 +62,10 @@ class ClusterAdapterRoutes:
         if not body.lora_path:
             what = "missing" if body.lora_path is None else "empty"
             raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
-        allowed_dirs = self._state.settings.allowed_lora_dirs
         change = AdapterChange(
             action="load",
             name=body.lora_name,
-            path=resolve_allowed(body.lora_path, allowed_dirs) if allowed_dirs else body.lora_path,
+            path=await allowed_path(body.lora_path, self._state.settings.allowed_lora_dirs),
             load_inplace=bool(body.load_inplace),
             pinned=body.pinned,
         )

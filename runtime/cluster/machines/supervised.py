@@ -236,7 +236,7 @@ def _agent_settings(
         agent_id=settings.agent_id, controller_url=settings.controller_url, host=settings.host,
         port=port, state_dir=settings.state_dir, division=division,
         adapter_cache_bytes=cache_bytes, engine=settings.engine, serve=settings.serve,
-        num_places=settings.resources.num_engines, **given,
+        num_places=settings.resources.num_engines, roots=settings.roots, **given,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from ...adapters.convention_files import ConventionReader, settled_stamps_of, st
 from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS
 from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
+from ...adapters.folder_files import AdapterRoots
 from ...adapters.load import OpenAdapter, open_adapter
 from ...adapters.names import unknown_name
 from ...adapters.peft_config import CONFIG_NAME
@@ -21,8 +22,9 @@ from ...adapters.state_file import AdapterStateFile
 from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name
 from ...config.engine import EngineConfig
-from ...config.notations import LoraModule, parse_lora_modules
-from ...errors import AdapterError, ConfigError, RequestError
+from ...config.notations import LoraModule, parse_lora_modules, parse_lora_resolver
+from ...errors import AdapterError, AdapterUnavailableError, ConfigError, RequestError
+from ...file_calls import FILES, Place, SilentError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager
 from ..adapter_reading import MakeRoom
@@ -48,6 +50,13 @@ def base_names(config: EngineConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((model_name(config), config.model)))
 
 
+def adapter_roots(config: EngineConfig) -> AdapterRoots:
+    """Return the directories that the options name for adapters."""
+    resolvers = [parse_lora_resolver(text) for text in config.lora_resolver]
+    directories = [path for kind, path in resolvers if kind == "directory" and path is not None]
+    return AdapterRoots.of(config.lora_dir, config.allowed_lora_dirs, directories)
+
+
 def make_host_adapters(
     config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, slab_bytes: int | None,
     profile: "Profile | None",
@@ -63,12 +72,18 @@ def make_host_adapters(
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     base = StoredBaseWeights(source, loaded.dtype)
 
-    remarks = BaseRemarks(read_served_base(source))
+    remarks, roots = BaseRemarks(read_served_base(source)), adapter_roots(config)
 
     def open_source(path: str) -> OpenAdapter:
-        adapter = open_adapter(
-            Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base
-        )
+        def opened(_: Place) -> OpenAdapter:
+            return open_adapter(
+                Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base, roots=roots
+            )
+
+        try:
+            adapter = FILES.call(opened, path)
+        except SilentError as error:  # not a fault of the adapter
+            raise AdapterUnavailableError(f"cannot read {path}: {error.strerror}") from error
         remarks.log(path, adapter.spec.base_model_name_or_path)
         return adapter
 
@@ -150,7 +165,9 @@ def make_manager(
     """Make the adapter manager. Raises ``ConfigError`` for a bad state file."""
     path = config.lora_state_file
     state_file = None if path is None else AdapterStateFile(Path(path).expanduser())
-    conventions = ConventionReader(tokens) if config.adapter_templates == "use" else None
+    conventions = None
+    if config.adapter_templates == "use":
+        conventions = ConventionReader(tokens, adapter_roots(config))
     files = HostFiles(host, conventions)
     return AdapterManager(files, base_names(config), host, state_file, background_cpus)
 
@@ -205,7 +222,7 @@ def _look(config: EngineConfig) -> tuple[LoraDir | None, dict[str, FoundAdapter]
     """Scan ``--lora-dir``, without reading its files."""
     if config.lora_dir is None:
         return None, {}
-    lora_dir = LoraDir(Path(config.lora_dir), base_names(config))
+    lora_dir = LoraDir(Path(config.lora_dir), base_names(config), adapter_roots(config))
     return lora_dir, lora_dir.look()
 
 

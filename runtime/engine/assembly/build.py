@@ -21,6 +21,7 @@ from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
+from ...file_calls import FILES
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...machine.unused_memory import give_back_unused
@@ -152,6 +153,7 @@ def _build(
     warn_of_what_is_not_kept()
     facts = read_machine_facts()
     placement = place_engine(config, facts)
+    FILES.place(placement.background_cpus)
     most_threads = placement.machine.num_threads
     num_threads = config.cpu_threads or most_threads
     # torch's threads belong to the whole process. A pinned engine with more threads than cores

@@ -1,10 +1,14 @@
 """Only files in allowed directories, after following links, can be loaded over the network."""
 
+import asyncio
+import os
+import threading
 from pathlib import Path
 
 import pytest
-from corun.runtime.adapters.allowed_dirs import resolve_allowed
-from corun.runtime.errors import RequestError
+from corun.runtime import file_calls
+from corun.runtime.adapters.allowed_dirs import allowed_path, resolve_allowed
+from corun.runtime.errors import AdapterUnavailableError, RequestError
 
 
 @pytest.fixture
@@ -51,3 +55,32 @@ def test_outside_and_not_there_get_one_answer(allowed: Path, tmp_path: Path) -> 
         str(stolen), str(allowed / "good" / "adapter_config.json"),
     ]  # fmt: skip
     assert len({refusal(path, allowed) for path in paths}) == 1
+
+
+def test_a_path_that_does_not_answer_holds_up_no_event_loop(
+    allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.1)
+    dead, answers, real = str(allowed / "dead"), threading.Event(), os.path.realpath
+
+    def stuck(path: str, *, strict: bool = False) -> str:
+        if path.startswith(dead):
+            assert answers.wait(20.0)
+        return real(path, strict=strict)
+
+    monkeypatch.setattr(os.path, "realpath", stuck)
+
+    async def run() -> None:
+        waiting = [
+            asyncio.ensure_future(allowed_path(f"{dead}/{number}", [str(allowed)]))
+            for number in range(8)
+        ]
+        assert await allowed_path(str(allowed / "good"), [str(allowed)]) == str(allowed / "good")
+        assert await allowed_path(dead, []) == dead
+        for one in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(one, AdapterUnavailableError)
+            assert "lora_path cannot be read: the file system does not answer" in str(one)
+
+    asyncio.run(run())
+    answers.set()

@@ -1,10 +1,13 @@
 """A watched directory that cannot be read for a while, as a whole or in part, or is replaced."""
 
 import errno
+import logging
 import os
 import shutil
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import watchfiles
 from corun.runtime.adapters import dir_watch, sources
 from corun.runtime.adapters.dir_changes import DirChanges
 from corun.runtime.adapters.dir_watch import LoraDir, LoraDirWatch
+from corun.runtime.file_calls import FILES
 from support.peft_adapters import write_raw_safetensors
 
 _SOON_S = 30.0  # ten times as long as it takes
@@ -61,12 +65,13 @@ def test_nothing_goes_while_it_cannot_be_read(
     refused = tmp_path / bad
     real = sources.discover
 
-    def failing(lora_dir: Path, base_names: tuple[str, ...] = ()) -> sources.LoraDirEntries:
-        entries = real(lora_dir, base_names)
+    def failing(lora_dir: Path, *more: Any) -> sources.LoraDirEntries:
+        entries = real(lora_dir, *more)
         name = str(refused.relative_to(lora_dir)) if refused != lora_dir else ""
         for found in [*entries.adapters]:
             if name in ("", found) or found.startswith(f"{name}/"):
                 del entries.adapters[found]
+                entries.examined.pop(found, None)
         entries.unreadable[name] = os.strerror(code)
         return entries
 
@@ -74,7 +79,7 @@ def test_nothing_goes_while_it_cannot_be_read(
         patch.setattr(dir_watch, "discover", failing)
         make_adapter(tmp_path / "loras" / "new")  # which triggers a scan
         assert watched.next() is None
-        assert watched.watch.num_unreadable == 1
+        assert watched.watch.state.num_unreadable == 1
         if bad != "loras":
             shutil.rmtree(tmp_path / "loras" / "one")
             changes = watched.next()
@@ -86,7 +91,7 @@ def test_nothing_goes_while_it_cannot_be_read(
     while "team/two" not in removed:
         changes = watched.next()
         removed |= set(changes.removed) if changes is not None else set()
-    assert watched.watch.num_unreadable == 0
+    assert watched.watch.state.num_unreadable == 0
 
 
 def test_what_comes_just_before_the_system_watches_is_told(
@@ -131,3 +136,133 @@ def test_no_line_of_another_library_for_changes(
         make_adapter(tmp_path / "loras" / "new")
         assert watched.next()
     assert not [one for one in caplog.records if one.name.startswith("watchfiles")]
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.path.relpath(path))  # its length is limited
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)  # sparse
+
+
+def link_to_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+OTHERS = [os.mkfifo, os.mkdir, make_socket, make_huge, link_to_device]
+
+
+def removed_names(watched: Watched, expected: set[str]) -> None:
+    removed: set[str] = set()
+    while removed != expected:
+        changes = watched.next()
+        removed |= set(changes.removed) if changes is not None else set()
+        assert removed <= expected
+
+
+@pytest.mark.parametrize("make", OTHERS)
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "x"])
+def test_removals_are_reported_whichever_files_lie_beside(
+    watched: Watched, tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    make_adapter(tmp_path / "loras" / "bad")
+    (tmp_path / "loras" / "bad" / name).unlink(missing_ok=True)
+    make(tmp_path / "loras" / "bad" / name)
+    make(tmp_path / "loras" / "other")
+    shutil.rmtree(tmp_path / "loras" / "one")
+    removed_names(watched, {"one"})
+    shutil.rmtree(tmp_path / "loras" / "team")
+    removed_names(watched, {"team/two"})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_socket])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_is_removed_when_its_files_are_none(
+    watched: Watched, tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    """Something else in place of a file does not keep its adapter."""
+    (tmp_path / "loras" / "one" / name).unlink()
+    make(tmp_path / "loras" / "one" / name)
+    removed_names(watched, {"one"})
+
+
+class DeadMount:
+    """Stands for a mount at one path: looking at it waits until it answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.answers = threading.Event()
+        real = {name: getattr(os, name) for name in ("stat", "scandir", "open")}
+
+        def stuck(name: str) -> Callable[..., Any]:
+            def call(at: Any, *args: Any, **options: Any) -> Any:
+                if not isinstance(at, int) and Path(at).is_relative_to(path):
+                    assert self.answers.wait(_SOON_S)
+                return real[name](at, *args, **options)
+
+            return call
+
+        for name in real:
+            monkeypatch.setattr(os, name, stuck(name))
+
+
+@pytest.fixture
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_LOOK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(FILES, "timeout_s", 0.5)
+
+
+@pytest.mark.usefixtures("short_deadlines")
+@pytest.mark.parametrize("dead", ["team", "team/two"])
+def test_an_entry_that_does_not_answer_hides_no_removal_elsewhere(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: str
+) -> None:
+    with monkeypatch.context() as patch:
+        mount = DeadMount(patch, tmp_path / "loras" / dead)
+        shutil.rmtree(tmp_path / "loras" / "one")
+        removed_names(watched, {"one"})
+        assert watched.watch.state.num_unreadable == 1
+        num_threads = threading.active_count()
+        make_adapter(tmp_path / "loras" / "three")
+        changed: set[str] = set()
+        while "three" not in changed:
+            changes = watched.next()
+            changed |= set(changes.changed) if changes is not None else set()
+        assert threading.active_count() <= num_threads + 1  # one waits for the mount, not more
+        mount.answers.set()
+    while watched.watch.state.num_unreadable:
+        assert watched.next() is None  # what is there stays
+    shutil.rmtree(tmp_path / "loras" / "team")
+    removed_names(watched, {"team/two"})
+
+
+@pytest.mark.usefixtures("short_deadlines")
+def test_a_directory_that_cannot_be_looked_at_is_said(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    assert watched.watch.state.unseen_s == 0
+    monkeypatch.setattr(dir_watch, "_SILENT_S", 2.0)
+    with monkeypatch.context() as patch:
+        mount = DeadMount(patch, tmp_path / "loras")
+        wait_for(lambda: "has not been looked at for 2 s" in caplog.text)
+        assert watched.watch.state.unseen_s >= 2
+        mount.answers.set()
+    wait_for(lambda: "is looked at again" in caplog.text)
+    assert watched.watch.state.unseen_s == 0
+    shutil.rmtree(tmp_path / "loras" / "one")
+    removed: set[str] = set()
+    while "one" not in removed:
+        changes = watched.next()
+        removed |= set(changes.removed) if changes is not None else set()
+    assert removed == {"one"}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _SOON_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -33,6 +33,7 @@ from corun.runtime.errors import (
     RequestError,
     UnknownModelError,
 )
+from corun.runtime.file_calls import FILES
 from corun.runtime.memory.registrations import HostRoom
 from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
@@ -602,6 +603,29 @@ def test_what_operations_load_is_remembered(
     )
 
 
+def test_an_operation_ends_when_the_file_is_on_disk(
+    files: Files, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, fsync = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert goes_on.wait(10.0)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    manager = AdapterManager(files, (), files, AdapterStateFile(tmp_path / "state.json"))
+    manager.attach(device)
+    files.content["/a"] = "d1"
+    manager.handle(AddAdapter(7, "a", "/a"))
+    while manager.must_wait("a") or manager.infos()[0].state != "ready":
+        assert not [one for one in manager.poll() if isinstance(one, OperationDone)]
+    assert manager.resolve("a").digest == "d1"  # it serves already
+    goes_on.set()
+    assert wait_done(manager)[0] == OperationDone(7)
+    assert [one.name for one in AdapterStateFile(tmp_path / "state.json").adapters] == ["a"]
+    manager.close()
+
+
 def test_closing_reads_no_further_file(files: Files) -> None:
     files.gate.clear()
     files.content.update({f"/{number}": "d" for number in range(5)})
@@ -652,3 +676,26 @@ def test_closing_while_an_adapter_waits_for_room(files: Files, device: FakeDevic
     select.select([manager], [], [], 10.0)  # it has asked
     manager.close()
     assert device.places == {}
+
+
+def test_what_did_not_answer_is_read_again_once_it_does(
+    manager: AdapterManager, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = {"/a", "/b"}
+    monkeypatch.setattr(FILES, "is_silent", silent.__contains__)
+    files.content |= {"/a": AdapterError("no answer"), "/b": AdapterError("no answer")}
+    for number, name in enumerate("ab"):
+        manager.handle(AddAdapter(number, name, f"/{name}"))
+        assert wait_done(manager)[0].error == "no answer"
+    num_reads = files.num_reads
+    manager.poll()
+    assert files.num_reads == num_reads  # it does not answer yet
+    manager.handle(RemoveAdapter(3, "b"))
+    assert wait_done(manager)[0] == OperationDone(3)
+    files.content |= {"/a": "d1", "/b": "d2"}
+    silent.clear()
+    manager.poll()
+    wait_read(manager, "a")
+    assert manager.resolve("a").digest == "d1"
+    with pytest.raises(UnknownModelError):
+        manager.resolve("b")

@@ -181,6 +181,13 @@ def test_the_bound_of_gaps_beside_prompts_shows(http: httpx.Client, engine: Any)
     assert read_metrics(http)[name, model] == 0.35
 
 
+def test_a_directory_that_is_not_looked_at_shows(http: httpx.Client, engine: Any) -> None:
+    name, model = "corun:lora_dir_unseen_seconds", (("model_name", "tiny"),)
+    assert read_metrics(http)[name, model] == 0
+    engine.stats = EngineStats(lora_dir_unseen_s=31)
+    assert read_metrics(http)[name, model] == 31
+
+
 def test_a_failed_profile_shows_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     name, model = "corun:profile_failed", (("model_name", "tiny"),)
     assert read_metrics(http)[name, model] == 0

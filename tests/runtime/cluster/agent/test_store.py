@@ -4,19 +4,24 @@ import asyncio
 import os
 import resource
 import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from corun.runtime.adapters.folder_files import OWN_FILES, AdapterRoots
 from corun.runtime.cluster.agent.files import (
     ADAPTER_FILES,
     StoreFullError,
+    describe,
     digest_of,
     is_wellformed,
 )
 from corun.runtime.cluster.agent.store import AdapterFileStore, check_digest
 from corun.runtime.cluster.wire import Manifest, StoredFile
 from corun.runtime.errors import AdapterError, ConfigError
+from corun.runtime.file_calls import FILES
 from corun.runtime.server.errors import HttpError
 from support.adapter_files import CONFIG, WEIGHTS, write_adapter
 from support.fake_clock import FakeClock
@@ -35,12 +40,11 @@ async def never(digest: str) -> bool:
 
 def with_store(
     directory: Path, work: Callable[[AdapterFileStore], Awaitable[None]],
-    capacity_bytes: int = ROOM, clock: Callable[[], float] | None = None,
+    capacity_bytes: int = ROOM, clock: Callable[[], float] = time.monotonic,
+    roots: AdapterRoots = OWN_FILES,
 ) -> None:  # fmt: skip
     async def run() -> None:
-        store = AdapterFileStore(
-            directory, capacity_bytes, **({} if clock is None else {"clock": clock})
-        )
+        store = AdapterFileStore(directory, capacity_bytes, roots=roots, clock=clock)
         try:
             await work(store)
         finally:
@@ -77,7 +81,9 @@ def test_files_are_copied_and_named_by_what_they_hold(tmp_path: Path) -> None:
     with_store(tmp_path / "store", work)
 
 
-def test_links_are_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_links_within_the_roots_are_followed_and_what_is_no_file_is_refused(
+    tmp_path: Path,
+) -> None:
     source = write_adapter(tmp_path / "a")
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -91,7 +97,74 @@ def test_links_are_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> No
         with pytest.raises(AdapterError, match=r"tokenizer\.json: not a regular file"):
             await store.ingest(source, always)
 
+    with_store(tmp_path / "store", work, roots=AdapterRoots.of(str(tmp_path), ()))
+
+    async def without(store: AdapterFileStore) -> None:
+        with pytest.raises(AdapterError, match=r"a link to a file outside of its directory"):
+            await store.ingest(linked, always)
+
+    with_store(tmp_path / "other-store", without)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_a_template_that_is_a_link_out_is_not_copied(tmp_path: Path, name: str) -> None:
+    source = write_adapter(tmp_path / "loras" / "a")
+    (tmp_path / "secret").write_text("of another user")
+    (source / name).symlink_to(tmp_path / "secret")
+
+    async def work(store: AdapterFileStore) -> None:
+        with pytest.raises(AdapterError, match=f"{name}: it is a link .*--lora-dir") as caught:
+            await store.ingest(source, always)
+        assert str(tmp_path / "secret") not in str(caught.value)
+        assert store.ages_s() == {} and store.used_bytes == 0
+
+    roots = AdapterRoots.of(str(tmp_path / "loras"), ())
+    with_store(tmp_path / "store", work, roots=roots)
+    with pytest.raises(AdapterError, match="it is a link"):
+        describe(source, roots)
+
+
+def test_a_source_that_does_not_answer_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FILES, "timeout_s", 0.5)
+    source, answers, real = write_adapter(tmp_path / "a"), threading.Event(), os.readv
+
+    def stuck(descriptor: int, buffers: list[memoryview]) -> int:
+        assert answers.wait(20.0)
+        return real(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", stuck)
+
+    async def work(store: AdapterFileStore) -> None:
+        with pytest.raises(AdapterError, match="the file system does not answer"):
+            await store.ingest(source, always)
+        answers.set()
+        while FILES.is_silent(str(source)):
+            await asyncio.sleep(0.001)
+        await ingest(store, source)
+
     with_store(tmp_path / "store", work)
+
+
+def test_a_file_that_grows_while_it_is_copied_is_not_copied_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real, num_reads = write_adapter(tmp_path / "a"), os.readv, 0
+
+    def growing(descriptor: int, buffers: list[memoryview]) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        return real(descriptor, buffers) or buffers[0].nbytes
+
+    monkeypatch.setattr(os, "readv", growing)
+
+    async def work(store: AdapterFileStore) -> None:
+        with pytest.raises(AdapterError, match="changed while it was read"):
+            await store.ingest(source, always)
+
+    with_store(tmp_path / "store", work)
+    assert num_reads == 2
 
 
 @pytest.mark.parametrize(
@@ -152,8 +225,8 @@ import asyncio, sys
 from pathlib import Path
 from corun.runtime.cluster.agent import store as module
 
-def stuck(source, target):
-    manifest = copy(source, target)
+def stuck(*given):
+    manifest = copy(*given)
     print("copied", flush=True)
     asyncio.run(asyncio.sleep(60))
     return manifest

@@ -8,14 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from corun.runtime import file_calls
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.convention_files import ConventionReader
 from corun.runtime.adapters.conventions import NO_CONVENTIONS
+from corun.runtime.adapters.folder_files import AdapterRoots
 from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.adapters.vocabulary import BaseTokens
-from corun.runtime.engine.assembly.adapter_wiring import HostFiles
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.adapter_wiring import HostFiles, adapter_roots
 from corun.runtime.errors import AdapterError
+from corun.runtime.file_calls import Place, SilentError
 from corun.runtime.plan import AdapterId
 
 TOKENS = BaseTokens({"a": 0, "b": 1}, frozenset(), None, 2)
@@ -111,3 +115,37 @@ def test_conventions_can_be_left(host: Host, folder: Path) -> None:
     content = files.read(str(folder), lambda _: None, None)
     assert content.conventions == NO_CONVENTIONS
     assert content.facts == AdapterFacts("d", 8, 9, layers=content.facts.layers)
+
+
+def test_links_lead_where_the_options_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig(
+        lora_dir="loras", lora_resolver=("hub:acme", f"directory:{tmp_path}/more"),
+        allowed_lora_dirs=("a", "/b"),
+    )  # fmt: skip
+    assert adapter_roots(config) == AdapterRoots(
+        str(tmp_path / "loras"), (str(tmp_path / "a"), "/b"), (str(tmp_path / "more"),)
+    )
+
+
+def test_a_template_elsewhere_refuses_conversations(host: Host, folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("/etc/passwd")
+    content = read(host, folder)
+    assert content.conventions.template is None
+    assert "it is a link to a file outside of" in str(content.conventions.refusal)
+
+
+def test_a_file_system_that_does_not_answer_refuses_the_read_and_no_conversation(
+    host: Host, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(10))
+
+    def silent(function: Callable[[Place], object], path: str, timeout_s: float = 1) -> object:
+        if next(calls) == 1:
+            raise SilentError(path, timeout_s)
+        return function(Place(path))
+
+    monkeypatch.setattr(file_calls.FILES, "call", silent)
+    with pytest.raises(AdapterError, match="the file system does not answer"):
+        read(host, folder)

@@ -1,0 +1,193 @@
+"""Opens the files of adapters' directories, which other users may write.
+
+A directory may hold anything. Only regular files are opened: no named pipe, which would wait for a
+writer, no device and no socket. A link is followed to a file in the adapter's own directory or in a
+directory that the options name, as it is when the file is opened. Sizes are limited by callers.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..file_calls import FILES, Place, SilentError
+
+_CHUNK_BYTES = 1 << 20
+_REAL_TIMEOUT_S = 1.0  # less than for the file, which may be on another file system
+_FLAGS = os.O_CLOEXEC | os.O_PATH  # opens nothing: it finds the file without any effect on it
+_HUB_REPOSITORY, _HUB_SNAPSHOTS = "models--", "snapshots"
+
+
+class RefusedFileError(OSError):
+    """A file of an adapter's directory that is not opened. ``strerror`` has the reason."""
+
+
+class NotRegularError(RefusedFileError):
+    """It is a directory, named pipe, socket or device."""
+
+
+class OutsideError(RefusedFileError):
+    """It is a link out of the directories that links may lead to."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoots:
+    """Directories of adapters that the options name, absolute. Links may lead to all of them.
+
+    Links may also lead to the adapter's own directory, which may be a link itself: an entry of
+    ``--lora-dir``, or a path of ``--lora-modules``. This does not hold within directories of
+    ``--allowed-lora-dirs`` and ``--lora-resolver``, and deeper in ``--lora-dir``.
+    """
+
+    lora_dir: str | None = None
+    allowed: tuple[str, ...] = ()  # --allowed-lora-dirs
+    resolved: tuple[str, ...] = ()  # directories of --lora-resolver
+
+    @classmethod
+    def of(
+        cls, lora_dir: str | None, allowed: Iterable[str], resolved: Iterable[str] = ()
+    ) -> "AdapterRoots":
+        """Return those with these paths, which may be relative."""
+        return cls(
+            None if lora_dir is None else os.path.abspath(lora_dir),
+            tuple(map(os.path.abspath, allowed)),
+            tuple(map(os.path.abspath, resolved)),
+        )
+
+    def check(self, folder: Path, real_folder: str, real_path: str) -> None:
+        """Raise ``OutsideError`` unless a file of ``folder`` may be read.
+
+        ``real_folder``, ``real_path``: where the directory and the file are, without links.
+        """
+        is_bound = self._is_bound(os.path.abspath(folder))
+        if not is_bound and (
+            is_within(real_path, real_folder) or _is_in_repository(real_path, real_folder)
+        ):
+            return
+        named = (() if self.lora_dir is None else (self.lora_dir,)) + self.allowed + self.resolved
+        if not any(is_within(real_path, _real(one)) for one in named):
+            reason = self._reason(None if is_bound else folder)
+            raise OutsideError(errno.EXDEV, reason, str(folder))
+
+    def _is_bound(self, folder: str) -> bool:
+        """Whether a directory of the options limits where ``folder`` may be."""
+        for one in (*self.allowed, *self.resolved):
+            if is_within(folder, one) or is_within(folder, _real(one)):
+                return True
+        if self.lora_dir is None:
+            return False
+        parent = os.path.dirname(folder)
+        return parent != self.lora_dir and is_within(parent, self.lora_dir)
+
+    def _reason(self, folder: Path | None) -> str:
+        named = [] if folder is None else [f"its directory {folder}"]
+        if self.lora_dir is not None:
+            named.append(f"--lora-dir {self.lora_dir}")
+        named += [f"--allowed-lora-dirs {one}" for one in self.allowed]
+        named += [f"--lora-resolver directory:{one}" for one in self.resolved]
+        return (
+            f"it is a link to a file outside of {' and '.join(named)}; --allowed-lora-dirs with "
+            "the directory of that file permits it"
+        )
+
+
+OWN_FILES = AdapterRoots()
+"""Links within the adapter's own directory."""
+
+
+def is_within(path: str, directory: str) -> bool:
+    """Whether an absolute path is ``directory`` or below it, as texts."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> IO[bytes]:
+    """Open ``folder``/``name`` for reading, without a buffer.
+
+    Raises ``RefusedFileError`` for what may not be read, ``OSError`` for what cannot be: a
+    ``FileNotFoundError`` if there is nothing, a ``SilentError`` if the file system does not answer.
+    """
+    return FILES.call(lambda _: _open(folder, name, roots), str(folder))
+
+
+def read_file(
+    folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN_FILES
+) -> bytes | None:
+    """Return the content of ``folder``/``name``; None if it has more than ``max_bytes``.
+
+    Raises what ``open_file`` raises.
+    """
+
+    def read(place: Place) -> bytes | None:
+        with _open(folder, name, roots) as file:
+            if os.fstat(file.fileno()).st_size > max_bytes:
+                return None
+            parts, num_bytes = [], 0
+            for part in _parts(file):
+                place.step()
+                parts.append(part)
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    return None
+            return b"".join(parts)
+
+    return FILES.call(read, str(folder))
+
+
+def _parts(file: IO[bytes]) -> Iterator[bytes]:
+    while part := file.read(_CHUNK_BYTES):
+        yield part
+
+
+def _open(folder: Path, name: str, roots: AdapterRoots) -> IO[bytes]:
+    # The file is found first and opened through its descriptor, so that what is opened is what was
+    # checked. "." has a file system mounted that is mounted on use.
+    directory = os.open(os.path.join(folder, "."), _FLAGS | os.O_DIRECTORY)
+    try:
+        real_folder = _path_of(directory)
+        try:
+            found = os.open(name, _FLAGS, dir_fd=directory)
+        except OSError:
+            # Whether there is a file elsewhere is not disclosed.
+            roots.check(folder, real_folder, os.path.realpath(os.path.join(real_folder, name)))
+            raise
+        try:
+            roots.check(folder, real_folder, _path_of(found))
+            if not stat.S_ISREG(os.stat(found).st_mode):
+                raise NotRegularError(errno.EINVAL, "not a regular file", str(folder / name))
+            return open(_link_of(found), "rb", buffering=0, opener=_open_at_once)
+        finally:
+            os.close(found)
+    finally:
+        os.close(directory)
+
+
+def _real(path: str) -> str:
+    """Return where a directory of the options is; itself if its file system does not answer."""
+    try:
+        return FILES.call(lambda _: os.path.realpath(path), path, _REAL_TIMEOUT_S)
+    except SilentError:
+        return path
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _path_of(descriptor: int) -> str:
+    return os.readlink(_link_of(descriptor))
+
+
+def _link_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _is_in_repository(path: str, folder: str) -> bool:
+    """Whether both are of one repository in a hub's cache, where snapshots link to blobs."""
+    parts = Path(folder).parts
+    for index, part in enumerate(parts[:-1]):
+        if part.startswith(_HUB_REPOSITORY) and parts[index + 1] == _HUB_SNAPSHOTS:
+            return is_within(path, str(Path(*parts[: index + 1])))
+    return False
