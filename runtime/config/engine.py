@@ -263,9 +263,7 @@ class EngineConfig:
         help="Names of adapters that stay on the device as long as they are served.",
     )
     lora_state_file: str | None = option(
-        None,
-        metavar="FILE",
-        help="File that keeps adapters loaded over HTTP for the next start.",
+        None, metavar="FILE", help="File that keeps adapters loaded over HTTP for the next start."
     )
     allowed_lora_dirs: tuple[str, ...] = ()  # an option of the server, which sets it here
     max_lora_rank: int = option(
