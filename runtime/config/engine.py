@@ -272,21 +272,17 @@ class EngineConfig:
         help="Names of adapters that are read at start, or 'all'; the rest are read on first use.",
     )  # fmt: skip
     pin: tuple[str, ...] = option(
-        (),
-        metavar="NAME",
+        (), metavar="NAME",
         help="Names of adapters that stay on the device as long as they are served.",
-    )
+    )  # fmt: skip
     lora_state_file: str | None = option(
         None, metavar="FILE", help="File that keeps adapters loaded over HTTP for the next start."
     )
     allowed_lora_dirs: tuple[str, ...] = ()  # an option of the server, which sets it here
     max_lora_rank: int = option(
-        256,
-        minimum=1,
-        maximum=256,
+        256, minimum=1, maximum=256, commands=_CHECK,
         help="Highest LoRA rank that is accepted. It is a limit, not a padding size.",
-        commands=_CHECK,
-    )
+    )  # fmt: skip
     linear_backend: str = option(
         "auto", choices=LINEAR_BACKENDS, help="Kernels of matrix products.", commands=_PROFILE
     )
@@ -357,11 +353,10 @@ class EngineConfig:
         "adapters are not copied to the device.",
     )
     load_strategy: str = option(
-        "auto",
-        choices=LOAD_STRATEGIES,
+        "auto", choices=LOAD_STRATEGIES,
         help="How a request starts if its adapter is not on the device; auto = the planner chooses "
         "for each request.",
-    )
+    )  # fmt: skip
     max_assisted_tokens_per_step: int = option(
         512, minimum=1, maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
@@ -379,12 +374,9 @@ class EngineConfig:
         commands=_PROFILE,
     )
     link_latency_us: float = option(
-        0.0,
-        minimum=0,
-        maximum=1e6,
+        0.0, minimum=0, maximum=1e6, commands=_PROFILE,
         help="Delay copies between host and device by this many microseconds.",
-        commands=_PROFILE,
-    )
+    )  # fmt: skip
     device_sync: str = option(
         "auto",
         choices=DEVICE_SYNCS,

@@ -102,8 +102,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start the engine and wait until it is ready; ``generate`` does this too if needed.
 
-        Raises ``ConfigError``, ``ModelError``, ``ResourceError`` or ``EngineDeadError`` if it
-        cannot start.
+        Raises ``ConfigError``, ``ModelError``, ``ResourceError`` or ``EngineDeadError``.
         """
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
@@ -185,10 +184,7 @@ class AsyncEngine:
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the last published gauges and totals, at most 0.1 s old while the engine computes.
-
-        Numbers of waiting and running requests and of their KV blocks are those of its last turn.
-        """
+        """Return the last published gauges and totals, at most 0.1 s old while the engine computes."""
         return self._stats.latest
 
     @property
@@ -254,10 +250,7 @@ class AsyncEngine:
         await self._loras.remove(lora_name)
 
     async def find_lora(self, lora_name: str) -> None:
-        """Register the adapter that a resolver finds for an unknown name; else do nothing.
-
-        Raises the errors of ``LoraClient.find``.
-        """
+        """Register the adapter that a resolver finds for an unknown name. See ``LoraClient.find``."""
         await self.start()
         await self._loras.find(lora_name)
 

@@ -2,7 +2,7 @@
 
 Two threads do the work, one of them for long texts only, so that short texts never wait for these.
 In each, connections take turns by the characters that they have had (self-clocked fair queueing):
-one connection with many texts, or a long text in pieces, delays each other one by a piece at most.
+one connection with many texts, or a long text in pieces, delays each of the others by one piece at most.
 Belongs to one event loop. Knows nothing of tokenizers.
 """
 
@@ -64,7 +64,7 @@ class _Job:
         self.future: Future[Any] = Future()
 
 
-class _Lane:
+class _Thread:
     """One thread, and the jobs that wait for it, by virtual time of their end."""
 
     def __init__(self, name: str) -> None:
@@ -86,16 +86,16 @@ class TextQueue:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._now = 0.0  # virtual time: the end of the job that began last
-        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._threads: tuple[_Thread, _Thread] | None = None
         self._chars_per_s = _CHARS_PER_S
 
     def close(self) -> None:
         """Cancel what waits, and end the threads. Idempotent."""
-        lanes, self._lanes = self._lanes, None
-        for lane in lanes or ():
-            lane.pool.shutdown(wait=False, cancel_futures=True)
+        threads, self._threads = self._threads, None
+        for thread in threads or ():
+            thread.pool.shutdown(wait=False, cancel_futures=True)
             with self._lock:
-                jobs, lane.jobs = lane.jobs, []
+                jobs, thread.jobs = thread.jobs, []
             for _, _, job in jobs:
                 job.future.cancel()
 
@@ -147,21 +147,21 @@ class TextQueue:
         return result
 
     def _submit(self, job: _Job, *, is_long: bool) -> None:
-        if self._lanes is None:
-            self._lanes = _Lane("corun-tokenizer"), _Lane("corun-tokenizer-long")
-        lane = self._lanes[is_long]
+        if self._threads is None:
+            self._threads = _Thread("corun-tokenizer"), _Thread("corun-tokenizer-long")
+        thread = self._threads[is_long]
         flow = _flow.get(None) or _Flow()
         with self._lock:
             flow.finish = max(self._now, flow.finish) + job.num_chars
-            heapq.heappush(lane.jobs, (flow.finish, next(self._numbers), job))
-        lane.pool.submit(self._run_next, lane)
+            heapq.heappush(thread.jobs, (flow.finish, next(self._numbers), job))
+        thread.pool.submit(self._run_next, thread)
 
-    def _run_next(self, lane: _Lane) -> None:
-        """Run the next job of ``lane`` in its thread; it is called once for each."""
+    def _run_next(self, thread: _Thread) -> None:
+        """Run the next job of ``thread`` in its thread; it is called once for each."""
         with self._lock:
-            if not lane.jobs:  # closed
+            if not thread.jobs:  # closed
                 return
-            finish, _, job = heapq.heappop(lane.jobs)
+            finish, _, job = heapq.heappop(thread.jobs)
             self._now = max(self._now, finish)
         work = job.work  # read first: cancellation removes it
         if not job.future.set_running_or_notify_cancel():

@@ -230,7 +230,8 @@ def test_a_client_that_sends_nothing_more_is_answered_later(
         while not has_ended.is_set():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # in which the server sees the end
-        return server.engine.get_stats()
+        stats: EngineStats = server.engine.get_stats()
+        return stats
 
     monkeypatch.setattr(server.engine, "refresh_stats", refresh_late)
     with connected(server) as sock:
