@@ -184,7 +184,7 @@ class AsyncEngine:
         return default_sampling(self.get_model_info())
 
     def get_stats(self) -> EngineStats:
-        """Return the last published gauges and totals, at most 0.1 s old while the engine computes."""
+        """Return the last published gauges and totals; a computing engine publishes each 0.1 s."""
         return self._stats.latest
 
     @property
@@ -250,7 +250,7 @@ class AsyncEngine:
         await self._loras.remove(lora_name)
 
     async def find_lora(self, lora_name: str) -> None:
-        """Register the adapter that a resolver finds for an unknown name. See ``LoraClient.find``."""
+        """Register the adapter that a resolver finds for a name. See ``LoraClient.find``."""
         await self.start()
         await self._loras.find(lora_name)
 

@@ -2,8 +2,8 @@
 
 Two threads do the work, one of them for long texts only, so that short texts never wait for these.
 In each, connections take turns by the characters that they have had (self-clocked fair queueing):
-one connection with many texts, or a long text in pieces, delays each of the others by one piece at most.
-Belongs to one event loop. Knows nothing of tokenizers.
+one connection with many texts, or with a long text in pieces, delays each of the others by one
+piece at most. Belongs to one event loop. Knows nothing of tokenizers.
 """
 
 import asyncio
