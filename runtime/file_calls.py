@@ -1,8 +1,8 @@
 """Calls to file systems that may not answer: a dead network mount blocks its caller for good.
 
-Each call runs in a thread of its own pool and has a deadline. After the deadline the call is left
-to its thread, and its path counts as silent until the call returns: later calls for this path fail
-at once, so that a dead mount occupies one thread. The threads do not delay the process's end.
+Each call runs in a thread of a pool and has a deadline. After the deadline its caller gets an error,
+and its path counts as silent until the call returns. Later calls for this path fail at once, so that
+they occupy no more threads. The threads do not delay the process's end.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ..cpu_workers.affinity import place_thread
 _LOG = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # without progress
-_SLICE_S = 0.5  # waited at once: a process that was stopped has waited for one slice
+_SLICE_S = 0.5  # of one wait: for however long a process is stopped, it counts as one wait
 _MAX_SILENT = 64  # calls, each of which occupies a thread
 _MAX_IDLE = 4  # threads
 _IDLE_S = 10.0  # after which an idle thread ends
@@ -45,12 +45,12 @@ class Place:
     left_after_s: float | None = None  # the deadline that the call has passed
 
     def move(self, path: str) -> None:
-        """The call works on another path from now on; see ``step``."""
+        """Note an answer, as ``step`` does, and that the call works on another path from now on."""
         self.step()
         self.path = path
 
     def step(self) -> None:
-        """The file system has answered. Raises ``SilentError`` if the caller does not wait."""
+        """Note an answer of the file system. Raises ``SilentError`` after the deadline."""
         if self.left_after_s is not None:
             raise SilentError(self.path, self.left_after_s)
         self.num_steps += 1
@@ -117,20 +117,28 @@ class FileCalls:
     ) -> Result:
         """Do as ``call`` does, without blocking the event loop.
 
-        The deadline is that of the pool, for all of it. Without one: for work that makes calls.
+        The deadline is that of the pool, and progress does not extend it. ``has_deadline=False`` is
+        for a function that itself makes calls, which have deadlines.
         """
         job = self._begin(function, path, has_deadline=has_deadline)
+        # A cancelled caller leaves its call, whose deadline still applies.
+        waiting = asyncio.ensure_future(self._in_time(job))
+        waiting.add_done_callback(_retrieve)
+        result: Result = await asyncio.shield(waiting)
+        return result
+
+    async def _in_time(self, job: _Job) -> Any:
+        """Return a job's result. Raises ``SilentError`` if it has a deadline and misses it."""
         waiting = asyncio.wrap_future(job.future)
-        waiting.add_done_callback(_retrieve)  # its caller may be gone
         waited_s = 0.0
         while not waiting.done():
-            await asyncio.wait((waiting,), timeout=_SLICE_S if has_deadline else None)
+            await asyncio.wait((waiting,), timeout=_SLICE_S if job.has_deadline else None)
             waited_s += _SLICE_S
-            is_late = has_deadline and waited_s >= self.timeout_s
+            is_late = job.has_deadline and waited_s >= self.timeout_s
             if is_late and self._leave(job, self.timeout_s):
+                waiting.add_done_callback(_retrieve)
                 raise SilentError(job.place.path, self.timeout_s)
-        result: Result = waiting.result()
-        return result
+        return waiting.result()
 
     def begin(self, function: Callable[[Place], object], path: str) -> None:
         """Have a thread call ``function``, which handles its own errors.
@@ -201,9 +209,9 @@ class FileCalls:
                         return None
 
     def _end(self, job: _Job, jobs: "queue.SimpleQueue[_Job]") -> bool:
-        """The job's function has returned; return whether its thread takes more jobs.
+        """Note that a job's function has returned; return whether its thread takes more jobs.
 
-        This precedes the result, as the caller may begin the next job at once.
+        Called before the future has the result, as the caller may begin its next job at once.
         """
         with self._lock:
             job.is_over = True
@@ -228,7 +236,7 @@ def _is_at(path: str, other: str) -> bool:
 def _is_done(future: "Future[Any]", timeout_s: float) -> bool:
     try:
         future.exception(timeout_s)
-    except TimeoutError:  # of this wait: an exception of the job is returned
+    except TimeoutError:  # of this wait: an exception of the job is returned, not raised
         return False
     return True
 

@@ -193,3 +193,22 @@ def test_a_caller_that_is_cancelled_harms_no_thread(dead: Mount) -> None:
         assert await files.answer(dead.read, "/a") == "content"
 
     asyncio.run(run())
+
+
+def test_a_call_whose_caller_was_cancelled_keeps_its_deadline(dead: Mount) -> None:
+    """So that clients that leave cannot occupy more and more threads."""
+    files = FileCalls(4 * _SHORT_S)
+
+    async def run() -> None:
+        asking = asyncio.ensure_future(files.answer(dead.read, "/a"))
+        while not dead.num_calls:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        while not files.is_silent("/a"):
+            await asyncio.sleep(0.001)
+        with pytest.raises(SilentError):
+            await files.answer(dead.read, "/a/b")
+        assert dead.num_calls == 1
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))
