@@ -3,18 +3,19 @@
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..file_calls import ANSWER_TIMEOUT_S, FILES
+from ..file_calls import FILES, Place
 from ..whole_file import write_whole
 
 _LOG = logging.getLogger(__name__)
 
 _VERSION = 1
+_CLOSE_TIMEOUT_S = 30.0  # more than two deadlines of writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class AdapterStateFile:
         Raises ``ConfigError`` if it is invalid, or its directory does not exist.
         """
         self._path = path
-        self.on_written: Callable[[], None] = lambda: None  # called by the thread
+        self.on_written: Callable[[], None] = lambda: None  # must not block
         self._newest = self._written = b""
-        self._changed_s = 0.0
-        self._lock = threading.Lock()  # of the thread that writes
+        self._is_writing = False  # whether there is a thread; it ends with the last change
+        self._changed = threading.Condition()  # of these
         if not path.parent.is_dir():
             raise ConfigError(
                 f"--lora-state-file {path}: the directory {path.parent} does not exist"
@@ -56,16 +57,13 @@ class AdapterStateFile:
     @property
     def is_written(self) -> bool:
         """Whether the last change is in the file, or cannot be written."""
-        is_late = time.monotonic() - self._changed_s >= ANSWER_TIMEOUT_S
-        return self._written is self._newest or is_late
+        return self._written is self._newest
 
     def close(self) -> None:
         """Return when the last change is in the file, or cannot be written. Idempotent."""
-        self.on_written = lambda: None
-        try:
-            FILES.call(lambda _: self._write_newest(), str(self._path))
-        except OSError as error:
-            self._failed(error)
+        with self._changed:
+            self.on_written = lambda: None
+            self._changed.wait_for(lambda: not self._is_writing, _CLOSE_TIMEOUT_S)
 
     def put(self, adapter: RememberedAdapter) -> None:
         """Store an adapter that was loaded or pinned, or that has another path."""
@@ -85,32 +83,47 @@ class AdapterStateFile:
             self._write()
 
     def _write(self) -> None:
-        """Begin to write. A failure is only logged: the adapter is served anyway."""
+        """Begin to write, unless a thread does. A failure is only logged: adapters are served."""
         adapters = [asdict(one) for one in self._adapters.values()]
         text = json.dumps({"version": _VERSION, "adapters": adapters}, indent=1)
-        self._newest, self._changed_s = f"{text}\n".encode(), time.monotonic()
+        with self._changed:
+            self._newest = f"{text}\n".encode()
+            if self._is_writing:
+                return
+            self._is_writing = True
         try:
-            FILES.begin(lambda _: self._write_newest(), str(self._path))
+            FILES.begin(lambda _: self._write_until_newest(), str(self._path))
         except OSError as error:
-            self._failed(error)
-            self._written = self._newest
+            self._end_write(self._newest, error)
 
-    def _write_newest(self) -> None:
-        with self._lock:
-            data = self._newest
-            if data is not self._written:  # an earlier thread has not written it yet
-                try:
-                    write_whole(self._path, data)
-                except OSError as error:
-                    self._failed(error)
-                self._written = data
-        self.on_written()
+    def _write_until_newest(self) -> None:
+        """Run the thread."""
+        is_newest = False
+        while not is_newest:
+            data, failure = self._newest, None
+            try:
+                FILES.call(partial(self._write_whole, data), str(self._path))
+            except OSError as error:
+                failure = error
+            is_newest = self._end_write(data, failure)
 
-    def _failed(self, error: OSError) -> None:
-        _LOG.error(
-            "--lora-state-file %s cannot be written; the next start will miss the last change: %s",
-            self._path, error.strerror or error,
-        )  # fmt: skip
+    def _write_whole(self, data: bytes, _: Place) -> None:
+        write_whole(self._path, data)
+
+    def _end_write(self, data: bytes, failure: OSError | None) -> bool:
+        """Note the end of a write; return whether ``data`` is the last change."""
+        if failure is not None:
+            _LOG.error(
+                "--lora-state-file %s cannot be written; the next start will miss the last change: "
+                "%s", self._path, failure.strerror or failure,
+            )  # fmt: skip
+        with self._changed:
+            self._written = data
+            is_newest = data is self._newest
+            self._is_writing = not is_newest
+            self._changed.notify_all()
+            self.on_written()
+        return is_newest
 
 
 def _read(path: Path) -> list[RememberedAdapter]:

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from corun.runtime import file_calls
 from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
 from corun.runtime.errors import ConfigError
 
@@ -108,3 +109,31 @@ def test_a_slow_disk_delays_no_change_and_gets_the_last_one(
         assert written.acquire(timeout=20.0)
     assert [one.name for one in AdapterStateFile(path).adapters] == list("0123456789")
     assert num_syncs <= 4  # file and directory, of two states
+
+
+def test_a_disk_that_does_not_answer_delays_no_operation_and_holds_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.2)
+    path, answers, written = tmp_path / "state.json", threading.Event(), threading.Semaphore(0)
+    stuck = list[int]()
+
+    def dead(descriptor: int) -> None:
+        stuck.append(descriptor)
+        assert answers.wait(20.0)
+
+    monkeypatch.setattr(os, "fsync", dead)
+    state = AdapterStateFile(path)
+    state.on_written = written.release
+    for number in range(100):
+        state.put(RememberedAdapter(str(number), "/a"))
+    while not state.is_written:  # the engine looks only when it is notified
+        assert written.acquire(timeout=20.0)
+    for number in range(100):
+        state.remove(str(number))
+        assert state.is_written
+    state.close()
+    assert len(stuck) == 1
+    assert "cannot be written" in caplog.text and "does not answer" in caplog.text
+    answers.set()
