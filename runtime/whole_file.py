@@ -1,11 +1,15 @@
 """Atomic writes of files: readers see the old or the new content, never a part."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+# Errors of file systems that cannot force a directory to disk, and of unreadable directories.
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES})
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -39,9 +43,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names in a directory to disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Force the names in a directory to disk, if its file system can do that."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
