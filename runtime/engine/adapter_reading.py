@@ -82,7 +82,8 @@ class AdapterReaderThread:
         self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
         self.num_reading = 0  # jobs put and not yet taken
-        self._silent: list[ReadJob] = []  # failed as their file systems do not answer
+        # Jobs that failed because their file systems do not answer, by name and path.
+        self._silent: dict[tuple[str, str], ReadJob] = {}
         self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
@@ -105,15 +106,14 @@ class AdapterReaderThread:
             done = self._done.get()
             self.num_reading -= 1
             if done.error is not None and FILES.is_silent(done.job.path):
-                self._silent.append(done.job)
+                self._silent[done.job.name, done.job.path] = done.job
             yield done
 
     def answered(self) -> Sequence[ReadJob]:
-        """Return jobs that failed as their file systems did not answer, and that can be read."""
-        if not self._silent:
-            return ()
-        answered = [job for job in self._silent if not FILES.is_silent(job.path)]
-        self._silent = [job for job in self._silent if job not in answered]
+        """Return the jobs that failed because their file systems did not answer, and now do."""
+        answered = [one for one in self._silent.values() if not FILES.is_silent(one.path)]
+        for job in answered:
+            del self._silent[job.name, job.path]
         return answered
 
     def read_now(self, job: ReadJob) -> ReadDone:

@@ -687,6 +687,8 @@ def test_what_did_not_answer_is_read_again_once_it_does(
     for number, name in enumerate("ab"):
         manager.handle(AddAdapter(number, name, f"/{name}"))
         assert wait_done(manager)[0].error == "no answer"
+    manager.handle(AddAdapter(2, "a", "/a"))  # a second attempt adds no second reading
+    assert wait_done(manager)[0].error == "no answer"
     num_reads = files.num_reads
     manager.poll()
     assert files.num_reads == num_reads  # it does not answer yet
@@ -697,5 +699,6 @@ def test_what_did_not_answer_is_read_again_once_it_does(
     manager.poll()
     wait_read(manager, "a")
     assert manager.resolve("a").digest == "d1"
+    assert files.num_reads == num_reads + 1
     with pytest.raises(UnknownModelError):
         manager.resolve("b")
