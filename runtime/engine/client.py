@@ -109,7 +109,8 @@ class ProcessClient(ChannelClient):
                 await asyncio.sleep(_REAP_INTERVAL_S)
         except asyncio.CancelledError:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_WAIT_S)
             raise
         finally:
             self._close_pidfd()
