@@ -1,8 +1,8 @@
 """Calls to file systems that may not answer: a dead network mount blocks its caller for good.
 
-Each call runs in a thread of a pool and has a deadline. After the deadline its caller gets an error,
-and its path counts as silent until the call returns. Later calls for this path fail at once, so that
-they occupy no more threads. The threads do not delay the process's end.
+Each call runs in a thread of a pool and has a deadline. After the deadline its caller gets an
+error, and its path counts as silent until the call returns. Later calls for this path fail at once,
+so that they occupy no more threads. The threads do not delay the process's end.
 """
 
 import asyncio

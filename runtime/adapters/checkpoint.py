@@ -8,8 +8,9 @@ destination. Knows nothing of modules or kernels.
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from ..errors import AdapterError
 from ..file_calls import FILES
@@ -30,7 +31,7 @@ _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
 _PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
 _CALL_BYTES = 4 << 20  # read in one call, which has a deadline
-# A file system that reads only with waiting.
+# Errors of file systems that cannot read without waiting.
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
@@ -144,7 +145,7 @@ class Checkpoint:
             num_read += num
 
     def _read_some(self, part: memoryview, position: int) -> int:
-        """Read what is in memory in this thread, and anything else with a deadline."""
+        """Read cached data in this thread, and other data with a deadline."""
         descriptor = self._file.fileno()
         if self._reads_nowait:
             try:
@@ -157,7 +158,7 @@ class Checkpoint:
                 self._reads_nowait, num = False, 0
             if num:
                 return num
-        # A call that is left may write later: to this file's own buffer, which ends with it.
+        # After its deadline a call may still write to ``part``, which nothing reads any more.
         some = part[:_CALL_BYTES]
         return FILES.call(lambda _: os.preadv(descriptor, [some], position), self._folder)
 
@@ -184,7 +185,7 @@ class Checkpoint:
 def is_complete(directory: Path, roots: AdapterRoots = OWN_FILES) -> bool | None:
     """Whether the weights in ``directory`` are as long as their header says.
 
-    None if they are not a file. True for a link out of ``roots``, which stays as it is.
+    None if they are not a file. True for a link out of ``roots``, since waiting does not help.
     """
     try:
         with open_file(directory, WEIGHTS_NAME, roots) as file:
@@ -197,10 +198,11 @@ def is_complete(directory: Path, roots: AdapterRoots = OWN_FILES) -> bool | None
         return False
 
 
-def _is_whole(file: IO[bytes]) -> bool:
+def _is_whole(file: FileIO) -> bool:
     num_bytes = os.fstat(file.fileno()).st_size
-    header_bytes = header_length(file.read(LENGTH_BYTES), num_bytes)
-    parse_header(file.read(header_bytes), num_bytes - LENGTH_BYTES - header_bytes)
+    with BufferedReader(file) as reader:  # one read of the file may return a part
+        header_bytes = header_length(reader.read(LENGTH_BYTES), num_bytes)
+        parse_header(reader.read(header_bytes), num_bytes - LENGTH_BYTES - header_bytes)
     return True
 
 

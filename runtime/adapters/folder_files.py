@@ -1,23 +1,24 @@
 """Opens the files of adapters' directories, which other users may write.
 
 A directory may hold anything. Only regular files are opened: no named pipe, which would wait for a
-writer, no device and no socket. A link is followed to a file in the adapter's own directory or in a
-directory that the options name, as it is when the file is opened. Sizes are limited by callers.
+writer, no device and no socket. A link is followed only if its target, at the time of opening, is
+in the adapter's own directory or in a directory that the options name. Callers limit sizes.
 """
 
+import contextlib
 import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from ..file_calls import FILES, Place, SilentError
 
 _CHUNK_BYTES = 1 << 20
-_REAL_TIMEOUT_S = 1.0  # less than for the file, which may be on another file system
-_FLAGS = os.O_CLOEXEC | os.O_PATH  # opens nothing: it finds the file without any effect on it
+_REAL_TIMEOUT_S = 1.0  # shorter than the deadline of the read that waits for it
+_FLAGS = os.O_CLOEXEC | os.O_PATH  # finds a file without opening it
 _HUB_REPOSITORY, _HUB_SNAPSHOTS = "models--", "snapshots"
 
 
@@ -37,9 +38,10 @@ class OutsideError(RefusedFileError):
 class AdapterRoots:
     """Directories of adapters that the options name, absolute. Links may lead to all of them.
 
-    Links may also lead to the adapter's own directory, which may be a link itself: an entry of
-    ``--lora-dir``, or a path of ``--lora-modules``. This does not hold within directories of
-    ``--allowed-lora-dirs`` and ``--lora-resolver``, and deeper in ``--lora-dir``.
+    Links may also lead to the adapter's own directory. If that is an entry of ``--lora-dir`` or a
+    path of ``--lora-modules``, it may itself be a link to any directory. Elsewhere, that is in
+    ``--allowed-lora-dirs``, in ``--lora-resolver`` and deeper in ``--lora-dir``, it must be in one
+    of these directories.
     """
 
     lora_dir: str | None = None
@@ -50,7 +52,7 @@ class AdapterRoots:
     def of(
         cls, lora_dir: str | None, allowed: Iterable[str], resolved: Iterable[str] = ()
     ) -> "AdapterRoots":
-        """Return those with these paths, which may be relative."""
+        """Return the roots with these paths, which may be relative."""
         return cls(
             None if lora_dir is None else os.path.abspath(lora_dir),
             tuple(map(os.path.abspath, allowed)),
@@ -60,7 +62,7 @@ class AdapterRoots:
     def check(self, folder: Path, real_folder: str, real_path: str) -> None:
         """Raise ``OutsideError`` unless a file of ``folder`` may be read.
 
-        ``real_folder``, ``real_path``: where the directory and the file are, without links.
+        ``real_folder``, ``real_path``: the paths of the directory and the file, without links.
         """
         is_bound = self._is_bound(os.path.abspath(folder))
         if not is_bound and (
@@ -73,7 +75,7 @@ class AdapterRoots:
             raise OutsideError(errno.EXDEV, reason, str(folder))
 
     def _is_bound(self, folder: str) -> bool:
-        """Whether a directory of the options limits where ``folder`` may be."""
+        """Whether all files of ``folder`` must be in a directory of the options."""
         for one in (*self.allowed, *self.resolved):
             if is_within(folder, one) or is_within(folder, _real(one)):
                 return True
@@ -89,13 +91,15 @@ class AdapterRoots:
         named += [f"--allowed-lora-dirs {one}" for one in self.allowed]
         named += [f"--lora-resolver directory:{one}" for one in self.resolved]
         return (
-            f"it is a link to a file outside of {' and '.join(named)}; --allowed-lora-dirs with "
-            "the directory of that file permits it"
+            f"it is a link to a file outside of {' and '.join(named)}; to permit it, add the "
+            "directory of that file to --allowed-lora-dirs"
         )
 
 
+_last_real: dict[str, str] = {}  # of directories of the options, without links
+
 OWN_FILES = AdapterRoots()
-"""Links within the adapter's own directory."""
+"""Links may lead to the adapter's own directory only."""
 
 
 def is_within(path: str, directory: str) -> bool:
@@ -103,11 +107,14 @@ def is_within(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
-def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> IO[bytes]:
+def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> FileIO:
     """Open ``folder``/``name`` for reading, without a buffer.
 
-    Raises ``RefusedFileError`` for what may not be read, ``OSError`` for what cannot be: a
-    ``FileNotFoundError`` if there is nothing, a ``SilentError`` if the file system does not answer.
+    Raises:
+        RefusedFileError: The file may not be read.
+        FileNotFoundError: There is no file.
+        SilentError: The file system does not answer.
+        OSError: The file cannot be read for another reason.
     """
     return FILES.call(lambda _: _open(folder, name, roots), str(folder))
 
@@ -136,21 +143,21 @@ def read_file(
     return FILES.call(read, str(folder))
 
 
-def _parts(file: IO[bytes]) -> Iterator[bytes]:
+def _parts(file: FileIO) -> Iterator[bytes]:
     while part := file.read(_CHUNK_BYTES):
         yield part
 
 
-def _open(folder: Path, name: str, roots: AdapterRoots) -> IO[bytes]:
-    # The file is found first and opened through its descriptor, so that what is opened is what was
-    # checked. "." has a file system mounted that is mounted on use.
+def _open(folder: Path, name: str, roots: AdapterRoots) -> FileIO:
+    # The file is found first, and is opened by the descriptor that was checked, so that a change
+    # of a link has no effect in between. "." mounts a file system that is mounted on first use.
     directory = os.open(os.path.join(folder, "."), _FLAGS | os.O_DIRECTORY)
     try:
         real_folder = _path_of(directory)
         try:
             found = os.open(name, _FLAGS, dir_fd=directory)
         except OSError:
-            # Whether there is a file elsewhere is not disclosed.
+            # The error must not show whether a file elsewhere exists.
             roots.check(folder, real_folder, os.path.realpath(os.path.join(real_folder, name)))
             raise
         try:
@@ -165,11 +172,10 @@ def _open(folder: Path, name: str, roots: AdapterRoots) -> IO[bytes]:
 
 
 def _real(path: str) -> str:
-    """Return where a directory of the options is; itself if its file system does not answer."""
-    try:
-        return FILES.call(lambda _: os.path.realpath(path), path, _REAL_TIMEOUT_S)
-    except SilentError:
-        return path
+    """Return where a directory of the options is; as last known if it does not answer."""
+    with contextlib.suppress(SilentError):
+        _last_real[path] = FILES.call(lambda _: os.path.realpath(path), path, _REAL_TIMEOUT_S)
+    return _last_real.get(path, path)
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -177,6 +183,16 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _path_of(descriptor: int) -> str:
+    """Return the path of an open file, without links.
+
+    Raises ``OutsideError`` for a file of another mount namespace, which ``/proc/PID/root`` leads
+    to: its path there may equal that of any file here.
+    """
+    with open(f"/proc/self/fdinfo/{descriptor}", "rb") as info:
+        (mount_id,) = (line.split()[1] for line in info if line.startswith(b"mnt_id:"))
+    with open("/proc/self/mountinfo", "rb") as mounts:
+        if not any(line.split(maxsplit=1)[0] == mount_id for line in mounts):
+            raise OutsideError(errno.EXDEV, "it is a link to a file system that is not mounted")
     return os.readlink(_link_of(descriptor))
 
 

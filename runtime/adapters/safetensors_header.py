@@ -43,7 +43,7 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[RawTensor, ...]:
 
 
 def header_length(length: bytes, file_bytes: int) -> int:
-    """Return the bytes of the header, of which ``length`` is the beginning of the file.
+    """Return the number of bytes of the header, from ``length``, the first bytes of the file.
 
     Raises ``HeaderError`` if a file of ``file_bytes`` has no such header, or if it is too long.
     """

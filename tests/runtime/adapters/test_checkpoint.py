@@ -1,5 +1,6 @@
 """Reading of safetensors files, good and bad."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corun.runtime.adapters import checkpoint as checkpoint_module
 from corun.runtime.adapters.checkpoint import Checkpoint, is_complete
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
@@ -206,6 +208,22 @@ def test_tensors_come_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
         found = [raw.name for raw, _ in checkpoint.read(reversed(checkpoint.tensors))]
     assert found == ["b", "a"]
+
+
+def test_a_file_system_that_returns_parts_shows_no_incomplete_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parts(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            return super().readinto(memoryview(buffer)[:5])
+
+        def read(self, size: int | None = -1) -> Any:
+            return super().read(5 if size is None or size < 0 else min(size, 5))
+
+    monkeypatch.setattr(
+        checkpoint_module, "open_file", lambda folder, name, _: Parts(str(folder / name), "rb")
+    )
+    assert is_complete(write(tmp_path)) is True
 
 
 NUM_CASES = [200, pytest.param(20_000, marks=pytest.mark.full)]

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,6 +226,72 @@ def test_a_link_that_is_swapped_while_it_is_opened_is_refused(
     assert found == {b"good", b"refused"}
 
 
+@pytest.fixture
+def namespace_root(folder: Path, tmp_path: Path) -> Iterator[Path]:
+    """The root of a process whose own mounts show other files in the place of ``folder``."""
+    script = f"mount --bind {tmp_path} {folder} && mount --bind {tmp_path} /mnt && echo && read x"
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            pytest.skip("this machine lets no process make a mount namespace")
+        yield Path(f"/proc/{process.pid}/root")
+
+
+def test_a_link_into_a_mount_namespace_of_another_process_is_refused(
+    folder: Path, roots: AdapterRoots, tmp_path: Path, namespace_root: Path
+) -> None:
+    """The path of a file there may look like that of a file of this adapter."""
+    shown = Path(f"{namespace_root}{folder}") / "secret"
+    assert shown.read_text() == SECRET
+    (folder / NAME).symlink_to(shown)
+    for which in (OWN_FILES, roots, AdapterRoots.of(None, [str(tmp_path / "loras")])):
+        with pytest.raises(OutsideError):
+            read(folder, which)
+    # As a directory: the root of such a namespace is an ancestor of all files.
+    (tmp_path / "loras" / "entry").symlink_to(f"{namespace_root}/mnt")
+    for name in ("secret", "nothing"):
+        with pytest.raises(OutsideError):
+            read(tmp_path / "loras" / "entry", roots, name)
+
+
+def test_links_to_files_of_processes_are_refused(folder: Path, roots: AdapterRoots) -> None:
+    with open(folder / CONFIG, "rb") as own, open(folder / "gone", "w+b") as gone:
+        (folder / "gone").unlink()
+        for target in ("/proc/self/environ", "/proc/self/mem", "/dev/stdin", "/proc/self/root"):
+            (folder / NAME).unlink(missing_ok=True)
+            (folder / NAME).symlink_to(target)
+            with pytest.raises(OutsideError):
+                read(folder, roots)
+        for file in (own, gone):
+            (folder / NAME).unlink()
+            (folder / NAME).symlink_to(f"/proc/self/fd/{file.fileno()}")
+            assert read_file(folder, NAME, 10_000, roots) is not None
+
+
+def test_an_allowed_directory_that_stops_answering_stays_where_it_was(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "loras")
+    roots = AdapterRoots.of(None, [str(tmp_path / "link")])
+    assert read(folder, roots, CONFIG) is not None
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(write_adapter(tmp_path / "elsewhere"))
+    call = file_calls.FILES.call
+
+    def silent(
+        function: Callable[..., object], path: str, timeout_s: float | None = None
+    ) -> object:
+        if path == str(tmp_path / "link"):
+            raise SilentError(path, 1.0)
+        return call(function, path, timeout_s)
+
+    monkeypatch.setattr(file_calls.FILES, "call", silent)
+    with pytest.raises(OutsideError):
+        read(folder, roots, CONFIG)
+
+
 def test_sizes_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / NAME).write_bytes(b"x" * 100)
     assert read(folder) == b"x" * 100
@@ -243,7 +310,7 @@ def test_a_header_of_a_sparse_file_is_not_read(folder: Path) -> None:
         file.write((1 << 39).to_bytes(8, "little"))
         file.truncate(1 << 40)
     assert is_complete(folder) is False
-    with pytest.raises(AdapterError, match="its header has 549755813888 bytes, and at most"):
+    with pytest.raises(AdapterError, match="its header has 549755813888 bytes, more than"):
         Checkpoint(folder, max_tensor_bytes=1 << 41)
 
 
