@@ -25,7 +25,7 @@ logging.getLogger("watchfiles").setLevel(logging.WARNING)
 
 _LOOK_MS = 500  # while a change is pending, and to notice the end
 _POLL_S = 5.0  # if the system does not report changes
-_SILENT_S = 30.0  # without a look, after which the log and metrics say so
+_SILENT_S = 30.0  # without a look; after that the log and metrics say so
 _STOP_S = 10.0  # for the thread to end
 
 
@@ -148,7 +148,7 @@ class LoraDirWatch:
                     break
 
     def _in_time(self, batches: Iterator[object]) -> Iterator[object]:
-        """Yield ``batches``. Raises ``SilentError`` if the system does not begin to watch."""
+        """Yield ``batches``. Raises ``SilentError`` if the next one does not come in time."""
         end, what = object(), f"the watch of {self._directory}"
         while (batch := FILES.call(lambda _: next(batches, end), what, _SILENT_S)) is not end:
             yield batch

@@ -7,10 +7,10 @@ which must be those of the model that the adapter was trained with.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .path_regex import path_regex
+from .path_regex import PathPatterns
 
 ALL_LINEAR = "all-linear"
 _PLAIN_NAME = re.compile(r"\w+")
@@ -35,28 +35,30 @@ class LoraSpec:
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()  # modules with full weights in the file
     base_model_name_or_path: str | None = None
+    patterns: PathPatterns = field(default_factory=PathPatterns, compare=False, repr=False)
 
     def targets(self, path: str) -> bool:
         """Whether PEFT puts LoRA on the linear module ``path``.
 
+        Raises ``TimeoutError`` if the patterns take too long, as ``rank`` and ``scaling`` do.
         "all-linear" excludes the output head, which is not known here: call this for other modules.
         """
-        if _is_named(self.exclude_modules, path):
+        if self._is_named(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str):
             wants_all = self.target_modules.lower() == ALL_LINEAR
-            return wants_all or path_regex(self.target_modules).fullmatch(path) is not None
+            return wants_all or self._is_named(self.target_modules, path)
         if path in self.target_modules:  # a full path counts in any layer
             return True
-        return _is_named(self.target_modules, path) and self._takes_layer_of(path)
+        return self._is_named(self.target_modules, path) and self._takes_layer_of(path)
 
     def rank(self, path: str) -> int:
         """The rank of module ``path``."""
-        return int(_from_pattern(self.rank_pattern, path, self.r))
+        return int(self._from_pattern(self.rank_pattern, path, self.r))
 
     def scaling(self, path: str) -> float:
         """The factor of B A for module ``path``: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
-        alpha = float(_from_pattern(self.alpha_pattern, path, self.lora_alpha))
+        alpha = float(self._from_pattern(self.alpha_pattern, path, self.lora_alpha))
         rank = self.rank(path)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -86,10 +88,31 @@ class LoraSpec:
         """The first index in ``path``, or the one that follows a name of ``layers_pattern``."""
         patterns = [layers_pattern_regex(name) for name in self.layers_pattern] or [_FIRST_INDEX]
         for pattern in patterns:
-            match = path_regex(pattern).match(path)
+            match = self.patterns.match(pattern, path)
             if match:  # alternatives in a name may match without an index
                 return None if match["layer"] is None else int(match["layer"])
         return None
+
+    def _is_named(self, names: tuple[str, ...] | str, path: str) -> bool:
+        """Whether a regex matches the whole path, or a name of the list is the path or its end."""
+        if isinstance(names, str):
+            return self.patterns.fullmatch(names, path) is not None
+        return any(path == name or path.endswith(f".{name}") for name in names)
+
+    def _from_pattern(
+        self, pattern: Sequence[tuple[str, float]], path: str, default: float
+    ) -> float:
+        """Return the value of the first key that matches the end of ``path`` after a dot.
+
+        A key is a regex; one that matches only as plain text counts last, as in PEFT.
+        """
+        for key, value in pattern:
+            if _PLAIN_NAME.fullmatch(key):  # most are, and need no regex
+                if path == key or path.endswith(f".{key}"):
+                    return value
+            elif self.patterns.match(pattern_key_regex(key), path):
+                return value
+        return dict(pattern).get(path, default)
 
 
 def layers_pattern_regex(name: str) -> str:
@@ -100,24 +123,3 @@ def layers_pattern_regex(name: str) -> str:
 def pattern_key_regex(key: str) -> str:
     """Return the regex of a key in rank_pattern or alpha_pattern."""
     return rf"(.*\.)?({key})$"
-
-
-def _is_named(names: tuple[str, ...] | str, path: str) -> bool:
-    """Whether a regex matches the whole path, or a name of the list is the path or its end."""
-    if isinstance(names, str):
-        return path_regex(names).fullmatch(path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names)
-
-
-def _from_pattern(pattern: Sequence[tuple[str, float]], path: str, default: float) -> float:
-    """Return the value of the first key that matches the end of ``path`` after a dot.
-
-    A key is a regex; one that matches only as plain text counts last, as in PEFT.
-    """
-    for key, value in pattern:
-        if _PLAIN_NAME.fullmatch(key):  # most are, and need no regex
-            if path == key or path.endswith(f".{key}"):
-                return value
-        elif path_regex(pattern_key_regex(key)).match(path):
-            return value
-    return dict(pattern).get(path, default)

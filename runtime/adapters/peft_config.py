@@ -13,7 +13,7 @@ from ..errors import AdapterError
 from ..file_calls import FILES
 from .folder_files import OWN_FILES, AdapterRoots, read_file
 from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
-from .path_regex import path_regex
+from .path_regex import PathPatterns
 from .peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
 
 CONFIG_NAME = "adapter_config.json"
@@ -220,6 +220,7 @@ def _build_spec(reader: "_Fields") -> LoraSpec:
         layers_pattern=_as_tuple(reader.names("layers_pattern")),
         modules_to_save=_as_tuple(reader.names("modules_to_save")),
         base_model_name_or_path=reader.text("base_model_name_or_path"),
+        patterns=reader.patterns,
     )
 
 
@@ -265,6 +266,7 @@ class _Fields:
     def __init__(self, fields: Mapping[str, Any], path: Path) -> None:
         self.fields = fields
         self._path = path
+        self.patterns = PathPatterns()  # of the configuration
 
     def error(self, name: str, reason: str) -> AdapterError:
         try:
@@ -340,7 +342,7 @@ class _Fields:
 
     def regex(self, name: str, pattern: str) -> None:
         try:
-            path_regex(pattern)
-        except ValueError as error:
+            self.patterns.add(pattern)
+        except (ValueError, TimeoutError) as error:
             shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
             raise self.error(name, f"{shown!r} is refused: {error}") from error

@@ -94,8 +94,8 @@ def discover(
     """Find directories below ``lora_dir`` with an adapter_config.json.
 
     A directory without one may contain adapters: ``team/sql`` is the name of one in ``team``. An
-    unreadable entry does not affect other entries, nor does one on a file system that does not
-    answer. ``examine`` is called with each adapter.
+    unreadable entry does not affect other entries. One on a file system that does not answer counts
+    as unreadable. ``examine`` is called with each adapter.
     """
     for _ in range(_MAX_WALKS):
         try:
@@ -152,7 +152,7 @@ def why_unknown(error: OSError) -> str | None:
 
 
 class _Walk:
-    """One walk through --lora-dir, by one call. An entry that does not answer is passed over."""
+    """One walk through --lora-dir, in one call. It passes over entries that did not answer."""
 
     def __init__(
         self, lora_dir: Path, place: Place, base_names: Collection[str],
@@ -212,7 +212,7 @@ class _Walk:
             self._entries.unreadable["/".join(names)] = error.strerror or str(error)
 
     def _move(self, path: Path) -> None:
-        """Examine another path. Raises ``SilentError`` if an earlier walk still waits there."""
+        """Go on to another path. Raises ``SilentError`` if an earlier call still waits there."""
         if path != self._lora_dir and FILES.is_silent(str(path)):
             raise SilentError(str(path), _LOOK_TIMEOUT_S)
         self._place.move(str(path))

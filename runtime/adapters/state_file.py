@@ -41,8 +41,8 @@ class AdapterStateFile:
         self._path = path
         self.on_written: Callable[[], None] = lambda: None  # must not block
         self._newest = self._written = b""
-        self._is_writing = False  # whether there is a thread; it ends with the last change
-        self._changed = threading.Condition()  # of these
+        self._is_writing = False  # whether the thread runs; it ends after the last change
+        self._changed = threading.Condition()  # of these three
         if not path.parent.is_dir():
             raise ConfigError(
                 f"--lora-state-file {path}: the directory {path.parent} does not exist"

@@ -24,7 +24,7 @@ from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule, parse_lora_modules, parse_lora_resolver
 from ...errors import AdapterError, AdapterUnavailableError, ConfigError, RequestError
-from ...file_calls import FILES, Place, SilentError
+from ...file_calls import SilentError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager
 from ..adapter_reading import MakeRoom
@@ -75,15 +75,16 @@ def make_host_adapters(
     remarks, roots = BaseRemarks(read_served_base(source)), adapter_roots(config)
 
     def open_source(path: str) -> OpenAdapter:
-        def opened(_: Place) -> OpenAdapter:
-            return open_adapter(
+        try:
+            adapter = open_adapter(
                 Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base, roots=roots
             )
-
-        try:
-            adapter = FILES.call(opened, path)
-        except SilentError as error:  # not a fault of the adapter
-            raise AdapterUnavailableError(f"cannot read {path}: {error.strerror}") from error
+        except (AdapterError, SilentError) as error:
+            silent = error if isinstance(error, SilentError) else error.__cause__
+            if not isinstance(silent, SilentError):
+                raise
+            # Not a fault of the adapter.
+            raise AdapterUnavailableError(f"cannot read {path}: {silent.strerror}") from error
         remarks.log(path, adapter.spec.base_model_name_or_path)
         return adapter
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import re
+from collections import deque
 
 import pytest
-from corun.runtime.adapters.path_regex import Found, PathRegex
+from corun.runtime.adapters import path_regex
+from corun.runtime.adapters.path_regex import Found, PathPatterns, PathRegex
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,3 +81,22 @@ def test_what_takes_too_long_is_named() -> None:
 def test_refusals_say_why(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PathRegex(pattern)
+
+
+def test_the_patterns_of_an_adapter_are_compiled_once() -> None:
+    patterns = PathPatterns()
+    assert patterns.add("a.b") is patterns.add("a.b")
+    assert patterns.match("a.b", "a.b.c") and not patterns.fullmatch("a.b", "a.b.c")
+
+
+def test_the_patterns_of_an_adapter_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these is permitted alone; a thousand of them would take gigabytes and hours."""
+    patterns = PathPatterns()
+    with pytest.raises(ValueError, match="more than 262144 characters together"):
+        deque(map(patterns.add, (f"(?:a?b|c){{5500}}{number}" for number in range(100))), 0)
+
+    monkeypatch.setattr(path_regex, "_TOTAL_TIMEOUT_S", 0.2)
+    patterns = PathPatterns()
+    slow = [f"(a|aa)+b{number}$" for number in range(5000)]
+    with pytest.raises(TimeoutError, match=r"its patterns take longer than 0\.2 s together"):
+        deque((patterns.match(one, "a" * 20) for one in slow), 0)
