@@ -1,4 +1,4 @@
-"""Exit codes of all commands. They are stable, as supervisors decide by them."""
+"""Exit codes of all commands. They are stable, because supervisors depend on them."""
 
 from collections.abc import Mapping
 

@@ -139,12 +139,12 @@ class ChannelClient:
     async def _end(self, grace_s: float) -> None:
         """Wait for the end for ``grace_s``, then enforce it. Idempotent.
 
-        An engine that hangs may remain.
+        It may fail to end an engine that hangs.
         """
         raise NotImplementedError
 
     def _log_stacks(self) -> None:
-        """Log where the other end's threads are, for the report of a hang."""
+        """Log the stacks of the other end's threads, for the report of a hang."""
         raise NotImplementedError
 
     def _fate_of_hung(self) -> str:

@@ -30,7 +30,7 @@ from .spawn import DEFAULT_FACTORY, SpawnedEngine, spawn_engine
 __all__ = ["EngineClient", "ProcessClient", "ThreadClient"]
 
 _REAP_INTERVAL_S = 0.01
-_KILL_WAIT_S = 5.0  # the kernel may hold a killed process in a call of a driver
+_KILL_WAIT_S = 5.0  # a killed process may stay in a call of a driver
 _THREAD_JOIN_S = 10.0
 
 _logger = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ class ProcessClient(ChannelClient):
                     process.kill()
                 if now_s >= deadline_s + _KILL_WAIT_S:
                     _logger.error(
-                        "the engine process %d was killed and does not end: the kernel holds it, "
-                        "and what it has of the device stays in use", process.pid,
+                        "the engine process %d was killed and does not end: it is in a call of a "
+                        "driver, and its memory of the device stays in use", process.pid,
                     )  # fmt: skip
                     break
                 await asyncio.sleep(_REAP_INTERVAL_S)

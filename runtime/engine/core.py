@@ -124,7 +124,7 @@ class EngineCore:
     def awaits_device(self) -> bool:
         """Whether a step or a copy for a request is under way on the device.
 
-        A load whose files are still being read has nothing to copy yet.
+        Reading the files of an adapter is neither.
         """
         scheduler = self._scheduler
         return bool(scheduler.num_in_flight) or any(

@@ -1,7 +1,7 @@
 """Decides whether an engine hangs, from readings of its heartbeat. Pure.
 
 An engine hangs if its thread has work and makes no progress, or if its process sends no heartbeat.
-After ``limit_s`` of that it is stalled, until the next progress. After ``LOST_AFTER`` times as long
+After ``limit_s`` of that it is stalled, until it makes progress. After ``LOST_AFTER`` times as long
 it is lost.
 """
 
@@ -10,11 +10,12 @@ from enum import Enum, auto
 from .heartbeat import BEAT_INTERVAL_S, LoopActivity, Signs
 
 LOST_AFTER = 4
-COMPILE_S = 600.0  # a compiler may need so long for one kernel before that counts as no progress
-_LATE_BEAT_S = 2 * BEAT_INTERVAL_S  # a heartbeat that is expected until then is not missing
+COMPILE_S = 600.0  # of one kernel; only a longer compilation counts as no progress
+_LATE_BEAT_S = 2 * BEAT_INTERVAL_S  # since the last heartbeat, after which one is missing
 _MAX_INTERVAL_S = 1.0
 _LOOKS_IN_LIMIT = 10
-_LATE = 2.0  # intervals: a process that was stopped itself does not count for how long
+# Intervals that count at most between two looks: this process itself may have been stopped.
+_MAX_INTERVALS = 2.0
 
 
 class HangState(Enum):
@@ -71,7 +72,7 @@ class HangWatch:
     def look(self, signs: Signs, now_s: float) -> None:
         """Apply a reading."""
         before, self._signs = self._signs, signs
-        passed_s = min(now_s - self._looked_s, _LATE * self.interval_s)
+        passed_s = min(now_s - self._looked_s, _MAX_INTERVALS * self.interval_s)
         self._looked_s = now_s
         if before is None or signs.num_advances != before.num_advances:
             self._since_beat_s = self._waited_s = self._compiling_s = 0.0

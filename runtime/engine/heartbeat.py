@@ -1,9 +1,9 @@
 """Shows a front end that the engine's process is alive, and what its loop has done so far.
 
-Both are numbers in shared memory: the channel belongs to the engine's thread, which a long step
-keeps. A thread beside the engine increments the heartbeats until the process is stopped. The
-engine's thread itself publishes its progress, so that a kernel that does not return is seen while
-the heartbeats continue. Each number has one writer.
+Both are numbers in shared memory, because during a long step the engine's thread sends no messages.
+A thread beside the engine increments the heartbeats until the process is stopped. The engine's
+thread itself publishes its progress, so that a kernel that does not return is noticed while the
+heartbeats continue. Each number has one writer.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Heartbeat:
         return self._numbers[_BEATS]
 
     def signs(self) -> Signs:
-        """Read all numbers. They are not of one moment."""
+        """Read all numbers, which may be of different moments."""
         numbers = self._numbers
         return Signs(
             numbers[_BEATS],

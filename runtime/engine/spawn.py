@@ -30,7 +30,7 @@ class SpawnedEngine:
         """End the process, unless it has ended. Idempotent."""
         if self.process.poll() is None:
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of a driver
                 self.process.wait(_KILL_WAIT_S)
         self.sock.close()  # last: a process without configuration would report the end as an error
 

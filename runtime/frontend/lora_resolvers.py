@@ -4,6 +4,7 @@ The interface is vLLM's: a resolver written for vLLM needs only a few lines here
 """
 
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from functools import partial
@@ -26,6 +27,7 @@ from .outputs import LoRARequest
 _HUB_FILES = (WEIGHTS_NAME, TEMPLATE_NAME, "*.json")
 _MAX_FILES = 64  # of an adapter; it has about ten
 _MAX_FETCHES = 4  # at a time
+_MAX_LOOKS = 8  # into one directory at a time; on a dead mount each of them occupies a thread
 _ASK_TIMEOUT_S = 5.0  # for each request that checks whether the hub has a repository
 
 
@@ -46,11 +48,16 @@ class DirectoryResolver:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._looks = asyncio.Semaphore(_MAX_LOOKS)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         path = self._directory / lora_name
         try:
-            return await FILES.answer(lambda _: self._find(lora_name, path), str(path))
+            async with self._looks:
+                # If nothing in it answers, its own path counts as silent, not that of each name.
+                root = str(self._directory)
+                await FILES.answer(lambda _: os.path.exists(root), root)
+                return await FILES.answer(lambda _: self._find(lora_name, path), str(path))
         except OSError as error:
             raise UnknownModelError(
                 f"cannot look for adapter {lora_name!r}: its directory cannot be read "

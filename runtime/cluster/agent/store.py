@@ -181,7 +181,7 @@ class AdapterFileStore:
         return manifest, rank
 
     async def _read(self, source: Path, work: Callable[[object], Result]) -> Result:
-        """Read a source, which may be on a file system that does not answer, in its own thread."""
+        """Read a source in a thread of its own: its file system may not answer."""
         async with self._reading:
             try:
                 return await FILES.answer(work, str(source), has_deadline=False)
