@@ -100,7 +100,8 @@ class AdapterStateFile:
         """Run the thread."""
         is_newest = False
         while not is_newest:
-            data, failure = self._newest, None
+            data = self._newest
+            failure: OSError | None = None
             try:
                 FILES.call(partial(self._write_whole, data), str(self._path))
             except OSError as error:
