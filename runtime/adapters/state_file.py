@@ -97,7 +97,7 @@ class AdapterStateFile:
             self._end_write(self._newest, error)
 
     def _write_until_newest(self) -> None:
-        """Run the thread."""
+        """Write until the last change is written. Called by the thread."""
         is_newest = False
         while not is_newest:
             data = self._newest
