@@ -35,7 +35,7 @@ class HttpLimits:
     max_json_depth: int = 64
     max_messages: int = 4096  # of a conversation
     max_content_parts: int = 8192  # of all messages, with their tool calls
-    max_json_items: int = 1 << 19  # of all arrays and objects of a body
+    max_json_items: int = 1 << 18  # values and names of all arrays and objects of a body
     max_logit_bias: int = 1024  # entries
     max_stop_strings: int = 16
     max_stop_bytes: int = 16 << 10  # of all stop strings
@@ -100,7 +100,7 @@ def _long_prompt_error(max_model_len: int) -> RequestError:
 
 def _long_text_error(max_tokens: int, param: str) -> RequestError:
     return RequestError(
-        f"the text has more than {max_tokens} tokens, which is the limit (--max-tokenize-tokens)",
+        f"the text has more than {max_tokens} tokens, the limit of --max-tokenize-tokens",
         param=param,
     )
 
@@ -110,9 +110,8 @@ def check_whole_text(num_chars: int, limit: TextLimit) -> None:
     max_chars = _MAX_WHOLE_CHARS * max(limit.max_tokens, _MIN_WHOLE_TOKENS)
     if num_chars > max_chars:
         raise RequestError(
-            f"the prompt has {num_chars} characters and cannot be tokenized in parts, as each of "
-            f"its tokens depends on all of it; at most {max_chars} of such a prompt are tokenized "
-            "(--max-model-len)",
+            f"the prompt has {num_chars} characters and cannot be tokenized in parts; such "
+            f"prompts have at most {max_chars} characters (--max-model-len)",
             param="prompt",
         )
 

@@ -56,9 +56,9 @@ def check_model(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
     for flag, keys in keys_of.items():
         if model is None and len(keys) > 1 and _seems_a_model(keys[-1]):
             raise ConfigError(
-                f"the last of the {len(keys)} values of {flag} seems to be MODEL, which comes "
-                f"before the flag: corun serve MODEL {flag} KEY ... (a key of this form can be in "
-                f"{flag}-file)"
+                f"the last of the {len(keys)} values of {flag} looks like MODEL, which must come "
+                f"before the flag: corun serve MODEL {flag} KEY ...; if it is a key, write it into "
+                f"the file of {flag}-file"
             )
 
 

@@ -107,8 +107,8 @@ class EngineConfig:
     )
     max_waiting_chars: int = option(
         2**25, minimum=1, maximum=2**40,
-        help="Maximum characters of short prompts, and of longer ones than 32,768 characters, that "
-        "wait to be tokenized; more are refused (429).",
+        help="Maximum characters of prompts that wait to be tokenized; more are refused (429). "
+        "Prompts of more than 32,768 characters are counted apart, with the same limit.",
     )  # fmt: skip
     max_queue_s: float | None = option(
         None, above=0, maximum=86400,
@@ -118,10 +118,10 @@ class EngineConfig:
         16, minimum=0, maximum=1024, help="Maximum number of stop strings of a request."
     )
     max_stop_bytes: int = option(
-        16384, minimum=0, maximum=2**24, help="Maximum bytes of a request's stop strings together."
+        16384, minimum=0, maximum=2**24, help="Maximum bytes of all stop strings of a request."
     )
     max_bad_words_bytes: int = option(
-        65536, minimum=0, maximum=2**24, help="Maximum bytes of a request's bad_words together."
+        65536, minimum=0, maximum=2**24, help="Maximum bytes of all bad_words of a request."
     )
     block_size: int = option(
         16, minimum=1, maximum=1024, help="Tokens per KV block.", commands=_PROFILE

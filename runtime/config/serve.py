@@ -81,15 +81,16 @@ class ServeConfig:
         None,
         minimum=1,
         maximum=4096,
-        help="Maximum size of a request body, in MiB; larger ones are refused (413); default: 64 "
-        "bytes for each token of --max-model-len, at least 4 and at most 32; a gateway takes 32.",
+        help="Maximum size of a request body, in MiB; larger ones are refused (413). Default: 64 "
+        "bytes for each token of --max-model-len, but at least 4 MiB and at most 32 MiB. A gateway "
+        "has 32.",
     )
     max_bodies_mib: int = option(
         64,
         minimum=1,
         maximum=2**20,
-        help="Maximum size of all request bodies that are received or parsed at once, in MiB; more "
-        "are refused (429).",
+        help="Maximum size of all request bodies that are received or parsed at once, in MiB; "
+        "beyond that, bodies of more than 64 KiB are refused (429).",
     )
     unknown_fields: str = option(
         "warn",
@@ -111,17 +112,18 @@ class ServeConfig:
         help="Maximum number of content parts and tool calls in all messages of a conversation.",
     )
     max_json_items: int = option(
-        2**19,
+        2**18,
         minimum=1,
         maximum=2**28,
-        help="Maximum number of items in all arrays and objects of a request body.",
+        help="Maximum number of values and names in all arrays and objects of a request body, or "
+        "twice --max-model-len if that is more.",
     )
     max_tokenize_tokens: int = option(
         2**17,
         minimum=1,
         maximum=2**28,
-        help="Maximum number of tokens of /tokenize and /detokenize, or --max-model-len if that is "
-        "more.",
+        help="Maximum number of tokens that /tokenize returns and /detokenize takes, or "
+        "--max-model-len if that is more.",
     )
     max_request_tokens: int = option(
         2**22,
@@ -150,15 +152,15 @@ class ServeConfig:
     max_hub_adapters: int = option(
         256,
         minimum=1,
-        help="Maximum number of adapters fetched from the hub that are served; more are refused "
+        help="Maximum number of adapters from the hub that are served at once; more are refused "
         "(400).",
     )
     max_hub_gib: int = option(
         64,
         minimum=1,
         maximum=2**20,
-        help="Maximum size of all adapters in the hub's cache, in GiB; an adapter that exceeds it "
-        "is not fetched (400).",
+        help="Maximum size of all adapters in the hub's cache, in GiB; an adapter for "
+        "which it has no room is refused (400).",
     )
     max_connections: int = option(
         4096,
@@ -170,9 +172,9 @@ class ServeConfig:
         1024,
         minimum=0,
         maximum=2**20,
-        help="Maximum number of connections of one client address that wait for its requests; for "
-        "another one, the longest waiting is closed (503); 0 = no limit. All clients behind one "
-        "proxy have its address.",
+        help="Maximum number of idle connections of a client address; of more, the one that has "
+        "been idle longest is closed (503). 0 = no limit. All clients behind a proxy have the "
+        "proxy's address.",
     )
     header_timeout_s: float = option(
         10.0,

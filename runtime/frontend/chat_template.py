@@ -5,6 +5,7 @@ Jinja and transformers document for templates.
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -21,6 +22,7 @@ from .template_time import leave_to_thread
 
 _END_MARK = "corun-here-ends-the-final-message "  # does not occur in messages
 _MAX_COMPILED = 64
+_MAX_TIME_CHARS = 256  # of a format
 _PROBE = "corun-looks-for-this"
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -159,6 +161,9 @@ class _SafeNamespace(Namespace):
             raise SecurityError(f"a namespace cannot have the attribute {name!r}")
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:  # what it holds can be very long as text
+        return "<Namespace>"
+
 
 class _SafeDict:
     """``dict`` for templates: makes dictionaries, and has no methods that change one."""
@@ -181,6 +186,7 @@ class _GenerationTag(Extension):
 
 
 _templates: dict[str, BoundedTemplate] = {}
+_templates_lock = threading.Lock()
 
 
 def _compiled(source: str) -> BoundedTemplate:
@@ -189,9 +195,10 @@ def _compiled(source: str) -> BoundedTemplate:
     if found is None:
         leave_to_thread()
         found = _environment().template_of(source)
-        if len(_templates) >= _MAX_COMPILED:
-            _templates.pop(next(iter(_templates)), None)
-        _templates[source] = found
+        with _templates_lock:
+            if len(_templates) >= _MAX_COMPILED:
+                del _templates[next(iter(_templates))]
+            _templates[source] = found
     return found
 
 
@@ -228,4 +235,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > _MAX_TIME_CHARS:
+        raise TemplateError(f"strftime_now has a format of more than {_MAX_TIME_CHARS} characters")
     return datetime.now().strftime(format)

@@ -19,7 +19,7 @@ class HubBudget:
         self._limits = limits
         self._is_served = is_served
         self._lock = threading.Lock()
-        self._names: set[str] = set()  # that were found, and may be unloaded by now
+        self._names: set[str] = set()  # of adapters that were fetched; some may be unloaded
         self._fetching: Counter[str] = Counter()
         self._reserved_bytes = 0  # that fetches add to the cache
 
@@ -36,8 +36,8 @@ class HubBudget:
     def reserved(self, name: str, num_bytes: int, cache: Path) -> Iterator[None]:
         """Inside the block, ``name`` is fetched and adds ``num_bytes`` to the hub's ``cache``.
 
-        Raises ``AdapterError`` if there are too many adapters, or too many bytes in the cache. Each
-        is counted again when a limit is met, so that unloaded and deleted ones do not count.
+        Raises ``AdapterError`` if there are too many adapters, or too many bytes in the cache. Both
+        are counted again at a limit, so that unloaded and deleted adapters do not count.
         """
         in_cache = bytes_of_adapters(cache) if num_bytes else 0
         with self._lock:

@@ -2,8 +2,8 @@
 
 A tokenizer takes memory for each character of a text, however few tokens they are. A long text is
 therefore tokenized in overlapping windows, until its end or until it has too many tokens. Two
-windows are joined where both have the same run of tokens at the same characters: what follows a
-token depends on its surroundings only. A text without such a run is counted, and tokenized at once
+windows are joined where both have the same run of tokens at the same characters, since a token
+depends only on the text near it. A text without such a run is counted, and tokenized at once
 if it may have few enough tokens.
 """
 

@@ -266,8 +266,7 @@ class LoraClient:
 
 def _admin_needed(name: str) -> AdminKeyNeededError:
     return AdminKeyNeededError(
-        f"adapter {name!r} is not registered, and only a request with an administrator's key has "
-        "adapters fetched from the hub (--lora-resolver hub; hub:OWNER has those of OWNER fetched "
-        "for all)",
+        f"adapter {name!r} is not registered, and is fetched from the hub only for a request with "
+        "an administrator's key (--lora-resolver hub, --admin-key)",
         param="lora_request",
     )

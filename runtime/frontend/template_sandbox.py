@@ -1,15 +1,11 @@
 """The sandbox of chat templates: Jinja's, with limits on time and on text.
 
 Templates come with models and adapters, their input with requests. Each iteration of a loop, each
-call and each filter checks the time. Operations that can make large results of small inputs
-(products, nested lists, paddings, joined texts) are measured before they run. Nothing can end a
-filter, so that filters which take long are given short inputs only.
+call and each filter checks the time. What they make is measured (``template_sizes``).
 """
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from jinja2 import nodes
@@ -17,79 +13,40 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from ..errors import RequestError
-from ..limits import TemplateLimits
-from .template_time import Deadline, leave_to_thread, limits_here
+from .template_sizes import (
+    BUDGET,
+    Budget,
+    as_text,
+    check_filter,
+    check_method,
+    check_power,
+    check_product,
+    check_remainder,
+    check_sum,
+    counted,
+    joined,
+    made,
+)
+from .template_time import limits_here
 
-_MAX_POWER_BITS = 4096  # of a number
-_MADE_FACTOR = 16  # limit of all intermediate texts together, relative to the longest text
-_WIDE = re.compile(r"\d{6}|\*")  # a padding of a format
-_PADDINGS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
-_MANY_LINES = 10_000
-_CONTAINERS = (list, tuple, dict)
-_SIZED = (str, bytes, list, tuple)
-_ITEM_CHARS = 8  # an item of a list counts as so many characters
-# Filters that take a few nanoseconds for each character.
-_QUICK_FILTERS = frozenset(
+# Methods whose results are not measured: bytes, which no template needs, and texts of any length.
+_REFUSED_METHODS = frozenset({"encode", "to_bytes", "translate"})
+_OPERATORS = {"+": check_sum, "*": check_product, "%": check_remainder, "**": check_power}
+# Tests that compare values.
+_COMPARING_TESTS = frozenset(
     {
-        *("abs", "attr", "capitalize", "center", "count", "d", "default", "e", "escape", "first"),
-        *("float", "forceescape", "format", "int", "join", "last", "length", "lower", "replace"),
-        *("round", "safe", "string", "tojson", "trim", "upper"),
+        *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in"),
+        *("le", "lessthan", "lt", "ne"),
     }
 )
-_SLOW_FACTOR = 16  # others take this share of the longest text, in characters or items
-_QUICK_ON_LOOP = 65_536  # characters or items that a filter takes on the event loop
-_SLOW_ON_LOOP = 1024
-
-
-class TemplateTooLongError(RequestError):
-    """A template made too much text."""
-
-    code = "template_too_long"
-
-
-class _Budget:
-    """The remaining time and characters of one rendering."""
-
-    def __init__(self, limits: TemplateLimits) -> None:
-        self.max_chars = limits.max_chars
-        self.deadline = Deadline(limits)
-        self._num_left = limits.max_chars * _MADE_FACTOR
-
-    def take(self, num_chars: int) -> None:
-        self._num_left -= num_chars
-        if num_chars > self.max_chars or self._num_left < 0:
-            raise TemplateTooLongError(
-                f"the chat template makes more than {self.max_chars} characters "
-                "(--max-template-chars)",
-                param="messages",
-            )
-
-    def check_filter(self, name: str, value: object) -> None:
-        """Raise unless the filter is quick with ``value``."""
-        self.deadline.check()
-        size = len(value) if isinstance(value, (*_SIZED, dict)) else 0
-        is_quick = name in _QUICK_FILTERS
-        if self.deadline.is_on_loop and size > (_QUICK_ON_LOOP if is_quick else _SLOW_ON_LOOP):
-            leave_to_thread()
-        if not is_quick and size * _SLOW_FACTOR > self.max_chars:
-            raise TemplateTooLongError(
-                f"the chat template gives the filter {name!r} {size} characters or items, at most "
-                f"{self.max_chars // _SLOW_FACTOR} are allowed (1/{_SLOW_FACTOR} of "
-                "--max-template-chars)",
-                param="messages",
-            )
-
 
 _Node = TypeVar("_Node", bound=nodes.Node)
-
-_budget: ContextVar[_Budget] = ContextVar("_budget")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset(_OPERATORS)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -97,7 +54,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {
             name: bounded_filter(name, filter_) for name, filter_ in self.filters.items()
         }
-        self.finalize = _measured
+        for name in _COMPARING_TESTS:
+            self.tests[name] = _bounded_test(self.tests[name])
+        self.finalize = as_text
 
     def template_of(self, source: str) -> "BoundedTemplate":
         """Compile ``source``. Raises ``TemplateError``."""
@@ -106,11 +65,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def join_parts(self, parts: Iterable[Any]) -> str:
         """The operation of ``~``."""
-        return _joined(parts)
+        return joined(parts)
 
-    def measured(self, value: Any) -> Any:
-        """Return a list, tuple or dictionary that the template writes, if it is not too large."""
-        return _measured(value)
+    def counted(self, value: Any) -> Any:
+        """Return a value that the template nests or compares, if it has not too many items."""
+        return counted(value)
 
     @property
     def goes_on(self) -> bool:
@@ -119,27 +78,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return True
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
-            _take(len(left) + len(right))
-        elif operator == "*":
-            _check_product(left, right)
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * abs(right))
+        _OPERATORS[operator](left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _check_time()
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps methods that format
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            args = _check_method(owner, method.__name__, args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        if owner is None:
+            return super().call(__context, __obj, *args, **kwargs)
+        if owner is __self:  # ``join_parts`` or ``counted``
+            return __obj(*args)
+        args = check_method(owner, method.__name__, args, kwargs)
+        return made(super().call(__context, __obj, *args, **kwargs))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_refused = attr in _REFUSED_METHODS and isinstance(obj, str | int)
+        return not is_refused and super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        return _joined(parts)
+        return joined(parts)
 
 
 class BoundedTemplate:
@@ -151,8 +110,8 @@ class BoundedTemplate:
 
     def render(self, variables: dict[str, Any]) -> str:
         """Return the text. Raises Jinja's errors, and ``RequestError`` at a limit."""
-        budget = _Budget(limits_here())
-        token = _budget.set(budget)
+        budget = Budget(limits_here())
+        token = BUDGET.set(budget)
         try:
             parts: list[str] = []
             num_chars = 0
@@ -163,14 +122,14 @@ class BoundedTemplate:
                     budget.take(num_chars)
             return "".join(parts)
         finally:
-            _budget.reset(token)
+            BUDGET.reset(token)
 
 
 _GOES_ON = nodes.EnvironmentAttribute("goes_on")
 
 
 class _Bounds(NodeTransformer):
-    """Puts a check of the time into each loop, and limits the results of ``~``."""
+    """Puts a check of the time into each loop, and measures what has no filter or operator."""
 
     def __init__(self, environment: Sandbox) -> None:
         self._environment = environment
@@ -187,20 +146,29 @@ class _Bounds(NodeTransformer):
         parts = nodes.Tuple(node.nodes, "load")
         return self._call("join_parts", parts, node)
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        sides: list[Any] = [node, *node.ops]
+        # A constant is compared quickly with anything.
+        if sum(not _is_constant(side.expr) for side in sides) > 1:
+            for side in sides:
+                side.expr = self._call("counted", side.expr, side)
+        return node
+
     def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
-        return self._measure(node, node.items)
+        return self._count(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
-        return self._measure(node, node.items) if node.ctx == "load" else node
+        return self._count(node) if node.ctx == "load" else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        return self._measure(node, [pair.value for pair in node.items])
+        return self._count(node)
 
-    def _measure(self, node: nodes.Expr, items: Iterable[nodes.Expr]) -> nodes.Node:
-        """Measure what ``node`` makes, as lists of lists grow quickly; constants are short."""
-        is_constant = all(isinstance(item, nodes.Const) for item in items)
+    def _count(self, node: nodes.Expr) -> nodes.Node:
+        """Count what ``node`` makes, as lists of lists grow quickly."""
+        is_constant = _is_constant(node)
         self.generic_visit(node)
-        return node if is_constant else self._call("measured", node, node)
+        return node if is_constant else self._call("counted", node, node)
 
     def _call(self, name: str, argument: nodes.Expr, like: nodes.Node) -> nodes.Node:
         function = nodes.EnvironmentAttribute(name)
@@ -212,146 +180,39 @@ class _Bounds(NodeTransformer):
         return made
 
 
+def _is_constant(node: nodes.Node) -> bool:
+    """Whether ``node`` is a constant, or a list of constants, which is short."""
+    return isinstance(node, nodes.Const) or (
+        isinstance(node, nodes.List | nodes.Tuple | nodes.Dict)
+        and all(isinstance(one, nodes.Const | nodes.Pair) for one in node.iter_child_nodes())
+        and all(isinstance(one.value, nodes.Const) for one in node.find_all(nodes.Pair))
+    )
+
+
 def _check_time() -> None:
-    budget = _budget.get(None)
+    budget = BUDGET.get(None)
     if budget is not None:
         budget.deadline.check()
 
 
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of Jinja that is measured before it is applied."""
-    check = _FILTER_CHECKS.get(name)
+    """Return a filter of Jinja that is measured."""
     first = int(hasattr(function, "jinja_pass_arg"))  # the value comes after Jinja's own arguments
 
     @functools.wraps(function)  # and marks for Jinja's own arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
         value, *rest = args[first:]
-        _budget_here().check_filter(name, value)
-        if check is not None:
-            value = check(value, [*rest, *kwargs.values()])
-        return function(*args[:first], value, *rest, **kwargs)
+        value = check_filter(name, value, [*rest, *kwargs.values()])
+        return made(function(*args[:first], value, *rest, **kwargs))
 
     return bounded
 
 
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Measure the result of a method of ``text``; return the arguments to call it with."""
-    given = [*args, *kwargs.values()]
-    if name in _PADDINGS:
-        _check_padding(text, given)
-    elif name == "format":
-        _check_format(text, given)
-    elif name == "format_map" and isinstance(args[0], Mapping):
-        _check_format(text, args[0].values())
-    elif name == "replace" and len(args) >= 2:
-        _check_replace(text, given)
-    elif name == "join" and len(args) == 1:
-        return (_check_join(args[0], [text]),)
-    return args
+def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a test of Jinja that counts what it compares."""
 
+    @functools.wraps(function)
+    def bounded(*values: Any) -> Any:
+        return function(*map(counted, values))
 
-def _check_padding(value: Any, given: list[Any]) -> Any:
-    """Each line or tab of ``value`` may become as wide as a number in ``given``, or as a text."""
-    num_lines = value.count("\n") + value.count("\t") + 1 if isinstance(value, str) else 1
-    for width in given:
-        if isinstance(width, int):
-            _take(num_lines * abs(width))
-        elif isinstance(width, str):
-            _take(num_lines * len(width))
-    return value
-
-
-def _measured(value: Any, given: Iterable[Any] = ()) -> Any:
-    """Return ``value``, which becomes text, if it has not too many items, also nested ones."""
-    if isinstance(value, _CONTAINERS):
-        _take(_num_nested(value) * _ITEM_CHARS)
-    return value
-
-
-def _num_nested(value: Any) -> int:
-    """Return the items in lists, tuples and dictionaries of ``value``, at least if they are few."""
-    num_items, left, most = 0, [value], _budget_here().max_chars
-    while left and num_items <= most:
-        one = left.pop()
-        num_items += len(one)
-        items = one.values() if isinstance(one, dict) else one
-        left += [item for item in items if isinstance(item, _CONTAINERS)]
-    return num_items
-
-
-def _check_sum(value: Any, given: list[Any]) -> Any:
-    """A sum of lists copies them again for each."""
-    if any(isinstance(one, bytes | list | tuple) for one in given):
-        raise TemplateTooLongError("the chat template adds other things than numbers with 'sum'")
-    return value
-
-
-def _check_indent(value: Any, given: list[Any]) -> Any:
-    """``value`` may become any number of lines, each indented by a number in ``given``."""
-    _measured(value)
-    for width in given:
-        if isinstance(width, int):
-            _take(_MANY_LINES * abs(width))
-    return value
-
-
-def _check_format(value: Any, given: Iterable[Any] = ()) -> Any:
-    """The paddings of the format ``value`` may come from ``given``."""
-    if isinstance(value, str) and _WIDE.search(value):
-        raise TemplateTooLongError("the chat template uses a padding that is too wide")
-    given = [_measured(one) for one in given]
-    _check_padding("", [one for one in given if isinstance(one, int)])
-    return value
-
-
-def _check_replace(value: Any, given: list[Any]) -> Any:
-    text, old, new = str(_measured(value)), str(given[0]), str(given[1])
-    _take(len(text) + text.count(old) * len(new))
-    return value
-
-
-def _check_join(value: Any, given: list[Any]) -> Any:
-    parts = [_measured(one) for one in value]
-    separator = given[0] if given and isinstance(given[0], str) else ""
-    _take(sum(len(one) for one in parts if isinstance(one, str)) + len(parts) * len(separator))
-    return parts
-
-
-_FILTER_CHECKS: dict[str, Callable[[Any, list[Any]], Any]] = {
-    **dict.fromkeys(("center", "indent", "batch", "slice"), _check_padding),
-    "tojson": _check_indent,
-    "format": _check_format,
-    "replace": _check_replace,
-    "join": _check_join,
-    "sum": _check_sum,
-    **dict.fromkeys(("string", "pprint", "xmlattr", "urlencode"), _measured),
-}
-
-
-def _check_product(left: Any, right: Any) -> None:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, _SIZED) and isinstance(other, int):
-            size = len(one) if isinstance(one, str | bytes) else _num_nested(one) * _ITEM_CHARS
-            _take(size * max(0, other))
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
-
-
-def _check_bits(num_bits: int) -> None:
-    if num_bits > _MAX_POWER_BITS:
-        raise TemplateTooLongError("the chat template makes a number that is too large")
-
-
-def _joined(parts: Iterable[Any]) -> str:
-    texts = [str(_measured(part)) for part in parts]
-    _take(sum(map(len, texts)))
-    return "".join(texts)
-
-
-def _take(num_chars: int) -> None:
-    _budget_here().take(num_chars)
-
-
-def _budget_here() -> _Budget:
-    """The budget of the rendering; a new one for a constant, while a template is compiled."""
-    return _budget.get(None) or _Budget(TemplateLimits())
+    return bounded

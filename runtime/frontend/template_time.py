@@ -1,6 +1,7 @@
 """Where chat templates are rendered, and for how long.
 
-The event loop renders what is quick. Anything else begins again in a thread, which has a deadline.
+The event loop begins each rendering. One that is not quick begins again in a thread, which has a
+deadline.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from ..errors import RequestError
 from ..limits import TemplateLimits
 
 _ON_LOOP_S = 0.005  # then the rendering is repeated in a thread
-_LATE_S = 0.5  # so long after its time limit a thread is not waited for any more
+_LATE_S = 0.5  # after its time limit; then a thread is not waited for any more
 _NUM_THREADS = 2
 
 _limits: ContextVar[TemplateLimits] = ContextVar("_limits")

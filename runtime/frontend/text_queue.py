@@ -2,7 +2,7 @@
 
 Two threads do the work, one of them for long texts only, so that short texts never wait for these.
 In each, connections take turns by the characters that they have had (self-clocked fair queueing):
-one connection with many texts, or with a long text in pieces, delays each of the others by one
+a connection with many texts, or with a long text in pieces, delays any other connection by one
 piece at most. Belongs to one event loop. Knows nothing of tokenizers.
 """
 
@@ -52,7 +52,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.num_chars = 0  # memory
-        self.num_worked = 0  # of these, the ones that take time
+        self.num_worked = 0  # those of them that are tokenized, not refused before
 
 
 class _Job:
@@ -140,11 +140,13 @@ class TextQueue:
         self._submit(job, is_long=is_long)
         try:
             result: _T = await asyncio.wrap_future(job.future)
+            return result
         except asyncio.CancelledError:
             job.future.cancel()
             job.work = None  # it holds the text
             raise
-        return result
+        finally:
+            del job  # an error's traceback has this frame: a cycle would keep the text
 
     def _submit(self, job: _Job, *, is_long: bool) -> None:
         if self._threads is None:
@@ -166,13 +168,14 @@ class TextQueue:
         work = job.work  # read first: cancellation removes it
         if not job.future.set_running_or_notify_cancel():
             return
-        began_s = self._clock()
+        num_chars, began_s = job.num_chars, self._clock()
         try:
             assert work is not None
             job.future.set_result(work())
         except BaseException as error:
             job.future.set_exception(error)
-        self._observe(job.num_chars, self._clock() - began_s)
+        del job, work  # as in ``run``
+        self._observe(num_chars, self._clock() - began_s)
 
     def _observe(self, num_chars: int, took_s: float) -> None:
         if num_chars >= _MIN_OBSERVED_CHARS:

@@ -65,8 +65,8 @@ class Access:
         key = (model or "").encode("utf-8", "surrogateescape")
         if self.api.have(key) or self.admin.have(key):
             raise ConfigError(
-                "MODEL is the same text as a key; give MODEL before the flags of keys: corun serve "
-                "MODEL --api-key KEY ..."
+                "MODEL equals one of the keys; it must come before their flags: corun serve MODEL "
+                "--api-key KEY ..."
             )
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:

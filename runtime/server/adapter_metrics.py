@@ -110,7 +110,7 @@ def adapter_families(
     )  # fmt: skip
     yield families.gauge(
         "lora_dir_unseen_seconds",
-        "Seconds since --lora-dir was looked at last, from 30 on; below that, 0.",
+        "Seconds since --lora-dir was last looked at; 0 if they are fewer than 30.",
         stats.lora_dir_unseen_s,
     )  # fmt: skip
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]

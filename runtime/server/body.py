@@ -62,7 +62,11 @@ class BodyRoom:
 
 
 class HeldBody:
-    """The room that one body takes until it is released. The only body has room in any case."""
+    """The room that one body takes until it is released.
+
+    The only body has room in any case. So has a short one: a few clients that send large bodies
+    slowly must not shut out others.
+    """
 
     __slots__ = ("_is_refused", "_num_bytes", "_room")
 
@@ -75,7 +79,8 @@ class HeldBody:
         """Take room for a part of the body, if all parts so far have room; return whether."""
         room = self._room
         has_others = room.num_bytes > self._num_bytes
-        if has_others and room.num_bytes + num_bytes > room.max_bytes:
+        is_short = self._num_bytes + num_bytes <= _MAX_INLINE_BYTES
+        if has_others and not is_short and room.num_bytes + num_bytes > room.max_bytes:
             self._is_refused = True
         if not self._is_refused:
             room.num_bytes += num_bytes

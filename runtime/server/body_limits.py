@@ -23,8 +23,9 @@ _CHUNK_BYTES = 1 << 16
 def check_num_items(body: bytes, max_json_items: int) -> None:
     """Raise ``RequestError`` if the arrays and objects of a body have too many items.
 
-    The JSON is not parsed, and need not be valid. Nothing here runs for more than a few
-    milliseconds without letting other threads run.
+    The names in objects are items, too: a parser needs as long for them. The JSON is not parsed,
+    and need not be valid. Nothing here runs for more than a few milliseconds without letting other
+    threads run.
     """
     if len(body) <= max_json_items:  # usual case: an item has a byte at least
         return
@@ -35,11 +36,11 @@ def check_num_items(body: bytes, max_json_items: int) -> None:
         parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[is_text::2])
         is_text ^= len(parts) % 2 == 0
-        num_items += sum(map(outside.count, (b",", b"[", b"{")))
+        num_items += sum(map(outside.count, (b",", b"[", b"{", b":")))
         if num_items > max_json_items:
             raise RequestError(
-                f"the arrays and objects of the body have more than {max_json_items} items "
-                "(--max-json-items)"
+                f"the arrays and objects of the body have more than {max_json_items} values "
+                "and names (--max-json-items)"
             )
 
 

@@ -25,6 +25,7 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
+_IDLE_GRACE_S = 0.25
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
 
 
@@ -90,8 +91,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection of a client that sends nothing more.
 
-        A client that has left looks the same. So a request that generates ends, but any other one
-        is answered.
+        A client that has left looks the same. So a request that generates ends. Any other one is
+        answered.
         """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_started:
@@ -146,7 +147,12 @@ class Connection(HttpToolsProtocol):
         self._start_request_timer(self.limits.header_timeout_s, self._head_is_late)
 
     def _becomes_idle(self) -> None:
-        surplus = self.idle.add(self, self._client)
+        if self.idle.add(self, self._client):
+            # The request of a new connection may have arrived and not been read yet.
+            self.loop.call_later(_IDLE_GRACE_S, self._close_surplus)
+
+    def _close_surplus(self) -> None:
+        surplus = self.idle.take_surplus(self._client)
         if surplus is not None:
             limit = self.limits.max_idle_connections
             text = f"more than {limit} connections of this client are idle (--max-idle-connections)"
@@ -220,7 +226,7 @@ def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connec
         "idle": IdleConnections[Connection](limits.max_idle_connections),
         "invalid_log": MinuteLog("refused %d requests that are not valid HTTP/1.1"),
         "upgrade_log": MinuteLog(
-            "answered %d requests without the upgrade that they ask for: there is HTTP/1.1 only"
+            "ignored the header Upgrade of %d requests: only HTTP/1.1 is served"
         ),
         "unread_log": MinuteLog(
             "closed %d connections: their clients read less than %d bytes in %g s "
@@ -232,7 +238,7 @@ def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connec
 
 
 def _check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Raise ``HttpError`` for a head that is too large, and unless it has one valid Host header."""
+    """Raise ``HttpError`` if a head is too large, or has not exactly one valid Host header."""
     num_bytes = len(url)
     hosts = []
     for name, value in headers:

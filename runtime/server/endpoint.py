@@ -106,6 +106,7 @@ class GenerationEndpoint(ABC):
             if origin is not None:
                 origin.ended()
             record.end(writer.status, error)
+            del error  # its traceback has this frame: a cycle would keep the body
 
     async def _answer(
         self,

@@ -1,6 +1,7 @@
 """Connections that wait for their clients, of which each client address has a limited number.
 
-Bookkeeping without I/O. An IPv6 address counts by its first 64 bits, as one client has all others.
+Bookkeeping without I/O. IPv6 addresses with the same first 64 bits are one client, which usually
+has all of them.
 """
 
 import ipaddress
@@ -19,12 +20,17 @@ class IdleConnections(Generic[_C]):
         self._max_per_client = max_per_client
         self._of_client: defaultdict[str, dict[_C, None]] = defaultdict(dict)
 
-    def add(self, connection: _C, client: str) -> _C | None:
-        """Add a connection that becomes idle; return one that is too many for this client."""
+    def add(self, connection: _C, client: str) -> bool:
+        """Add a connection that becomes idle; return whether its client has too many."""
         if not self._max_per_client:
-            return None
+            return False
         idle = self._of_client[client]
         idle[connection] = None
+        return len(idle) > self._max_per_client
+
+    def take_surplus(self, client: str) -> _C | None:
+        """Remove and return the longest idle connection if its client has too many."""
+        idle = self._of_client.get(client, {})
         if len(idle) <= self._max_per_client:
             return None
         longest_idle = next(iter(idle))
@@ -32,7 +38,7 @@ class IdleConnections(Generic[_C]):
         return longest_idle
 
     def discard(self, connection: _C, client: str) -> None:
-        """Remove a connection that is not idle any more, or never was."""
+        """Remove a connection if it is idle."""
         idle = self._of_client.get(client)
         if idle is not None:
             idle.pop(connection, None)

@@ -1,4 +1,4 @@
-"""A warning that clients can cause as often as they like: one line a minute, with a count."""
+"""Warnings that clients can cause without limit: one line a minute, with a count."""
 
 import asyncio
 import logging

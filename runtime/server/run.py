@@ -83,8 +83,8 @@ async def serve(
 def _check_resolvers(config: EngineConfig, access: Access) -> None:
     if "hub" in config.lora_resolver and not access.admin:
         raise ConfigError(
-            "--lora-resolver hub fetches any adapter for requests with a key of --admin-key, which "
-            "is not set; set it, or have the adapters of one owner fetched for all: hub:OWNER"
+            "--lora-resolver hub needs --admin-key: it fetches adapters only for requests with "
+            "such a key; hub:OWNER fetches the adapters of one owner for all requests"
         )
 
 

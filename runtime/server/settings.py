@@ -72,6 +72,7 @@ class AppSettings:
         limits = replace(
             self.limits,
             vocab_size=info.vocab_size,
+            max_json_items=max(self.limits.max_json_items, 2 * info.max_model_len),
             max_tokenize_tokens=max(self.limits.max_tokenize_tokens, info.max_model_len),
         )
         if self.sizes_bodies_by_model:

@@ -97,8 +97,8 @@ async def _drain(
 async def _report_death(state: ServerState, error: BaseException, exit_code: int) -> None:
     """End every open request with the engine's error."""
     _logger.error(
-        "the engine has died; the server ends with exit code %d, so that its supervisor starts it "
-        "again: %s", exit_code, error,
+        "the engine has died; the server ends with exit code %d, so that a supervisor can start "
+        "it again: %s", exit_code, error,
     )  # fmt: skip
     if not await state.open_requests.wait_none(_DEATH_GRACE_S):
         state.open_requests.end_all(EngineDeadError(str(error)))

@@ -34,6 +34,11 @@ TEMPLATE = """
 {%- for i in range(999) %}{{ ("a " * 100000) | title | wordwrap(2) | length }}{% endfor %}
 {%- elif message.content == "nested" %}{% set ns = namespace(x=[1]) %}
 {%- for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}
+{%- elif message.content == "compared" %}{% set ns = namespace(x=1, y=1) %}
+{%- for i in range(60) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% set ns.y = dict(a=ns.y, b=ns.y) %}
+{%- endfor %}{{ ns.x == ns.y }}
+{%- elif message.content == "escapes" %}{{ ("&" * 4000000) | forceescape | forceescape | length }}
+{%- elif message.content == "translate" %}{{ ("a" * 4000000).translate({97: "b" * 200}) | length }}
 {%- else %}{{ message.content }}{% endif %}{% endfor %}"""
 
 
@@ -96,7 +101,9 @@ BODIES: dict[str, tuple[str, Callable[[], Any], set[int]]] = {
         CHAT, lambda: chat([{"type": "text", "text": "a", "x": 1}] * 8192), {200, 400},
     ),
     "arguments of 10,000,000 items": (CHAT, lambda: call("[" + "1," * 10**7 + "1]"), {400}),
-    "500,000 items": (CHAT, lambda: chat("a", chat_template_kwargs={"x": [[]] * 250_000}),
+    "250,000 items": (CHAT, lambda: chat("a", chat_template_kwargs={"x": [[]] * 125_000}),
+                      {200, 400}),
+    "130,000 names": (COMPLETIONS, lambda: completion(user={str(n): 1 for n in range(130_000)}),
                       {200, 400}),
     "10,000,000 lists": (COMPLETIONS, lambda: completion(user=[[]] * (8 * 10**6)), {400}),
     "20 MB of escapes": (COMPLETIONS, lambda: completion(prompt="\n\"" * (5 * 10**6)), {400}),
@@ -113,6 +120,9 @@ BODIES: dict[str, tuple[str, Callable[[], Any], set[int]]] = {
     "urlize of 1 MB": (CHAT, lambda: chat("urlize"), {400}),
     "a chain of filters": (CHAT, lambda: chat("chain"), {400}),
     "nested lists": (CHAT, lambda: chat("nested"), {400}),
+    "compared lists": (CHAT, lambda: chat("compared"), {400}),
+    "escapes": (CHAT, lambda: chat("escapes"), {400}),
+    "a translation": (CHAT, lambda: chat("translate"), {400}),
 }  # fmt: skip
 
 

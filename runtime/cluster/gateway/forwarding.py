@@ -7,7 +7,7 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
-from ...server.body import read_beside, read_body
+from ...server.body import HeldBody, read_beside, read_body
 from ...server.body_limits import check_num_items
 from ...server.errors import ClientGoneError, HttpError
 from ...server.open_requests import ended_by_disconnect
@@ -95,7 +95,8 @@ class ForwardingEndpoint:
             self._state.check_accepting()
             with self._state.open_requests.track() as request:
                 limit = self._state.settings.limits.max_body_bytes
-                body = await read_body(scope, receive, limit)
+                with HeldBody(self._state.body_room) as held:
+                    body = await read_body(scope, receive, limit, held)
                 with ended_by_disconnect(receive, request):
                     inbound = await self._read(body, scope)
                     await self._answer(inbound, writer, send)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ...adapters.names import unknown_name
 from ...server.answers import ModelCard
+from ...server.body import BodyRoom
 from ...server.errors import SHUTTING_DOWN, HttpError
 from ...server.model_names import ModelNames
 from ...server.open_requests import OpenRequests
@@ -43,8 +44,12 @@ class GatewayState:
     links: dict[str, EngineLink] = field(default_factory=dict)  # of engines in the table
     counts: GatewayCounts = field(default_factory=GatewayCounts)
     open_requests: OpenRequests = field(default_factory=OpenRequests)
+    body_room: BodyRoom = field(init=False)
     draining: bool = False
     is_connected: bool = False
+
+    def __post_init__(self) -> None:
+        self.body_room = BodyRoom(self.settings.limits.max_bodies_bytes)
 
     def check_accepting(self) -> None:
         """Raise ``HttpError`` unless new requests are served."""

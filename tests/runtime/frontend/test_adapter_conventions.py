@@ -8,6 +8,7 @@ import pytest
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.vocabulary import AddedToken, TokenDifferences
+from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.messages import OperationDone, ReadAdapter
 from corun.runtime.errors import AdapterError, AdapterFailedError, OverloadedError, RequestError
 from corun.runtime.frontend.adapter_conventions import AdapterTokenizers, Conventions
@@ -69,6 +70,8 @@ def test_without_any_template_the_folder_is_named(template_less: Tokenizer) -> N
 
 class Client:
     """An engine client that records what is sent."""
+
+    config = EngineConfig()
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -1,11 +1,15 @@
 """Texts take turns by connection, wait in bounded number, and leave with their clients."""
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
-from corun.runtime.errors import OverloadedError
+from corun.runtime.errors import OverloadedError, RequestError
 from corun.runtime.frontend.text_queue import TextQueue, begin_flow
 
 SHORT, LONG = 100, 100_000
@@ -204,3 +208,29 @@ def test_closing_cancels_what_waits(queue: TextQueue) -> None:
 
     asyncio.run(run())
     assert work.done == ["gate"]
+
+
+def test_a_text_that_fails_is_not_kept() -> None:
+    class Text:
+        pass
+
+    def fail(text: Text) -> None:
+        raise RequestError("refused")
+
+    async def scene() -> None:
+        queue = TextQueue(100)
+        text = Text()
+        kept = weakref.ref(text)
+        work = partial(fail, text)
+        with contextlib.suppress(RequestError):
+            await queue.run(work, 1, is_long=False)
+        del text, work
+        while kept() is not None:  # the thread may not have returned yet
+            await asyncio.sleep(0.01)
+        queue.close()
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(scene(), 20))
+    finally:
+        gc.enable()

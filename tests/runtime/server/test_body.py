@@ -49,42 +49,47 @@ def test_the_event_loop_parses_small_bodies_alone() -> None:
 
 
 def test_a_body_of_many_items_is_refused_before_it_is_parsed() -> None:
-    body = b'{"prompt":[%b1]}' % (b"1," * 100_000)
+    body = b'{"prompt":[%b1]}' % (b"1," * 100_000)  # 100,003 values and names
     assert len(parse(body, HttpLimits())) == 100_001
-    with pytest.raises(RequestError, match="more than 90000 items"):
+    with pytest.raises(RequestError, match="more than 90000 values and names"):
         parse(body, HttpLimits(max_json_items=90_000))
     assert not threads
 
 
 def test_bodies_have_room_together() -> None:
-    room = BodyRoom(100)
+    room = BodyRoom(100_000)
     with HeldBody(room) as one:
-        assert one.add(150)  # the only one is received in any case
+        assert one.add(150_000)  # the only one is received in any case
         with HeldBody(room) as other:
+            assert other.add(MAX_LOOP_BYTES)  # as a short one is
             assert not other.add(1)
             assert not other.add(0)
-            with pytest.raises(OverloadedError, match=r"100 bytes together \(--max-bodies-mib\)"):
+            with pytest.raises(
+                OverloadedError, match=r"100000 bytes together \(--max-bodies-mib\)"
+            ):
                 other.check()
         one.check()
-        assert room.num_bytes == 150
+        assert room.num_bytes == 150_000
         one.release()
         with HeldBody(room) as other:
-            assert other.add(60) and one.add(40)
+            assert other.add(30_000) and one.add(70_000)
             assert not one.add(1)
     assert room.num_bytes == 0
 
 
 def test_surplus_bodies_are_refused_until_there_is_room(start_server: Callable[..., Any]) -> None:
-    server = start_server(FakeEngine(), limits=HttpLimits(max_bodies_bytes=1000))
+    server = start_server(FakeEngine(), limits=HttpLimits(max_bodies_bytes=100_000))
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n"
-        slow.sendall(head + b" " * 990)
-        wait_until(lambda: server.state.body_room.num_bytes == 990)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"
+        slow.sendall(head + b" " * 99_000)
+        wait_until(lambda: server.state.body_room.num_bytes == 99_000)
+        large = GOOD | {"user": "x" * MAX_LOOP_BYTES}
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
-            answer = httpx.post(server.url + path, json=GOOD, timeout=20)
+            answer = httpx.post(server.url + path, json=large, timeout=20)
             assert answer.status_code == 429
             assert answer.headers["retry-after"] == "1"
             assert "--max-bodies-mib" in answer.json()["error"]["message"]
+        assert httpx.post(server.url + "/v1/completions", json=GOOD, timeout=20).status_code == 200
     wait_until(lambda: server.state.body_room.num_bytes == 0)
     assert httpx.post(server.url + "/v1/completions", json=GOOD, timeout=20).status_code == 200
 

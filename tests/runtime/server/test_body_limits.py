@@ -93,7 +93,7 @@ JSON = st.recursive(
 def num_items(value: Any) -> int:
     """Items as the limit counts them: an array or object counts as one more than it separates."""
     if isinstance(value, dict):
-        return max(1, len(value)) + sum(map(num_items, value.values()))
+        return max(1, 2 * len(value)) + sum(map(num_items, value.values()))
     if isinstance(value, list):
         return max(1, len(value)) + sum(map(num_items, value))
     return 0
@@ -106,7 +106,7 @@ def test_items_are_counted_without_parsing(value: Any, is_ascii: bool) -> None:
     body = json.dumps([filling, value, filling], ensure_ascii=is_ascii).encode()
     number = num_items([filling, value, filling])
     check_num_items(body, number)
-    with pytest.raises(RequestError, match=r"more than \d+ items \(--max-json-items\)"):
+    with pytest.raises(RequestError, match=r"more than \d+ values and names \(--max-json-items\)"):
         check_num_items(body, number - 1)
 
 

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from corun.runtime.engine.messages import EngineStats
 from corun.runtime.limits import HttpLimits
+from corun.runtime.server import connection
 from corun.runtime.server.access import Access, Keys
 from corun.runtime.server.app import build_app
 from corun.runtime.server.connection import GENERATING_PATHS, Connection, connection_class
@@ -303,6 +304,19 @@ def test_a_client_with_too_many_idle_connections(
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
+def test_many_requests_at_once_are_answered(
+    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_IDLE_GRACE_S", 10.0)
+    server = start_server(FakeEngine(), limits=HttpLimits(max_idle_connections=2))
+    with ExitStack() as stack:
+        socks = [stack.enter_context(connected(server)) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        for sock in socks:
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
 def test_idle_connections_without_a_limit(start_server: Callable[..., Any]) -> None:
     server = start_server(FakeEngine(), limits=HttpLimits(max_idle_connections=0))
     with ExitStack() as stack:
@@ -328,7 +342,7 @@ def test_a_flood_of_bad_requests_is_one_line(
                 assert b"connection: close" in answer
     invalid, upgrades = [record.getMessage() for record in caplog.records]
     assert invalid == "refused 1 requests that are not valid HTTP/1.1"
-    assert upgrades.startswith("answered 1 requests without the upgrade")
+    assert upgrades.startswith("ignored the header Upgrade of 1 requests")
 
 
 def test_too_many_connections(

@@ -6,16 +6,30 @@ from corun.runtime.server.idle_connections import IdleConnections, client_of
 
 def test_the_longest_idle_of_the_same_client_is_too_many() -> None:
     idle = IdleConnections[int](2)
-    assert [idle.add(one, "a") for one in (1, 2, 3)] == [None, None, 1]
-    assert [idle.add(one, "b") for one in (4, 5)] == [None, None]
+    assert [idle.add(one, "a") for one in (1, 2, 3)] == [False, False, True]
+    assert [idle.take_surplus("a") for _ in range(2)] == [1, None]
+    assert not any(idle.add(one, "b") for one in (4, 5))
+    assert idle.take_surplus("b") is None
     idle.discard(2, "a")
-    assert idle.add(6, "a") is None
-    assert idle.add(7, "a") == 3
+    assert not idle.add(6, "a")
+    assert idle.add(7, "a")
+    assert idle.take_surplus("a") == 3
+
+
+def test_connections_that_are_used_at_once_are_not_too_many() -> None:
+    idle = IdleConnections[int](2)
+    assert idle.take_surplus("a") is None
+    for one in range(1000):
+        idle.add(one, "a")
+    for one in range(998):
+        idle.discard(one, "a")
+    assert idle.take_surplus("a") is None
 
 
 def test_one_that_is_idle_already_stays_in_its_place() -> None:
     idle = IdleConnections[int](2)
-    assert [idle.add(one, "a") for one in (1, 2, 1, 3)] == [None, None, None, 1]
+    assert [idle.add(one, "a") for one in (1, 2, 1, 3)] == [False, False, False, True]
+    assert idle.take_surplus("a") == 1
 
 
 def test_zero_is_no_limit() -> None:

@@ -56,7 +56,8 @@ class TemplateTokenizer(FakeTokenizer):
         (COMPLETIONS, GOOD | {"bad_words": ["a"] * 129}, "bad_words", "129 bad words"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 4}]}, "messages",
          "4 content parts and tool calls, at most 3 are served (--max-content-parts)"),
-        (COMPLETIONS, GOOD | {"x": [0] * 5001}, None, "more than 5000 items (--max-json-items)"),
+        (COMPLETIONS, GOOD | {"x": [0] * 5001}, None,
+         "more than 5000 values and names (--max-json-items)"),
         (COMPLETIONS, GOOD | {"allowed_token_ids": [1, "a", "b"]}, "allowed_token_ids[1]",
          'is "a" (a string), must be a valid integer'),
         (COMPLETIONS, GOOD | {"stop_token_ids": [1.5]}, "stop_token_ids[0]", "a valid integer"),
@@ -122,7 +123,7 @@ def test_templates_that_loop_or_make_too_much(
 def test_limits_that_follow_from_the_model(
     max_model_len: int, max_body_mib: int | None, max_bytes: int
 ) -> None:
-    config = ServeConfig(max_body_mib=max_body_mib, max_tokenize_tokens=1000)
+    config = ServeConfig(max_body_mib=max_body_mib, max_tokenize_tokens=1000, max_json_items=1000)
     info = msgspec.structs.replace(
         FakeEngine().get_model_info(), max_model_len=max_model_len, vocab_size=7
     )
@@ -130,6 +131,7 @@ def test_limits_that_follow_from_the_model(
     assert limits.max_body_bytes == max_bytes
     assert limits.vocab_size == 7
     assert limits.max_tokenize_tokens == max(1000, max_model_len)
+    assert limits.max_json_items == max(1000, 2 * max_model_len)
 
 
 def test_the_defaults_are_those_of_the_options() -> None:

@@ -251,6 +251,32 @@ def test_a_gateway_checks_heads_as_a_server_does(head: bytes, status: int) -> No
     in_cluster(work)
 
 
+def test_bodies_that_a_gateway_receives_have_room_together() -> None:
+    large = {"model": "base", "prompt": "x" * 100_000}
+
+    async def status(cluster: GatewayCluster, body: object) -> int:
+        url = f"{cluster.url}/v1/completions"
+        async with cluster.session.post(url, json=body) as response:
+            await response.read()
+            return response.status
+
+    async def work(cluster: GatewayCluster) -> None:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n"
+        writer.write(head + b" " * ((1 << 20) - 1000))
+        await writer.drain()
+        async with asyncio.timeout(20):
+            while await status(cluster, large) != 429:
+                await asyncio.sleep(0.05)
+            assert await status(cluster, {"model": "base", "prompt": "x"}) == 200
+            writer.close()
+            while await status(cluster, large) != 200:
+                await asyncio.sleep(0.05)
+
+    in_cluster(work, max_bodies_mib=1)
+
+
 def test_a_gateway_says_which_routes_it_has() -> None:
     async def work(cluster: GatewayCluster) -> None:
         _, document = await cluster.get("/openapi.json")
