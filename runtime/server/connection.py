@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..limits import HttpLimits
@@ -25,8 +26,19 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
 _PARSED_BYTES = 16 << 10  # at once: the smallest requests have about 25 bytes
+_MAX_UNPARSED_BYTES = 64 << 10  # beyond them, nothing more is read until they are parsed
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
+
+
+class _Flow(FlowControl):
+    """uvicorn's, which resumes reading at each response; not while ``is_full``."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class Connection(HttpToolsProtocol):
@@ -38,6 +50,7 @@ class Connection(HttpToolsProtocol):
     invalid_log: MinuteLog
     upgrade_log: MinuteLog
     unread_log: MinuteLog
+    flow: _Flow
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -52,6 +65,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=self.limits.max_unsent_bytes)
         num_beyond = len(self.connections) - self.limits.max_connections
         self._is_surplus = num_beyond > 0
@@ -70,12 +84,14 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         data, self._unparsed = self._unparsed + data, b""
+        self.flow.is_full = False
         for start in range(0, len(data), _PARSED_BYTES):
             if self.transport.is_closing():
                 return
             if self.pipeline and not self._is_reading_body:
                 self._unparsed = data[start:]
                 self._stop_request_timer()  # a head waits for earlier requests, not for its client
+                self.flow.is_full = len(self._unparsed) > _MAX_UNPARSED_BYTES
                 self.flow.pause_reading()
                 return
             self._parse(data[start : start + _PARSED_BYTES])
@@ -152,6 +168,8 @@ class Connection(HttpToolsProtocol):
             if self._is_reading_head:
                 self._start_request_timer(self.limits.header_timeout_s, self._head_is_late)
             self.data_received(b"")
+            if not self._unparsed and not self.pipeline:
+                self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
