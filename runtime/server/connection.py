@@ -25,7 +25,7 @@ SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connect
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
-_PARSED_BYTES = 16 << 10  # at once: the smallest requests have about 25 bytes
+_PARSED_BYTES = 8 << 10  # at once: the smallest requests have about 25 bytes
 _MAX_UNPARSED_BYTES = 64 << 10  # beyond them, nothing more is read until they are parsed
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once

@@ -67,7 +67,7 @@ def test_few_are_parsed_at_once(
     with connected(server) as sock:
         assert len(statuses(sock, NOTHING * 10_000 + LAST)) == 10_001
     assert len(waiting) == 10_001
-    assert max(waiting) <= (16 << 10) // len(NOTHING) + 1
+    assert max(waiting) <= (8 << 10) // len(NOTHING) + 1
 
 
 def test_a_head_behind_a_long_request_is_not_late(
