@@ -35,7 +35,7 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 
 
 # All are refused with 400, in one answer: what follows is not read as a request.
 MALFORMED: dict[str, Sequence[bytes]] = {
-    "heads that are none": (
+    "heads that are not HTTP/1.1": (
         b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"SSH-2.0-x\r\n", b"\0" * 100,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
         b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /\x01 HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -294,8 +294,8 @@ def test_floods(attacked: Attacked, name: str, sent: bytes, status: int, text: s
         num_before = len(lines)
         answers = [one for _ in range(25) for one in ask_at_once(attacked.served, [sent] * 200)]
         assert {tuple(one) for one in answers} == {(status,)}
-        told = [line for line in lines[num_before:] if text in line]
-        assert len(told) <= 2, "more than one line a minute"
+        logged = [line for line in lines[num_before:] if text in line]
+        assert len(logged) <= 2, "more than one line a minute"
         return counted(answers)
 
     attacked.check(name, attack)
