@@ -271,7 +271,7 @@ def test_a_start_with_a_full_disk(rows: Rows, tmp_path: Path, filled: str) -> No
     (tmp_path / "cache").mkdir()
     (tmp_path / "state").mkdir()
     environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    options = BASIC
+    options: tuple[str, ...] = BASIC
     if filled == "cache of kernels":
         environment["NUMBA_CACHE_DIR"], options = str(tmp_path / "cache"), (*BASIC, *FEW_KERNELS)
     command = mounting({paths[filled]: "64k"}, filled=True)

@@ -29,7 +29,7 @@ class Rows:
         self, name: str, result: object, gaps: Gaps | None = None, peak_bytes: int | None = None
     ) -> None:
         """Add an attack. ``gaps``, ``peak_bytes``: None = not measured."""
-        times = ("-",) * 3
+        times: tuple[str, ...] = ("-",) * 3
         if gaps is not None:
             times = tuple(f"{one:.3f}" for one in (gaps.stream_s, gaps.health_s, gaps.noise_s))
         peak = "-" if peak_bytes is None else f"{peak_bytes / MIB:.0f}"
