@@ -24,7 +24,7 @@ help:
 	@echo "make test-newest        parity, answers and kernels with the newest releases that are allowed"
 	@echo "make test-clients       other projects' clients against corun serve, installed for it"
 	@echo "make test-ray           clusters over Ray, which is installed for it: as root also partitions"
-	@echo "make test-faults        large bodies and hostile templates beside streams: gaps and memory"
+	@echo "make test-faults        attacks, full disks and kills beside streams: gaps and memory"
 	@echo "make audit              known vulnerabilities of the pinned versions; needs a network"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
@@ -58,7 +58,8 @@ test-ray: $(VENV)/.installed-dev
 	$(PIP_INSTALL) -e '.[ray]'
 	$(BIN)/python -m pytest -n 0 --ray --timeout 600 tests/over_ray $(ARGS)
 
-# One table: what each does to streams, to /health and to memory. As root in a control group.
+# One table: what each does to streams, to /health and to memory. As root in a control group, with
+# mounts of its own.
 test-faults: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 --faults --timeout 600 tests/faults $(ARGS)
 

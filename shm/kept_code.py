@@ -2,15 +2,20 @@
 
 numba uses the first writable directory of: NUMBA_CACHE_DIR, else the one beside the source, else
 the user's. It raises an error if there is none, and trusts the files it finds there. So kernels are
-cached only in a directory that only this user and root can write.
+cached only in a directory that only this user and root can write. A file that cannot be written
+there, as on a full disk, would end the call of the kernel: it goes on without.
 """
 
 import contextlib
+import logging
 import os
 import stat
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
@@ -23,7 +28,31 @@ def keeps_code(source: str) -> bool:
     reason = _why_not(Path(source).resolve().parent)
     if reason is not None:
         _reasons.append(reason)
+    else:
+        _go_on_without_files()
     return reason is None
+
+
+@cache
+def _go_on_without_files() -> None:
+    """Have numba's calls of kernels survive files that cannot be written."""
+    from numba.core.caching import FunctionCache
+
+    save = FunctionCache.save_overload
+
+    def save_overload(self: Any, *arguments: Any) -> None:
+        try:
+            save(self, *arguments)
+        except OSError as error:
+            if not _reasons:
+                _LOG.warning(
+                    "compiled kernels are not kept for the next start: %s: %s; make room there, or "
+                    "set %s to a directory that only this user can write to",
+                    self.cache_path, error.strerror, VARIABLE,
+                )  # fmt: skip
+            _reasons.append(f"{self.cache_path}: {error.strerror}")
+
+    FunctionCache.save_overload = save_overload
 
 
 def why_code_is_not_kept() -> str | None:

@@ -8,6 +8,7 @@ with the last process that has it, however that process ends.
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import struct
@@ -72,7 +73,7 @@ class Segment:
         assert 0 < len(encoded) <= 32, kind
         fd, chosen = open_backing(kind, _file_bytes(num_bytes), backing)
         try:
-            os.ftruncate(fd, _file_bytes(num_bytes))
+            _set_size(fd, _file_bytes(num_bytes), kind)
             allocate(
                 fd,
                 0,
@@ -210,6 +211,17 @@ class Segment:
 def _file_bytes(num_bytes: int) -> int:
     """Header and payload in whole pages, the unit of registration with an accelerator."""
     return HEADER_BYTES + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _set_size(fd: int, num_bytes: int, kind: str) -> None:
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        hint = "; raise the limit of the size of files (ulimit -f)"
+        raise ShmError(
+            f"cannot make shared memory of {num_bytes} bytes for {kind}: {error.strerror}"
+            f"{hint if error.errno == errno.EFBIG else ''}"
+        ) from error
 
 
 def _check(fd: int, kind: str) -> tuple[int, bool, str]:

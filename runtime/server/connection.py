@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..limits import HttpLimits
@@ -24,9 +25,21 @@ SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connect
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
+_PARSED_BYTES = 8 << 10  # at once: the smallest requests have about 25 bytes
+_MAX_UNPARSED_BYTES = 64 << 10  # beyond them, nothing more is read until they are parsed
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
 _IDLE_GRACE_S = 0.25
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
+
+
+class _Flow(FlowControl):
+    """uvicorn's, which resumes reading at each response; not while ``is_full``."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class Connection(HttpToolsProtocol):
@@ -38,6 +51,7 @@ class Connection(HttpToolsProtocol):
     invalid_log: MinuteLog
     upgrade_log: MinuteLog
     unread_log: MinuteLog
+    flow: _Flow
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -45,12 +59,14 @@ class Connection(HttpToolsProtocol):
         self._is_reading_head = False
         self._is_reading_body = False
         self._num_head_bytes = 0
+        self._unparsed = b""  # requests behind those that are parsed and not answered
         self._client = ""
         self._request_timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=self.limits.max_unsent_bytes)
         num_beyond = len(self.connections) - self.limits.max_connections
         self._is_surplus = num_beyond > 0
@@ -68,6 +84,20 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        data, self._unparsed = self._unparsed + data, b""
+        self.flow.is_full = False
+        for start in range(0, len(data), _PARSED_BYTES):
+            if self.transport.is_closing():
+                return
+            if self.pipeline and not self._is_reading_body:
+                self._unparsed = data[start:]
+                self._stop_request_timer()  # a head waits for earlier requests, not for its client
+                self.flow.is_full = len(self._unparsed) > _MAX_UNPARSED_BYTES
+                self.flow.pause_reading()
+                return
+            self._parse(data[start : start + _PARSED_BYTES])
+
+    def _parse(self, data: bytes) -> None:
         is_reading = self._is_reading_head or self._is_reading_body
         if not is_reading and (self.cycle is None or self.cycle.response_complete):
             self._begin_head()
@@ -113,9 +143,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         _check_head(self.parser.get_http_version(), self.url, self.headers)
+        super().on_headers_complete()  # it raises if the URL is not valid
         self._is_reading_head, self._is_reading_body = False, True
         self._start_request_timer(self.limits.body_timeout_s, self._body_is_late)
-        super().on_headers_complete()
         if self._is_surplus:
             self.cycle.keep_alive = False
 
@@ -131,8 +161,16 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if is_last and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if is_last:
             self._becomes_idle()
+        if self._unparsed and not self.pipeline:
+            if self._is_reading_head:
+                self._start_request_timer(self.limits.header_timeout_s, self._head_is_late)
+            self.data_received(b"")
+            if not self._unparsed and not self.pipeline:
+                self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -183,7 +221,8 @@ class Connection(HttpToolsProtocol):
         self.num_ended[reply.code] += 1
         cycle = self.cycle
         is_between = self._is_reading_head and (cycle is None or cycle.response_complete)
-        if is_between or (cycle is not None and not cycle.response_started):
+        is_next = cycle is not None and not cycle.response_started and not self.pipeline
+        if is_between or is_next:
             body = reply.encode()
             # Once its head has arrived, the request can have an id from its client.
             name = (None if is_between else given_id(self.scope)) or new_id()

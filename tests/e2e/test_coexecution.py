@@ -1,7 +1,6 @@
 """CPU workers are killed and stopped under load: no client notices."""
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -9,23 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import psutil
 import pytest
-from corun.runtime.config.demo import with_demo
-from corun.runtime.config.engine import EngineConfig
 from corun.runtime.demo import demo_adapters_path
+from support.assisted_server import all_processes, assisted_options, running
 from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions
-from support.model_profiles import Figures, save_made_up_profile
-from support.serving import (
-    Served,
-    wait_until,
-)
+from support.serving import Served, wait_until
 
-# A load takes seconds, so that it is still under way when a slow machine starts its request.
-LINK_GIB_PER_S = 0.0005
-SLOWDOWN = 500  # of workers: a pass with their help takes a good part of a second, too
 NUM_QUESTIONS = 3  # of each adapter
 SAMPLE_S = 0.08
 JOB_WAITS_S = 0.4  # after the requests: then a pass waits for a stopped worker
@@ -37,21 +27,7 @@ FAULTS = ("corun:cpu_worker_failed_jobs_total", "corun:retried_rows_total")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    cpus = sorted(os.sched_getaffinity(0))
-    values: dict[str, Any] = {
-        "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "load_strategy": "assisted",
-        "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": SLOWDOWN,
-    }  # fmt: skip
-    profile = save_made_up_profile(
-        with_demo(EngineConfig(device="cpu", **values)),
-        tmp_path_factory.mktemp("profile") / "profile.json",
-        Figures(link_bytes_per_s=LINK_GIB_PER_S * 2**30),
-    )
-    options = [
-        text
-        for name, value in (values | {"profile": profile}).items()
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    options = assisted_options(tmp_path_factory.mktemp("profile"))
     environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with Served(*options, environment=environment) as served:
         yield served
@@ -60,23 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert served.process.wait(20) == 0
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive
-
-
-def all_processes(server: Served) -> list[psutil.Process]:
-    root = psutil.Process(server.process.pid)
-    return [root, *root.children(recursive=True)]
-
-
-def running(server: Served, module: str) -> list[psutil.Process]:
-    """The live processes of this module."""
-    found = []
-    for process in all_processes(server):
-        try:
-            if f"corun.cpu_workers.{module}" in process.cmdline():
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
 
 
 def asked_of(suffix: str) -> list[Question]:

@@ -1,7 +1,6 @@
 """The ends of servers: killed, stopped, orphaned; and the CPU time of idle servers."""
 
 import json
-import os
 import shutil
 import signal
 import threading
@@ -15,7 +14,7 @@ import httpx
 import psutil
 import pytest
 from corun.runtime.demo import demo_adapters_path, demo_model_path
-from support.residue import named_segments
+from support.residue import assert_nothing_left, shared_memory_of
 from support.serving import Served, wait_until
 
 # A stream that the test ends lasts longer than any of these tests.
@@ -75,26 +74,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         server.close()
 
 
-def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
-    """Files below /dev/shm that these processes have open or mapped."""
-    found = set()
-    for process in processes:
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-        names = [line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line]
-        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-            if descriptor.is_symlink():
-                names.append(os.readlink(descriptor))
-        found |= {Path(name) for name in names if name.startswith("/dev/shm/")}
-    return found
-
-
-def assert_nothing_left(server: Served, shared_memory: set[Path]) -> None:
-    _, alive = psutil.wait_procs(server.processes, timeout=10)
-    assert not alive
-    assert not [path for path in shared_memory if path.exists()]
-    assert not named_segments(*(process.pid for process in server.processes))
-
-
 def has_requests(server: Served, expected: tuple[int, int]) -> bool:
     """Whether so many requests run and so many wait."""
     metrics = server.metrics()
@@ -134,7 +113,7 @@ def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None
     assert statuses == sorted(statuses) and set(statuses) <= {200, 503}
     assert all(asked_s < ERROR_WITHIN_S for asked_s, status in seen if status == 200)
     assert server.process.wait(10) == 1
-    assert_nothing_left(server, shared_memory)
+    assert_nothing_left(server.processes, shared_memory)
     assert any("the engine has died; the server ends" in line for line in server.log_lines)
 
 
@@ -151,7 +130,7 @@ def test_sigterm_lets_running_requests_finish(start: Callable[..., Served]) -> N
     assert stream.lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in stream.lines[-2]
     assert server.process.wait(10) == 0
-    assert_nothing_left(server, shared_memory)
+    assert_nothing_left(server.processes, shared_memory)
 
 
 def test_an_idle_server_rests_and_its_engine_dies_with_it(start: Callable[..., Served]) -> None:
@@ -165,7 +144,7 @@ def test_an_idle_server_rests_and_its_engine_dies_with_it(start: Callable[..., S
     assert used_s <= MAX_IDLE_CPU_SHARE * IDLE_S
     server.process.kill()
     server.process.wait()
-    assert_nothing_left(server, shared_memory)
+    assert_nothing_left(server.processes, shared_memory)
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -6,26 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
+from support.attacked import MIB, Attacked, Rows, streams_on
 from support.memory_group import memory_group
 from support.serving import Served, corun_command
-from support.stream_probe import Gaps, StreamProbe
 
 pytestmark = pytest.mark.faults
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-NUM_STREAMS = 8
-WORST_GAP_S = 0.25
-MAX_API_BYTES = 300 << 20
 GROUP_BYTES = 3 << 30
-NUM_TRIES = 3  # another process of the machine may hold up one
-MIB = 1 << 20
 TEMPLATE = """
 {%- for message in messages %}
 {%- if message.content == "wordwrap" %}{{ ("a " * 2000000) | wordwrap(1) }}
@@ -126,84 +119,6 @@ BODIES: dict[str, tuple[str, Callable[[], Any], set[int]]] = {
 }  # fmt: skip
 
 
-class Rows:
-    """The table that is printed at the end."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, str, str, str]] = [
-            ("body", "status", "stream s", "health s", "noise s", "API MiB")
-        ]
-
-    def add(self, name: str, statuses: object, gaps: Gaps, peak_bytes: int) -> None:
-        times = (f"{one:.3f}" for one in (gaps.stream_s, gaps.health_s, gaps.noise_s))
-        stream_s, health_s, noise_s = times
-        self.rows.append(
-            (name, str(statuses), stream_s, health_s, noise_s, f"{peak_bytes / MIB:.0f}")
-        )
-
-    def lines(self) -> Iterator[str]:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        for row in self.rows:
-            yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-
-
-class Attacked:
-    """A server in a control group, if there is one, with streams on it."""
-
-    def __init__(self, served: Served, probe: StreamProbe, rows: Rows, group: Path | None) -> None:
-        self.served = served
-        self.group = group
-        self._probe = probe
-        self._rows = rows
-        self._api = psutil.Process(served.process.pid)
-
-    def check(self, name: str, attack: Callable[[], object]) -> None:
-        """Run ``attack`` and judge what it did to the streams and to the server."""
-        for number in range(NUM_TRIES):
-            self._reset_peak()
-            self._probe.read()
-            statuses = attack()
-            time.sleep(0.5)  # what it left behind counts too
-            gaps, peak_bytes = self._probe.read(), self._peak_bytes()
-            if max(gaps.stream_s, gaps.health_s) <= WORST_GAP_S or number == NUM_TRIES - 1:
-                break
-        self._rows.add(name, statuses, gaps, peak_bytes)
-        assert self.served.process.poll() is None, "the server has ended"
-        assert not gaps.num_failed, gaps
-        assert gaps.num_events, "no stream has run"
-        assert gaps.stream_s <= WORST_GAP_S, gaps
-        assert gaps.health_s <= WORST_GAP_S, gaps
-        assert peak_bytes <= MAX_API_BYTES, f"{peak_bytes / MIB:.0f} MiB"
-
-    def _reset_peak(self) -> None:
-        Path(f"/proc/{self._api.pid}/clear_refs").write_text("5")
-
-    def _peak_bytes(self) -> int:
-        status = Path(f"/proc/{self._api.pid}/status").read_text()
-        (line,) = (one for one in status.splitlines() if one.startswith("VmHWM:"))
-        return int(line.split()[1]) << 10
-
-    def num_killed(self) -> int:
-        """Processes of the group that the kernel has killed."""
-        assert self.group is not None
-        for name in ("memory.events", "memory.oom_control"):
-            path = self.group / name
-            if path.exists():
-                counts = dict(line.split() for line in path.read_text().splitlines())
-                return int(counts["oom_kill"])
-        pytest.skip("this kernel does not count killed processes of a group")
-
-
-@pytest.fixture(scope="module")
-def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
-    rows = Rows()
-    yield rows
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    reporter.write_line("")
-    for line in rows.lines():
-        reporter.write_line(line)
-
-
 @pytest.fixture(scope="module")
 def attacked(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
@@ -219,9 +134,7 @@ def attacked(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             "--device", "cpu", "--memory-gib", "0.25", "--chat-template", str(template),
             "--max-body-mib", "32", command=command,
         ))  # fmt: skip
-        probe = stack.enter_context(StreamProbe(served.url, NUM_STREAMS))
-        time.sleep(2)
-        yield Attacked(served, probe, rows, group)
+        yield stack.enter_context(streams_on(served, rows, group))
 
 
 def send(served: Served, path: str, body: bytes, timeout_s: float = 60.0) -> int:

@@ -31,6 +31,20 @@ def test_a_directory_of_ones_own_is_used(tmp_path: Path) -> None:
     assert list((tmp_path / "kernels").rglob("*.nbi"))
 
 
+def test_a_full_disk_does_not_stop_kernels(tmp_path: Path) -> None:
+    """A limit of the size of files, whose error differs from that of a full disk."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", limit + SCRIPT], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    directory, _, reason = done.stdout.strip().removeprefix("True ").partition(": ")
+    assert Path(directory).is_relative_to(tmp_path) and reason == "File too large"
+    (warning,) = done.stderr.splitlines()
+    assert "not kept" in warning and "NUMBA_CACHE_DIR" in warning and reason in warning
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
 def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -> None:
     cache = tmp_path / "kernels"

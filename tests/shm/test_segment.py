@@ -5,6 +5,7 @@ import errno
 import logging
 import mmap
 import os
+import resource
 import signal
 import stat
 import sys
@@ -79,6 +80,17 @@ def test_a_full_file_system_names_needed_and_available_bytes(
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(SpaceError, match="--shm-size"):
         Segment.create(4096, kind="test", backing="posix")
+
+
+def test_a_limit_of_the_size_of_files_is_named() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        for backing in _BACKINGS:
+            with pytest.raises(ShmError, match=r"for arena: .*\(ulimit -f\)"):
+                Segment.create(1 << 20, kind="arena", backing=backing)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_no_size_and_unknown_backings_are_refused() -> None:
