@@ -53,7 +53,7 @@ class Visit:
     place: int
     prompt: str
     num_tokens: int
-    leaves_after: int | None  # characters of the answer; None = it reads all
+    leaves_after: int | None  # events of the stream; None = it reads all
     aborts: bool  # its connection is reset
 
 
@@ -107,7 +107,7 @@ def visits(load: Load) -> Iterator[Visit]:
         yield Visit(
             gap_s=rng.expovariate(load.requests_per_s),
             place=rng.choices(range(load.num_adapters), cum_weights=summed)[0],
-            prompt=WORD if rng.random() < 0.75 else f"{WORD} {rng.randbytes(100).hex()}",
+            prompt=WORD if rng.random() < 0.75 else WORD + rng.randint(9, 60) * " again",
             num_tokens=num_tokens,
             leaves_after=rng.randrange(num_tokens) if is_left else None,
             aborts=rng.random() < 0.5,
@@ -199,6 +199,7 @@ class SoakLoad:
         body = {
             "model": adapter.name, "prompt": chat_prompt(visit.prompt), "stream": True,
             "temperature": 0, "max_tokens": visit.num_tokens, "ignore_eos": True,
+            "skip_special_tokens": False,  # so that each token is an event
         }  # fmt: skip
         aborts = visit.leaves_after is not None and visit.aborts
         async with self._post("/v1/completions", body, aborts=aborts) as reader:
@@ -211,17 +212,17 @@ class SoakLoad:
                 return
             if status != 200:
                 raise WrongAnswerError(f"{adapter.name}: {status} {await reader.read()!r}")
-            answer, is_first = "", True
+            texts: list[str] = []
             async for text in _events(reader):
-                if is_first:
-                    now_s, is_first = time.monotonic(), False
+                if not texts:
+                    now_s = time.monotonic()
                     self.tally.first_tokens.append((now_s, now_s - began_s))
-                answer += text
-                if visit.leaves_after is not None and len(answer) >= visit.leaves_after:
+                texts.append(text)
+                if len(texts) == visit.leaves_after:
                     self.tally.counts["left"] += 1
                     break
         if visit.prompt == WORD:
-            _check_text(answer, adapter.name, adapter.tasks[first:])
+            _check_text("".join(texts), adapter.name, adapter.tasks[first:])
 
     async def _check_answer(self, adapter: Adapter) -> None:
         status, text = await self._call(

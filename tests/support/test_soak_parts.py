@@ -40,7 +40,7 @@ def exceeded(found: list[Sample]) -> list[str]:
 
 @pytest.mark.parametrize("what", MAX_GROWTH)
 def test_what_grows_is_found(what: str) -> None:
-    step = 2 * MAX_GROWTH[what] / NUM_SAMPLES
+    step = 4 * MAX_GROWTH[what] / NUM_SAMPLES
     assert exceeded(samples(what, [step * number for number in range(NUM_SAMPLES)])) == [what]
 
 
