@@ -29,6 +29,7 @@ from .adapter_files import WEIGHTS
 # The answer of each of these demo tasks to the word; no answer is a prefix of another.
 WORD = "planet"
 ANSWERS = {"upper": "PLANET", "vowels": "pl*n*t", "reverse": "tenalp"}
+_UNLOADED = (404, 503)  # 503 while earlier requests for it run
 _ANSWER_TIMEOUT_S = 60.0
 _MAX_ERROR_CHARS = 400
 _KEPT_S = 60.0  # files of old versions: running requests may still read them
@@ -155,7 +156,7 @@ class SoakLoad:
             if adapter.is_served:
                 await self._guard("served", self._check_answer(adapter))
         for name in self._unloaded:
-            await self._guard("unloaded", self._check_gone(name))
+            await self._guard("unloaded", self._check_gone(name, (404,)))
 
     async def _guard(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Count what was done, and keep how it failed."""
@@ -207,7 +208,7 @@ class SoakLoad:
                 self.tally.counts["left"] += 1
                 return
             status = await _status(reader)
-            if status == 404 and not adapter.is_served:
+            if status in _UNLOADED and not adapter.is_served:
                 self.tally.counts["unloaded meanwhile"] += 1
                 return
             if status != 200:
@@ -232,9 +233,9 @@ class SoakLoad:
         answer = json.loads(text)["choices"][0]["text"]
         _check_text(answer, adapter.name, adapter.tasks[-1:])
 
-    async def _check_gone(self, name: str) -> None:
+    async def _check_gone(self, name: str, statuses: tuple[int, ...]) -> None:
         status, text = await self._call("/v1/completions", model=name, prompt="a", max_tokens=1)
-        _check(status == 404, f"{name} is unloaded: {status} {text}")
+        _check(status in statuses, f"{name} is unloaded: {status} {text}")
 
     async def _change_until(self, end_s: float) -> None:
         """One unload, one load and one reload a second."""
@@ -257,7 +258,7 @@ class SoakLoad:
         await self._change("unload", lora_name=adapter.name)
         self._unloaded.append(adapter.name)
         self._old.append((time.monotonic(), adapter.path))
-        await self._check_gone(adapter.name)
+        await self._check_gone(adapter.name, _UNLOADED)
 
     async def _load_new(self, place: int, rng: random.Random) -> None:
         name = f"loaded-{rng.getrandbits(64):016x}"
