@@ -43,6 +43,7 @@ class Soak:
     async def run(self, say: Callable[[str], None], record: Path | None) -> None:
         """Load the server until the end, sample it, and report each minute."""
         with program(READ_PROBE) as probe:
+            self._read(probe)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.load.run(self._url, self._end_s))
                 group.create_task(self._every(SAMPLE_EVERY_S, lambda: self._sample(record)))
@@ -144,11 +145,11 @@ def test_soak(
     with Served(*OPTIONS, *options) as served:
         soak = Soak(served, load, request.config.getoption("--soak"))
         asyncio.run(soak.run(say, request.config.getoption("--soak-record")))
-        assert set(served.processes[1:]) == set(served.processes[0].children(recursive=True))
         asyncio.run(load.check_served())
+        for line in ("", *soak.lines()):
+            say(line)
+        assert set(served.processes[1:]) == set(served.processes[0].children(recursive=True))
         _end(served)
-    for line in ("", *soak.lines()):
-        say(line)
     assert not load.tally.errors, load.tally.errors[:5]
     assert not [line for line in served.log_lines if "ERROR" in line or "Traceback" in line]
     assert [row for row in soak.rows() if not row.is_met] == []

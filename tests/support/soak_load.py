@@ -171,7 +171,7 @@ class SoakLoad:
     async def _post(
         self, path: str, body: dict[str, Any], *, aborts: bool = False
     ) -> AsyncIterator[asyncio.StreamReader]:
-        """Send a request on a connection of its own; the answer, from its first line on."""
+        """Send a request on a connection of its own, and yield the answer to be read."""
         reader, writer = await asyncio.open_connection(*self._address)
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
