@@ -59,7 +59,7 @@ test-ray: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 --ray --timeout 600 tests/over_ray $(ARGS)
 
 # One table: what each does to streams, to /health and to memory. As root in a control group, with
-# mounts of its own.
+# mounts of its own. ARGS="--soak [MINUTES] [--soak-record FILE]" then loads a server for an hour.
 test-faults: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 --faults --timeout 600 tests/faults $(ARGS)
 

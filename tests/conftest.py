@@ -32,6 +32,7 @@ _WITH_OPTION = {
     "clients": "installs clients: make test-clients",
     "ray": "runs Ray: make test-ray",
     "faults": "attacks a server for minutes: make test-faults",
+    "soak": "loads a server for an hour: make test-faults ARGS=--soak",
 }
 
 
@@ -53,6 +54,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--faults", action="store_true", help="run also attacks on a server, and their times"
     )
     parser.addoption(
+        "--soak",
+        nargs="?",
+        type=float,
+        const=60.0,
+        metavar="MINUTES",
+        help="with --faults: also load a server for this long, by default an hour",
+    )
+    parser.addoption(
+        "--soak-record",
+        type=Path,
+        metavar="FILE",
+        help="with --soak: append the samples to this file as lines of JSON",
+    )
+    parser.addoption(
         "--record", action="store_true", help="with --clients: record anew what they send"
     )
 
@@ -62,12 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
     num_processes = getattr(config.option, "numprocesses", None)
     # Tests that share the processors take longer, though all of them are done sooner.
     factor = num_processes if isinstance(num_processes, int) and num_processes else 1
-    budget = TimeBudget(
-        {
-            folder: factor * seconds
-            for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
-        }
-    )
+    budgets_s = {
+        folder: factor * seconds
+        for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
+    }
+    budgets_s["tests/faults"] += 60 * (config.getoption("--soak") or 0)
+    budget = TimeBudget(budgets_s)
     if not hasattr(config, "workerinput"):  # the process that started the others adds up
         config.pluginmanager.register(budget, "corun-time-budget")
 

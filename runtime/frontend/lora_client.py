@@ -5,6 +5,7 @@ import copy
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
@@ -64,7 +65,8 @@ class LoraClient:
         self._client = client
         self._operation_ids = itertools.count(1)
         self._operations: dict[int, asyncio.Future[None]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}  # by adapter name
+        # By adapter name, as long as one waits for it or holds it.
+        self._locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     def begin(self, base_name: str, adapters: Iterable[AdapterInfo]) -> None:
         """The engine is ready."""

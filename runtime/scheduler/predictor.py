@@ -14,6 +14,7 @@ from ..request import Request
 _MIN_ENDS = 20  # ended requests of an adapter before its own mean is used
 _WINDOW = 500  # newest ended requests that count
 _UNKNOWN_TOKENS = 256  # before any request has ended
+_MAX_KEYS = 8192  # whose means are kept; each version of an adapter is a key
 _NUM_BUCKETS = 5
 
 
@@ -58,7 +59,7 @@ class OutputHistory(Generic[Key]):
 
     def __init__(self) -> None:
         self._all = _Lengths()
-        self._by_key: dict[Key, _Lengths] = {}
+        self._by_key: dict[Key, _Lengths] = {}  # newest end last
 
     def predict(self, key: Key) -> int:
         """Return the predicted output tokens of a request that arrives now."""
@@ -70,7 +71,10 @@ class OutputHistory(Generic[Key]):
     def ended(self, key: Key, num_tokens: int) -> None:
         """Include a request that has ended without an abort or an error."""
         self._all.add(num_tokens)
-        self._by_key.setdefault(key, _Lengths()).add(num_tokens)
+        own = self._by_key[key] = self._by_key.pop(key, None) or _Lengths()
+        own.add(num_tokens)
+        if len(self._by_key) > _MAX_KEYS:
+            del self._by_key[next(iter(self._by_key))]
 
 
 class HistoryPredictor:

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import errno
+import gc
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_many_wait_for_one_answer(run: Callable[..., None]) -> None:
         assert resolver.asked == [(engine.get_model_info().name, "found")]
         await _ask(engine, "found")
         assert len(resolver.asked) == 1
+
+    run(test)
+
+
+def test_no_lock_of_an_unloaded_adapter_is_kept(run: Callable[..., None]) -> None:
+    def num_locks() -> int:
+        return sum(isinstance(one, asyncio.Lock) for one in gc.get_objects())
+
+    async def test(engine: AsyncEngine, resolver: Resolver) -> None:
+        before = num_locks()
+        for number in range(1, 21):
+            await engine.add_lora(LoRARequest(f"adapter-{number}", number, "/"))
+            await engine.remove_lora(f"adapter-{number}")
+        assert num_locks() == before
 
     run(test)
 

@@ -20,6 +20,7 @@ from support.scheduling import make_request, make_scheduler
 POPULAR, RARE = AdapterId(1), AdapterId(2)
 UNKNOWN_TOKENS = 256
 WINDOW = 500
+MAX_ADAPTERS = 8192  # with a mean of their own
 LENGTHS = range(1, 101)  # buckets of twenty: 1 to 20, 21 to 40 and so on
 
 
@@ -57,6 +58,18 @@ class TestHistory:
         end(predictor, [10] * (WINDOW // 2), POPULAR)
         assert predictor.predict(arriving()) == 10
         assert predictor.predict(arriving(RARE)) == 10
+
+    def test_adapters_that_end_no_requests_are_forgotten(self) -> None:
+        predictor = HistoryPredictor()
+        end(predictor, [100] * 20, RARE)
+        end(predictor, [50] * 20, POPULAR)
+        for number in range(3, MAX_ADAPTERS + 1):
+            end(predictor, [1], AdapterId(number))
+            end(predictor, [50], POPULAR)
+        assert predictor.predict(arriving(RARE)) == 100
+        end(predictor, [1], AdapterId(MAX_ADAPTERS + 1))
+        assert predictor.predict(arriving(RARE)) < 50
+        assert predictor.predict(arriving(POPULAR)) == 50
 
 
 class TestWithinTheScheduler:
