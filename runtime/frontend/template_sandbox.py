@@ -54,8 +54,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {
             name: bounded_filter(name, filter_) for name, filter_ in self.filters.items()
         }
+        tests: dict[str, Any] = self.tests
         for name in _COMPARING_TESTS:
-            self.tests[name] = _bounded_test(self.tests[name])
+            tests[name] = _bounded_test(tests[name])
         self.finalize = as_text
 
     def template_of(self, source: str) -> "BoundedTemplate":

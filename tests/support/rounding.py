@@ -5,12 +5,14 @@ the control is plain transformers itself, with sums in other orders and embeddin
 one unit in the last place.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from .parity import HalfErrors, ParityCase
 
@@ -132,11 +134,13 @@ class _Plain:
         return logits
 
     def _run_chunks(self, row: list[int]) -> torch.Tensor:
-        cache, logits = None, []
+        cache, logits = DynamicCache(config=self._model.config), []
+        # Its name since transformers 5.24, and before.
+        is_new = "cache" in inspect.signature(self._model.forward).parameters
+        given = {"cache" if is_new else "past_key_values": cache}
         for start in range(0, len(row), CHUNK_TOKENS):
             chunk = torch.tensor([row[start : start + CHUNK_TOKENS]])
-            out = self._model(input_ids=chunk, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = self._model(input_ids=chunk, use_cache=True, **given)
             logits.append(out.logits[0])
         return torch.cat(logits)
 
