@@ -8,6 +8,7 @@ so that they occupy no more threads. The threads do not delay the process's end.
 import asyncio
 import errno
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # without progress
 _SLICE_S = 0.5  # of one wait: for however long a process is stopped, it counts as one wait
+_SOON_S = 2.0
 _MAX_SILENT = 64  # calls, each of which occupies a thread
 _MAX_IDLE = 4  # threads
 _IDLE_S = 10.0  # after which an idle thread ends
@@ -248,3 +250,11 @@ def _retrieve(waiting: "asyncio.Future[Any]") -> None:
 
 FILES = FileCalls()
 """The pool of this process."""
+
+
+def is_directory(path: str) -> bool | None:
+    """Whether there is such a directory; None if its file system does not answer soon."""
+    try:
+        return FILES.call(lambda _: os.path.isdir(path), path, _SOON_S)
+    except SilentError:
+        return None

@@ -67,7 +67,10 @@ def _seems_a_model(key: str) -> bool:
 
 
 def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
-    """Raise ``ConfigError`` if a directory or file that an option names does not exist."""
+    """Raise ``ConfigError`` if a directory or file that an option names does not exist.
+
+    A directory that does not answer may exist; its adapters are served when it answers.
+    """
     if engine_config.lora_dir is not None:
         _check_directory(engine_config.lora_dir, "--lora-dir")
     for module in parse_lora_modules(engine_config.lora_modules):
@@ -98,6 +101,8 @@ def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
 
 
 def _check_directory(path: str, flag: str) -> None:
-    if not Path(path).is_dir():
+    from ..file_calls import is_directory
+
+    if is_directory(path) is False:
         reason = "not a directory" if Path(path).exists() else "no such directory"
         raise ConfigError(f"{flag} {path}: {reason}")

@@ -18,7 +18,7 @@ from ..adapters.peft_config import CONFIG_NAME
 from ..adapters.sources import is_adapter
 from ..config.notations import parse_lora_resolver
 from ..errors import AdapterError, ConfigError, RequestError, UnknownModelError
-from ..file_calls import FILES
+from ..file_calls import FILES, is_directory
 from ..limits import HubLimits
 from .hub_budget import HubBudget
 from .outputs import LoRARequest
@@ -222,6 +222,6 @@ def make_resolver(text: str, budget: HubBudget | None = None) -> LoraResolver:
     if kind == "hub":
         return HubResolver(argument, budget)
     directory = Path(str(argument))
-    if not directory.is_dir():
+    if is_directory(str(directory)) is False:
         raise ConfigError(f"--lora-resolver directory:{directory}: there is no such directory")
     return DirectoryResolver(directory)

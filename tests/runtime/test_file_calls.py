@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime import file_calls
-from corun.runtime.file_calls import FileCalls, Place, SilentError
+from corun.runtime.file_calls import FILES, FileCalls, Place, SilentError, is_directory
 
 _SOON_S = 20.0
 _SHORT_S = 0.05
@@ -212,3 +213,16 @@ def test_a_call_whose_caller_was_cancelled_keeps_its_deadline(dead: Mount) -> No
         assert dead.num_calls == 1
 
     asyncio.run(asyncio.wait_for(run(), _SOON_S))
+
+
+def test_a_directory_that_does_not_answer_may_exist(
+    dead: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    assert is_directory(str(tmp_path)) is True
+    assert is_directory(str(tmp_path / "file")) is is_directory(str(tmp_path / "x")) is False
+    monkeypatch.setattr(file_calls, "_SOON_S", 0.1)
+    monkeypatch.setattr(os.path, "isdir", dead.read)
+    assert is_directory("/mnt/dead") is None
+    dead.answers.set()
+    wait_until(lambda: not FILES.is_silent("/mnt/dead"))
