@@ -59,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self._is_reading_head = False
         self._is_reading_body = False
         self._num_head_bytes = 0
+        self._num_frame_bytes = 0  # of trailers and chunk extensions since the last part of a body
         self._unparsed = b""  # requests behind those that are parsed and not answered
         self._client = ""
         self._request_timer: asyncio.TimerHandle | None = None
@@ -115,8 +116,12 @@ class Connection(HttpToolsProtocol):
             invalid = ErrorReply(400, text, "invalid_http")
             self._refuse(error_reply(cause) if isinstance(cause, HttpError) else invalid)
             return
+        self._num_frame_bytes += len(data) if self._is_reading_body else 0
         if self._is_reading_head and self._num_head_bytes > _MAX_HEAD_BYTES:
             self._refuse(error_reply(_head_too_large()))
+        elif self._num_frame_bytes > _MAX_HEAD_BYTES:
+            text = f"the request has more than {_MAX_HEAD_BYTES} bytes of trailers or extensions"
+            self._refuse(ErrorReply(431, text, "head_too_large"))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection of a client that sends nothing more.
@@ -144,12 +149,17 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         _check_head(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()  # it raises if the URL is not valid
-        self._is_reading_head, self._is_reading_body = False, True
+        self._is_reading_head, self._is_reading_body, self._num_frame_bytes = False, True, 0
         self._start_request_timer(self.limits.body_timeout_s, self._body_is_late)
         if self._is_surplus:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._num_frame_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._num_frame_bytes = 0
         self._stop_request_timer()
         self._is_reading_body = False
         super().on_message_complete()

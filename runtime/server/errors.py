@@ -43,7 +43,10 @@ _HTTP_CODES: Mapping[str, tuple[int, str]] = {
     "invalid_http": (400, "The request is not valid HTTP/1.1."),
     "body_timeout": (408, "The body of the request took longer than --body-timeout-s."),
     "header_timeout": (408, "The head of the request took longer than --header-timeout-s."),
-    "head_too_large": (431, "The head of the request is too large."),
+    "head_too_large": (
+        431,
+        "The request's head, or its trailers and chunk extensions, are too large.",
+    ),
     "too_many_connections": (503, "All --max-connections are in use."),
     "too_many_idle_connections": (503, "The client has more than --max-idle-connections."),
     "internal_error": (500, "A bug in corun; the server's log has the cause."),

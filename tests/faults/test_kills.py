@@ -217,21 +217,24 @@ def text_of(server: Served) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("process", ["API", "engine"])
-def test_a_process_that_is_stopped_for_a_while(
-    options: dict[bool, list[str]], rows: Rows, process: str
-) -> None:
+def ask_into(server: Served, found: list[str]) -> None:
+    found.append(text_of(server))
+
+
+def test_processes_that_are_stopped_for_a_while(options: dict[bool, list[str]], rows: Rows) -> None:
     with Served(*options[False]) as server:
-        expected, found = text_of(server), []
-        thread = threading.Thread(target=lambda: found.append(text_of(server)))
-        thread.start()
-        send(server, ((process, STOP),))
-        time.sleep(STOPPED_S)
-        send(server, ((process, CONTINUE),))
-        thread.join(TIMEOUT_S)
-        assert found == [expected]
-        assert httpx.get(server.url + "/ready", timeout=TIMEOUT_S).status_code == 200
-    rows.add(f"{process} stopped for {STOPPED_S:g} s", "goes on")
+        expected = text_of(server)
+        for process in ("API", "engine"):
+            found: list[str] = []
+            thread = threading.Thread(target=partial(ask_into, server, found))
+            thread.start()
+            send(server, ((process, STOP),))
+            time.sleep(STOPPED_S)
+            send(server, ((process, CONTINUE),))
+            thread.join(TIMEOUT_S)
+            assert found == [expected]
+            assert httpx.get(server.url + "/ready", timeout=TIMEOUT_S).status_code == 200
+            rows.add(f"{process} stopped for {STOPPED_S:g} s", "goes on")
 
 
 def check_end(

@@ -82,7 +82,7 @@ LARGE_FRAMES = {  # of small bodies
     + b"\r\n",
     "a trailer of 4 MB": CHUNKED + b"\r\n1e\r\n" + BODY + b"\r\n0\r\na: " + b"b" * 2**22
     + b"\r\n\r\n",
-    "1,000,000 chunks": CHUNKED + b"\r\n" + b"1\r\n \r\n" * 1_000_000 + CHUNK,
+    "300,000 chunks": CHUNKED + b"\r\n" + b"1\r\n \r\n" * 300_000 + CHUNK,
 }  # fmt: skip
 
 
@@ -171,7 +171,8 @@ def test_large_frames_of_small_bodies(attacked: Attacked, kind: str) -> None:
     def attack() -> str:
         sent = LARGE_FRAMES[kind].replace(CHUNKED, CHUNKED + b"Connection: close\r\n")
         answers = [ask(attacked.served, sent) for _ in range(3)]
-        assert {status for one in answers for status in one} <= {200, 400, 408, 413, 431}
+        # The answer can be lost, as the server does not read the rest.
+        assert {tuple(one) for one in answers} <= ({(200,)} if "chunks" in kind else {(431,), ()})
         return counted(answers)
 
     attacked.check(kind, attack)
@@ -180,8 +181,8 @@ def test_large_frames_of_small_bodies(attacked: Attacked, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "one", "number"),
     [
-        ("20,000 pipelined GET", HEALTH + b"\r\n", 20_000),
-        ("200 pipelined prompts", SIZED + b"\r\n" + BODY, 200),
+        ("10,000 pipelined GET", HEALTH + b"\r\n", 10_000),
+        ("100 pipelined prompts", SIZED + b"\r\n" + BODY, 100),
         ("5,000 pipelined 404", SMUGGLED, 5_000),
     ],
 )
@@ -243,13 +244,11 @@ def test_half_closed_connections(attacked: Attacked) -> None:
     attacked.check("half-closed", attack)
 
 
-def slow(
-    served: Served, start: bytes, number: int, client: str = "127.0.0.1"
-) -> list[list[int]]:  # fmt: skip
+def slow(served: Served, starts: Sequence[bytes]) -> list[list[int]]:
     """Open connections that send a byte now and then, until the server closes them."""
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connect(served, client)) for _ in range(number)]
-        for connection in connections:
+        connections = [stack.enter_context(connect(served)) for _ in starts]
+        for connection, start in zip(connections, starts, strict=True):
             connection.sendall(start)
         deadline_s = time.monotonic() + max(HEADER_TIMEOUT_S, BODY_TIMEOUT_S) + 3.0
         while time.monotonic() < deadline_s:
@@ -264,21 +263,16 @@ def slow(
         raise AssertionError("a slow connection is still open")
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "number"),
-    [("500 slow heads", HEALTH + b"a: ", 500), ("300 slow bodies", SIZED + b"\r\n", 300)],
-)
-def test_slow_clients(attacked: Attacked, name: str, start: bytes, number: int) -> None:
-    if start.startswith(POST):
-        start = start.replace(b"Content-Length: 30", b"Content-Length: 300")
+def test_slow_clients(attacked: Attacked) -> None:
+    starts = [HEALTH + b"a: "] * 500 + [POST + b"Content-Length: 300\r\n\r\n"] * 300
 
     def attack() -> str:
-        answers = slow(attacked.served, start, number)
+        answers = slow(attacked.served, starts)
         # A byte after the end has the connection reset, which can lose the answer.
         assert {tuple(one) for one in answers} <= {(408,), ()}
         return counted(answers) or "closed"
 
-    attacked.check(name, attack)
+    attacked.check("500 slow heads, 300 slow bodies", attack)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +295,10 @@ def test_floods(attacked: Attacked, name: str, sent: bytes, status: int, text: s
     attacked.check(name, attack)
 
 
-@pytest.mark.parametrize("client", [OTHER_CLIENT, "127.0.0.1"])
-@pytest.mark.parametrize(("name", "start"), [("nothing", b""), ("half a head", HEALTH)])
+@pytest.mark.parametrize(
+    ("client", "name", "start"),
+    [("127.0.0.1", "nothing", b""), (OTHER_CLIENT, "half a head", HEALTH)],
+)
 def test_idle_connections(attacked: Attacked, client: str, name: str, start: bytes) -> None:
     """Of one address, beside others or as the streams."""
 
@@ -313,9 +309,10 @@ def test_idle_connections(attacked: Attacked, client: str, name: str, start: byt
                 connections.append(stack.enter_context(connect(attacked.served, client)))
                 with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                     connections[-1].sendall(start)
-            time.sleep(0.1)
-            num_open = sum(map(is_open, connections))
-            assert num_open <= MAX_IDLE
+            deadline_s = time.monotonic() + HEADER_TIMEOUT_S / 2  # the server accepts them later
+            while (num_open := sum(map(is_open, connections))) > MAX_IDLE:
+                assert time.monotonic() < deadline_s, f"{num_open} are open"
+                time.sleep(0.05)
             return f"{num_open} of {NUM_IDLE} kept"
 
     attacked.check(f"idle, {name}, {client}", attack)
@@ -341,11 +338,12 @@ def test_connections_that_come_and_go(attacked: Attacked) -> None:
             lambda connection: connection.sendall(SIZED + b"\r\n"),
             lambda connection: connection.sendall(SIZED + b"\r\n" + BODY),
         )
-        for number in range(4000):
-            connection = connect(attacked.served)
-            attack_each[number % len(attack_each)](connection)
-            connection.close()
-        return "4,000 closed"
+        began_s = time.monotonic()
+        for number in range(NUM_GONE):
+            time.sleep(max(0.0, began_s + number / GONE_PER_S - time.monotonic()))
+            with connect(attacked.served) as connection:
+                attack_each[number % len(attack_each)](connection)
+        return f"{NUM_GONE} closed"
 
     attacked.check(f"{GONE_PER_S} connections a second, closed at once", attack)
 
