@@ -71,7 +71,7 @@ class OutputHistory(Generic[Key]):
     def ended(self, key: Key, num_tokens: int) -> None:
         """Include a request that has ended without an abort or an error."""
         self._all.add(num_tokens)
-        own = self._by_key[key] = self._by_key.pop(key, None) or _Lengths()
+        own = self._by_key[key] = self._by_key.pop(key, _Lengths())
         own.add(num_tokens)
         if len(self._by_key) > _MAX_KEYS:
             del self._by_key[next(iter(self._by_key))]

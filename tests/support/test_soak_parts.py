@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def samples(what: str = "", values: list[float] | None = None) -> list[Sample]:
     made = []
     for number in range(NUM_SAMPLES):
         more = {what.lower().replace(" ", "_"): values[number]} if values else {}
-        held = {field: 100 + more.get(field, 0) for field in FIELDS}
+        held: dict[str, Any] = {field: 100 + more.get(field, 0) for field in FIELDS}
         made.append(
             Sample(
                 at_s=5.0 * number,
