@@ -71,9 +71,8 @@ class OutputHistory(Generic[Key]):
     def ended(self, key: Key, num_tokens: int) -> None:
         """Include a request that has ended without an abort or an error."""
         self._all.add(num_tokens)
-        own = self._by_key.pop(key) if key in self._by_key else _Lengths()
+        own = self._by_key[key] = self._by_key.pop(key, _Lengths())
         own.add(num_tokens)
-        self._by_key[key] = own
         if len(self._by_key) > _MAX_KEYS:
             del self._by_key[next(iter(self._by_key))]
 
