@@ -209,7 +209,7 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     return bounded
 
 
-def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_test(function: Any) -> Callable[..., Any]:
     """Return a test of Jinja that counts what it compares."""
 
     @functools.wraps(function)

@@ -23,6 +23,7 @@ from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
+_LONG_PATHS = (*GENERATING_PATHS, "/tokenize", "/detokenize")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
 _PARSED_BYTES = 8 << 10  # at once: the smallest requests have about 25 bytes
@@ -126,14 +127,14 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection of a client that sends nothing more.
 
-        A client that has left looks the same. So a request that generates ends. Any other one is
-        answered.
+        A client that has left looks the same. So a request that may take long ends. Any other one
+        is answered.
         """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_started:
             return False
         cycle.keep_alive = False
-        return cycle.scope["path"] not in GENERATING_PATHS
+        return cycle.scope["path"] not in _LONG_PATHS
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
