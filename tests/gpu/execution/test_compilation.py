@@ -54,7 +54,7 @@ def test_compilations_of_the_engines_thread_are_published() -> None:
     def kernel(x: int) -> int:
         return looks(x)
 
-    @overload(looks)  # type: ignore[untyped-decorator]  # numba has no types
+    @overload(looks, strict=False)  # type: ignore[untyped-decorator]  # numba has no types
     def compiled_looks(x: int) -> Any:
         seen.append(heartbeat.signs().activity)
         return lambda x: x + 1
