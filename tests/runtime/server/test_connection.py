@@ -203,22 +203,22 @@ def test_a_trailer_is_no_header(start_server: Callable[..., Any]) -> None:
         assert rest(sock).startswith(b"HTTP/1.1 401")
 
 
-@pytest.mark.parametrize("num_more", [0, 100])
+@pytest.mark.parametrize("num_bytes", [1, 100_000])
 @pytest.mark.parametrize(
     ("start", "end"),
     [(b"f;", b"\r\n%s\r\n0\r\n\r\n"), (b"f\r\n%s\r\n0\r\na: ", b"\r\n\r\n")],
 )
 def test_trailers_and_extensions_are_limited(
-    server: Any, start: bytes, end: bytes, num_more: int
+    server: Any, start: bytes, end: bytes, num_bytes: int
 ) -> None:
     body = b'{"prompt":"hi"}'
     parts = [part.replace(b"%s", body) for part in (start, end)]
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-    sent = head + b"Connection: close\r\n\r\n" + (b"a" * (1 + num_more * 1000)).join(parts)
+    sent = head + b"Connection: close\r\n\r\n" + (b"a" * num_bytes).join(parts)
     with connected(server) as sock:
-        sock.sendall(sent)
+        sock.sendall(sent[:70_000])  # it is refused before its end
         answer = rest(sock)
-    if num_more:
+    if num_bytes > 1:
         assert error_of(answer) == (431, "head_too_large") and b"trailers" in answer
     else:
         assert answer.startswith(b"HTTP/1.1 200")
