@@ -196,5 +196,5 @@ def test_the_last_tokens_of_a_text_without_structure(runs: PlainCodec) -> None:
     text = "x" * 5 + spaces(1900) + " " * 3
     steps = Steps(runs, text, prompt_limit(4096, 50))
     assert steps.tokens == whole(runs, text)[-50:]
-    with pytest.raises(RequestError, match=r"384000 characters .* at most 262144 of such"):
+    with pytest.raises(RequestError, match=r"384000 characters .* at most 262144 characters"):
         Steps(runs, spaces(3000), prompt_limit(4096, 50))
