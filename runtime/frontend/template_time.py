@@ -20,7 +20,7 @@ _NUM_THREADS = 2
 
 _limits: ContextVar[TemplateLimits] = ContextVar("_limits")
 _is_on_loop: ContextVar[bool] = ContextVar("_is_on_loop", default=False)
-_pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="corun-templates")
+_pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat-templates")
 
 
 class TemplateTimeoutError(RequestError):

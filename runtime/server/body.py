@@ -21,7 +21,7 @@ from .json_values import field_path, kind_of, wrong_type
 
 _MAX_INLINE_BYTES = 1 << 16  # of a body that the event loop parses itself
 # One thread: several would only take the interpreter's lock from each other.
-_pool = ThreadPoolExecutor(1, thread_name_prefix="corun-bodies")
+_pool = ThreadPoolExecutor(1, thread_name_prefix="request-bodies")
 _DISCARD_FACTOR = 4  # an oversized body is read (and dropped) up to this many times the limit
 
 

@@ -32,8 +32,6 @@ from support.peft_adapters import edit_config, save_adapter
 from support.residue import named_segments
 from transformers import AttentionInterface
 
-THREADS_OF_PROCESS = ("corun-bodies", "corun-templates")  # of any number of engines or servers
-
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -46,12 +44,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def held() -> tuple[int, list[str], list[str]]:
-    """Open descriptors, threads of engines, attention functions of corun."""
+    """Open descriptors, threads of corun, attention functions of corun."""
     gc.collect()
-    threads = [
-        t.name for t in threading.enumerate()
-        if t.name.startswith("corun") and not t.name.startswith(THREADS_OF_PROCESS)
-    ]  # fmt: skip
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("corun")]
     functions = [name for name in AttentionInterface._global_mapping if name.startswith("corun")]
     return len(os.listdir("/proc/self/fd")), threads, functions
 
