@@ -13,7 +13,7 @@ MAX_BYTES = 300 << 20
 
 # Prints the number of tokens or the error, the peak of memory in bytes, and the seconds.
 _SCRIPT = """
-import asyncio, json, resource, sys, time
+import asyncio, json, sys, time
 from corun.runtime.errors import RequestError
 from corun.runtime.frontend.chat_template import ChatTemplate
 from corun.runtime.frontend.codec import PlainCodec
@@ -32,7 +32,9 @@ try:
 except RequestError as error:
     result = [str(error), False]
 tokenizer.close()
-peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+# ru_maxrss would also count the process that started this one.
+(line,) = (one for one in open("/proc/self/status") if one.startswith("VmHWM:"))
+peak_bytes = int(line.split()[1]) << 10
 print(json.dumps([*result, peak_bytes, time.monotonic() - began_s]))
 """
 
