@@ -28,7 +28,7 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 _ROOT = Path(__file__).parent.parent
 # Markers of tests that run only with the option of that name.
 _WITH_OPTION = {
-    "full": "repeats other tests: make test-full",
+    "full": "repeats other tests, or runs a benchmark: make test-full",
     "clients": "installs clients: make test-clients",
     "ray": "runs Ray: make test-ray",
     "faults": "attacks a server for minutes: make test-faults",

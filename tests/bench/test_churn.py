@@ -4,13 +4,12 @@ import pytest
 from churn import Load, Tally, judge, run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "load",
     [
         Load(adapters=16, seconds=9, clients=4, warm_up_s=3, changes_per_s=2),
-        pytest.param(
-            Load(adapters=40, seconds=30, clients=4, warm_up_s=15), marks=pytest.mark.full
-        ),
+        Load(adapters=40, seconds=30, clients=4, warm_up_s=15),
     ],
     ids=lambda load: f"{load.seconds} s",
 )

@@ -160,6 +160,7 @@ def test_a_wait_counts_from_when_the_workers_could_have_been_done(
     assert recorder.take() == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an engine and a worker need 2 CPUs")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", DEVICES)

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import prefix_cache
+import pytest
 from models import llama_config, make_adapters, save_model
 
 
+@pytest.mark.full
 def test_every_case_compares_and_judges(tmp_path: Path) -> None:
     config = llama_config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

@@ -48,7 +48,7 @@ def elapsed_s(start_s: float) -> float:
     return time.monotonic() - start_s
 
 
-@pytest.mark.parametrize("sequence", [1, 2**31 - 2])
+@pytest.mark.parametrize("sequence", [pytest.param(1, marks=pytest.mark.full), 2**31 - 2])
 def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int) -> None:
     config = slow_config(first_sequence=sequence, num_ring_slots=4)
     with Driver([case(4)], config) as driver:
@@ -133,7 +133,9 @@ def test_a_slow_worker_is_left_alone() -> None:
         assert driver.pool.counts().num_restarts == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGSTOP]
+)
 def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     with Driver([case(4)], slow_config(2)) as driver:
         jobs = [begin(driver, worker, predicted_us=0) for worker in (0, 1)]
@@ -268,7 +270,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)]
+)
 def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", ENGINE, str(repository / "tests")]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE)

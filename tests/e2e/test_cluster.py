@@ -197,6 +197,7 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
     assert {one.name for one in cluster.status().adapters} == set(ADAPTERS) == names - {BASE}
 
 
+@pytest.mark.full  # an engine that hangs and a server that is started again have tests of their own
 def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
     found = CommandedCluster(
         tmp_path, "--engines", "1", "--unpinned", "--device", "cpu", "--memory-gib", "0.25",

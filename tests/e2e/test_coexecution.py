@@ -75,8 +75,8 @@ def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> N
     ("modules", "number"),
     [
         (("worker",), signal.SIGKILL),
-        (("worker",), signal.SIGSTOP),
-        (("supervisor",), signal.SIGKILL),
+        pytest.param(("worker",), signal.SIGSTOP, marks=pytest.mark.full),
+        pytest.param(("supervisor",), signal.SIGKILL, marks=pytest.mark.full),
         (("supervisor", "worker"), signal.SIGSTOP),
     ],
 )

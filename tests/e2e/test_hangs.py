@@ -17,6 +17,7 @@ from support.serving import Served, wait_until
 from support.stuck_server import STUCK, StuckServer
 
 LIMIT_S = 2.0
+SHORT_LIMIT_S = 1.0  # for an engine that is given up
 LAYER_S = 0.6  # five of them take longer than the limit
 # Nothing is compiled, so that the engine starts quickly, and its layers are modules.
 PLAIN = (
@@ -49,11 +50,11 @@ class Streamed:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], StuckServer]]:
+def start(tmp_path: Path) -> Iterator[Callable[[float], StuckServer]]:
     servers = []
 
-    def run() -> StuckServer:
-        servers.append(StuckServer(tmp_path / "what", "--engine-hang-s", str(LIMIT_S), *PLAIN))
+    def run(limit_s: float) -> StuckServer:
+        servers.append(StuckServer(tmp_path / "what", "--engine-hang-s", str(limit_s), *PLAIN))
         return servers[-1]
 
     yield run
@@ -84,30 +85,30 @@ def assert_given_up(server: Served, stream: Streamed, words: str) -> None:
         assert part in log
 
 
-def test_a_kernel_that_does_not_return(start: Callable[[], StuckServer]) -> None:
-    server = start()
-    assert readiness(server)[0] == 200
+def test_a_kernel_that_does_not_return(start: Callable[[float], StuckServer]) -> None:
+    server = start(SHORT_LIMIT_S)
+    until_ready(server)
     server.delay(STUCK)
     stream = Streamed(server)
     until_ready(server, is_ready=False)
     _, body = readiness(server)
     assert body["error"]["code"] == "engine_hung" and "layer 1 " in body["error"]["message"]
-    assert server.metrics()["corun:engine_stalled_seconds"] >= LIMIT_S
+    assert server.metrics()["corun:engine_stalled_seconds"] >= SHORT_LIMIT_S
     assert httpx.get(server.url + "/health").status_code == 200
     assert_given_up(server, stream, "layer 1 ")
     assert any("in forward_when_let" in line for line in server.log_lines)  # where it stands
 
 
-def test_a_stopped_process(start: Callable[[], StuckServer]) -> None:
-    server = start()
+def test_a_stopped_process(start: Callable[[float], StuckServer]) -> None:
+    server = start(SHORT_LIMIT_S)
     server.engine.send_signal(signal.SIGSTOP)
     stream = Streamed(server)
     until_ready(server, is_ready=False)
     assert_given_up(server, stream, "no heartbeat")
 
 
-def test_an_engine_that_goes_on_and_one_that_is_slow(start: Callable[[], StuckServer]) -> None:
-    server = start()
+def test_an_engine_that_goes_on_and_one_that_is_slow(start: Callable[[float], StuckServer]) -> None:
+    server = start(LIMIT_S)
     server.engine.send_signal(signal.SIGSTOP)
     stream = Streamed(server)
     until_ready(server, is_ready=False)

@@ -111,6 +111,7 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert where == "cuda" or "cuda" not in (done.stdout + done.stderr).lower()
 
 
+@pytest.mark.full
 def test_without_a_link_co_execution_is_off_and_a_busy_machine_is_told(tmp_path: Path) -> None:
     output, picture = tmp_path / "here.json", tmp_path / "pictures" / "here.png"
     with _somebody_who_computes():

@@ -83,11 +83,11 @@ def pids_of(engine: ColdEngine) -> list[int]:
     ("who", "number", "key"),
     [
         (one_worker, KILL, (0, 0)),
-        (one_worker, STOP, (2, 1)),
-        (workers_of, KILL, (1, 3)),
+        pytest.param(one_worker, STOP, (2, 1), marks=pytest.mark.full),
+        pytest.param(workers_of, KILL, (1, 3), marks=pytest.mark.full),
         (workers_of, STOP, (3, 3)),
         (supervisor_of, KILL, (2, 0)),
-        (everybody, KILL, (1, 0)),
+        pytest.param(everybody, KILL, (1, 0), marks=pytest.mark.full),
         (everybody, STOP, (0, 2)),
     ],
 )

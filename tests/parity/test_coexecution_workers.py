@@ -13,7 +13,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 
 @pytest.mark.parametrize(
-    ("delta_backend", "num_workers"), [("numpy", 3), ("torch", 1), ("numba", 2)]
+    ("delta_backend", "num_workers"),
+    [pytest.param("numpy", 3, marks=pytest.mark.full), ("torch", 1), ("numba", 2)],
 )
 def test_every_back_end_and_more_workers_than_cores(
     case: ParityCase, tmp_path_factory: pytest.TempPathFactory, delta_backend: str, num_workers: int

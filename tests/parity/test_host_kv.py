@@ -40,7 +40,10 @@ def make_engine(
     )  # fmt: skip
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)],
+    ids=["float32", "bfloat16"],
+)
 def engine(
     request: pytest.FixtureRequest, case: ParityCase, tmp_path: Path
 ) -> Iterator[ColdEngine]:

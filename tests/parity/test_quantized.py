@@ -51,7 +51,7 @@ def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
     assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
 
 
-@pytest.mark.parametrize("split_layer", [0, 2])
+@pytest.mark.parametrize("split_layer", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
     """Deltas by workers and by the device, of unrounded activations."""
     case = make_case(tmp_path / "case", quantization="int8")

@@ -368,7 +368,9 @@ def test_a_bias_that_would_be_lost_is_refused(model: Path) -> None:
         load(model, planned)
 
 
-@pytest.mark.parametrize(("mode", "max_weight_mib"), [("int8", 67), ("nf4", 113)])
+@pytest.mark.parametrize(
+    ("mode", "max_weight_mib"), [pytest.param("int8", 67, marks=pytest.mark.full), ("nf4", 113)]
+)
 def test_a_start_needs_little_more_than_what_it_leaves(
     mode: str, max_weight_mib: int, tmp_path: Path
 ) -> None:

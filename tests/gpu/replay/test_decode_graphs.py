@@ -145,8 +145,11 @@ class AskedPass:
 
 # Which of its rotary embeddings is taken depends on the lengths of requests.
 NOT_CAPTURED = {"phi3-longrope"}
-# Replayed in float32 in every run; the other architectures only with --full.
-IN_FLOAT32 = {"llama3-rope", "gemma2", "gpt-neox", "mixtral"}
+# Replayed in every run; the other architectures only with --full.
+OFTEN = {
+    "bfloat16": {"llama3-rope", "gemma3", "phi3-longrope", "cohere", "starcoder2", "mixtral"},
+    "float32": {"llama3-rope", "gemma2", "gpt-neox", "mixtral"},
+}
 
 
 def graphs_of(runner: ModelRunner) -> DecodeGraphs:
@@ -196,11 +199,9 @@ def llama(tmp_path: Path) -> Iterator[Pair]:
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        *[(name, "bfloat16") for name in ARCHITECTURES],
-        *[
-            pytest.param(name, "float32", marks=() if name in IN_FLOAT32 else pytest.mark.full)
-            for name in ARCHITECTURES
-        ],
+        pytest.param(name, dtype, marks=() if name in names else pytest.mark.full)
+        for dtype, names in OFTEN.items()
+        for name in ARCHITECTURES
     ],
 )
 def test_logits_keep_their_bits(

@@ -185,7 +185,7 @@ def test_this_machine_as_it_was_measured(
     assert "adapters of rank 96" in error and "up to rank 64" in error
 
 
-@pytest.mark.parametrize("percentile", [95.0, 80.0])
+@pytest.mark.parametrize("percentile", [95.0, pytest.param(80.0, marks=pytest.mark.full)])
 def test_table_and_pictures_say_the_same(
     percentile: float, workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

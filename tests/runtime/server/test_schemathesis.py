@@ -29,8 +29,8 @@ UNFITTING = [
 ]
 
 
-# 200 cases for each route, with valid and invalid ones; one for a route without input.
-@pytest.mark.parametrize("num_cases", [100, pytest.param(400, marks=pytest.mark.full)])
+# 80 cases for each route, with valid and invalid ones; one for a route without input.
+@pytest.mark.parametrize("num_cases", [40, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("method", "path", "mode"), FITTING + UNFITTING)
 def test_every_answer_fits_the_document(
     start_server: Callable[..., Any],
