@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from support.processes import line_of, program
@@ -56,7 +57,8 @@ class Soak:
             await asyncio.to_thread(work)
 
     def _sample(self, record: Path | None) -> None:
-        self.samples.append(take_sample(self._processes))
+        metrics = httpx.get(self._url + "/metrics", timeout=EXIT_TIMEOUT_S).text
+        self.samples.append(take_sample(self._processes, metrics))
         if record is not None:
             now_s = time.monotonic()
             more = {"p95_s": self._p95_s(now_s - 60, now_s), "read_s": self.probes[-1][1]}

@@ -29,7 +29,8 @@ def samples(what: str = "", values: list[float] | None = None) -> list[Sample]:
                 at_s=5.0 * number,
                 processes={"server": Held(**held), "engine": Held(**dict.fromkeys(FIELDS, 200))},
                 segments=int(2 + more.get("segments", 0)),
-                shared_mib=30 + more.get("shared_mib", 0),
+                shared_mib=30 + number % 7 + more.get("unaccounted_shared_mib", 0),
+                adapters_mib=25 + number % 7,
             )
         )
     return made
