@@ -67,7 +67,7 @@ test-faults: $(VENV)/.installed-dev
 audit: $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
 	grep -E '^[A-Za-z0-9_.-]+==' constraints.txt > $(VENV)/audited.txt
-	$(BIN)/pip-audit --requirement $(VENV)/audited.txt --no-deps --disable-pip $(ARGS)
+	$(BIN)/pip-audit --requirement $(VENV)/audited.txt --no-deps --disable-pip --strict $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
