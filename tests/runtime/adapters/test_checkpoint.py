@@ -226,7 +226,7 @@ def test_a_file_system_that_returns_parts_shows_no_incomplete_file(
     assert is_complete(write(tmp_path)) is True
 
 
-NUM_CASES = [200, pytest.param(20_000, marks=pytest.mark.full)]
+NUM_CASES = [200, pytest.param(5_000, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("num_cases", NUM_CASES)
