@@ -220,6 +220,7 @@ def test_queues_are_in_the_table() -> None:
     assert "10/20" in table(results)
 
 
+@pytest.mark.full
 def test_a_small_run_to_the_end_without_traces(
     run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_small_run_to_the_end_without_traces(
     assert not any(" left: " in text for text in again)  # all of it was kept
 
 
+@pytest.mark.full
 def test_memory_policies_are_compared_with_prefixes_kept(run: Callable[..., list[str]]) -> None:
     arguments = (
         "--memory", "--cells", "zipf@7.5@a40-llama8b-link3", "--seeds", "2", "--requests", "60",
