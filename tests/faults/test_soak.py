@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.processes import line_of, program
 from support.residue import named_segments
-from support.serving import Served
+from support.serving import ANSWER_TIMEOUT_S, Served
 from support.soak_load import Load, SoakLoad
 from support.soak_samples import READ_PROBE, Relative, Row, Sample, growth_rows, p95, take_sample
 
@@ -57,7 +57,7 @@ class Soak:
             await asyncio.to_thread(work)
 
     def _sample(self, record: Path | None) -> None:
-        metrics = httpx.get(self._url + "/metrics", timeout=EXIT_TIMEOUT_S).text
+        metrics = httpx.get(self._url + "/metrics", timeout=ANSWER_TIMEOUT_S).text
         self.samples.append(take_sample(self._processes, metrics))
         if record is not None:
             now_s = time.monotonic()

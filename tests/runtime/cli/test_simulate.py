@@ -242,7 +242,6 @@ def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "with a P90 of first tokens of at most 0.5 s" in said["load"]
 
 
-@pytest.mark.full
 def test_placements_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
