@@ -12,7 +12,7 @@ from support.serving import Served
 
 # A load takes seconds, so that it is still under way when a slow machine starts its request.
 LINK_GIB_PER_S = 0.0005
-SLOWDOWN = 500  # of workers: a pass with their help takes a good part of a second, too
+SLOWDOWN = 150  # of workers: with their help, a pass takes a good part of a second, too
 
 
 def assisted_options(directory: Path) -> list[str]:
