@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .runtime.frontend.lora_resolvers import LoraResolver
     from .runtime.frontend.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from .runtime.request import Request
-    from .runtime.sampling import SamplingParams
+    from .runtime.sampling import SamplingParams, StructuredOutput
     from .runtime.scheduler.policy import PolicyFacts, SchedulerPolicy, Verdict
 
 __version__ = "0.2.0"
@@ -68,6 +68,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerPolicy",
     "StepFailedError",
+    "StructuredOutput",
     "TooManySequencesError",
     "UnknownModelError",
     "Verdict",
@@ -80,6 +81,7 @@ _MODULES = {
     "AsyncEngine": ".runtime.frontend.async_engine",
     "EngineConfig": ".runtime.config.engine",
     "SamplingParams": ".runtime.sampling",
+    "StructuredOutput": ".runtime.sampling",
     "LoRARequest": ".runtime.frontend.outputs",
     "LoraResolver": ".runtime.frontend.lora_resolvers",
     "Logprob": ".runtime.frontend.outputs",

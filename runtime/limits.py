@@ -15,6 +15,7 @@ MAX_DEFAULT_BODY_BYTES = 32 << 20
 _MIN_DEFAULT_BODY_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 64  # of the context
 MAX_BAD_WORDS = 128
+MAX_STRUCTURE_BYTES = 64 << 10  # of a schema, regex or grammar
 MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
 
@@ -164,6 +165,27 @@ def check_num_bad_words(num_words: int) -> None:
         raise RequestError(
             f"{num_words} bad words were given, at most {MAX_BAD_WORDS} are served",
             param="bad_words",
+        )
+
+
+def check_structure_bytes(text: str, param: str) -> None:
+    """Raise ``RequestError`` for a schema, regex or grammar that is too long; ``param``: its field.
+
+    Also raises it for a text that is not valid Unicode.
+    """
+    num_bytes = len(text)
+    if num_bytes <= MAX_STRUCTURE_BYTES:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{param} is not valid Unicode: {error.reason} at character {error.start}",
+                param=param,
+            ) from None
+    if num_bytes > MAX_STRUCTURE_BYTES:
+        raise RequestError(
+            f"{param} has {num_bytes} bytes or more, at most {MAX_STRUCTURE_BYTES} are served",
+            param=param,
         )
 
 

@@ -5,10 +5,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .errors import RequestError
-from .limits import check_num_bad_words
+from .limits import check_num_bad_words, check_structure_bytes
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+STRUCTURE_KINDS = (
+    "json_schema",
+    "json_object",
+    "regex",
+    "choice",
+    "grammar",
+    "structural_tag",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,28 @@ RANGES: Mapping[str, Range] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an answer has: a schema, regex, list of choices, grammar, or tags.
+
+    Raises ``RequestError`` for an unknown ``kind`` and a ``text`` that is too long. Whether the
+    text can be compiled is checked when a request is sent.
+    """
+
+    kind: str  # one of ``STRUCTURE_KINDS``
+    text: str  # schema, choices and tags as JSON; a regex; a grammar in llguidance's Lark or GBNF
+    field: str = "structured_output"  # the request's field that has it, for errors
+
+    def __post_init__(self) -> None:
+        if self.kind not in STRUCTURE_KINDS:
+            raise RequestError(
+                f"the kind of {self.field} is {self.kind!r}, must be one of "
+                f"{', '.join(STRUCTURE_KINDS)}",
+                param=self.field,
+            )
+        check_structure_bytes(self.text, self.field)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn and when a request ends.
@@ -81,6 +111,7 @@ class SamplingParams:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens, likewise
     prompt_logprobs: int | None = None  # alternatives per prompt token; 0 = the token only
     truncate_prompt_tokens: int | None = None  # the last ones kept; -1 = as many as fit
+    structured_output: StructuredOutput | None = None  # None = any text
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _string_tuple(self.stop))

@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from corun.runtime.errors import RequestError
-from corun.runtime.sampling import SamplingParams
+from corun.runtime.sampling import SamplingParams, StructuredOutput
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,24 @@ def test_rules_of_tokens_that_cannot_be(params: dict[str, Any], param: str) -> N
     with pytest.raises(RequestError) as caught:
         SamplingParams(**params)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "error"),
+    [
+        ("xml", "{}", "the kind of guided_json is 'xml', must be one of json_schema, json_object"),
+        ("regex", "x" * 65537, "guided_json has 65537 bytes or more, at most 65536 are served"),
+        ("regex", "é" * 32769, "guided_json has 65538 bytes or more"),
+        ("regex", "a\ud800", "guided_json is not valid Unicode: surrogates not allowed at char"),
+    ],
+)
+def test_structures_that_cannot_be(kind: str, text: str, error: str) -> None:
+    with pytest.raises(RequestError, match=error) as caught:
+        StructuredOutput(kind, text, "guided_json")
+    assert caught.value.param == "guided_json"
+
+
+def test_a_structure_reaches_the_engine() -> None:
+    params = SamplingParams(structured_output=StructuredOutput("regex", "[0-9]+"))
+    sent = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(sent, type=SamplingParams) == params
