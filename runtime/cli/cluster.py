@@ -52,6 +52,7 @@ _RAY_TIMEOUT_S = 5.0
 _OF_GATEWAYS = (
     "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file",
     "allow_runtime_lora_updating", "allowed_lora_dirs", "metrics_need_key", "health_needs_key",
+    "allowed_origins",
 )  # fmt: skip
 
 _logger = logging.getLogger(__name__)

@@ -34,7 +34,8 @@ _SERVE_GROUPS = (
         ("host", "port", "served_model_name", "api_key", "admin_key"),
         (
             "api_key_file", "admin_key_file", "allow_runtime_lora_updating", "allowed_lora_dirs",
-            "metrics_need_key", "health_needs_key", "unknown_fields", "sse_keep_alive_s",
+            "metrics_need_key", "health_needs_key", "allowed_origins", "unknown_fields",
+            "sse_keep_alive_s",
             "drain_timeout_s", "engine_hang_s",
         ),
     ),

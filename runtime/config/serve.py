@@ -17,6 +17,15 @@ def _check_prefix(text: str, flag: str) -> None:
         )
 
 
+def _check_origins(origins: tuple[str, ...], flag: str) -> None:
+    for origin in origins:
+        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin) is None:
+            raise ConfigError(
+                f"{flag} is {origin!r}, must be * or a scheme, a host and perhaps a port, with no "
+                "path or final slash, such as http://localhost:3000"
+            )
+
+
 def _check_keys(keys: tuple[str, ...], flag: str) -> None:
     for key in keys:
         if key != key.strip():  # as the header's is
@@ -72,6 +81,13 @@ class ServeConfig:
     )
     metrics_need_key: bool = option(False, help="Require a key for /metrics.")
     health_needs_key: bool = option(False, help="Require a key for /health, /ready and /version.")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        metavar="ORIGIN",
+        help="Origins of web pages that may call the API from a browser (CORS), such as "
+        "http://localhost:3000; * = any. Default: only pages of the server itself.",
+        check=_check_origins,
+    )
     chat_template: str | None = option(
         None,
         metavar="FILE",

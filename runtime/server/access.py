@@ -1,6 +1,7 @@
 """Access control: the keys of requests, compared in constant time."""
 
 import hmac
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -18,6 +19,8 @@ _ADAPTER_PATHS = tuple(
     for prefix in ("/v1", "")
     for name in ("load_lora_adapter", "unload_lora_adapter", "lora_adapters")
 )
+
+_logger = logging.getLogger(__name__)
 
 
 class Keys:
@@ -67,6 +70,14 @@ class Access:
             raise ConfigError(
                 "MODEL equals one of the keys; it must come before their flags: corun serve MODEL "
                 "--api-key KEY ..."
+            )
+
+    def warn_if_open(self, origins: Iterable[str]) -> None:
+        """Log a warning if ``origins`` let every page that a user opens use the server."""
+        if "*" in origins and not self.api:
+            _logger.warning(
+                "--allowed-origins * without --api-key: every web page that is open in a browser "
+                "which reaches this server can use it; name the origins, or set a key"
             )
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:

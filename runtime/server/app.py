@@ -12,6 +12,7 @@ from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH
 from .basic_routes import BasicRoutes
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
+from .cors import with_cors
 from .lora_routes import LoraRoutes
 from .middleware import AuthMiddleware, Handler, guarded, plain_app
 from .openapi import openapi_json
@@ -25,13 +26,14 @@ def build_app(state: ServerState) -> ASGIApp:
         "/v1/completions": CompletionEndpoint(state),
         "/v1/chat/completions": ChatEndpoint(state),
     }
-    return AuthMiddleware(
+    app = AuthMiddleware(
         plain_app(_routes(state, generating)),
         generating,
         access=state.settings.access,
         max_connections=state.settings.limits.max_connections,
         on_answered=state.metrics.answered,
     )
+    return with_cors(app, state.settings.allowed_origins)
 
 
 def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route]:

@@ -48,6 +48,7 @@ async def serve(
     engine_config = replace(engine_config, allowed_lora_dirs=serve_config.allowed_lora_dirs)
     access = Access.of(serve_config)
     access.check_model(engine_config.model)
+    access.warn_if_open(serve_config.allowed_origins)
     _check_resolvers(engine_config, access)
     allow_descriptors(serve_config.max_connections)
     stop = StopSignals()

@@ -28,6 +28,7 @@ class AppSettings:
 
     served_names: Sequence[str] = ()  # of the base model; empty = its own name
     access: Access = field(default_factory=Access)
+    allowed_origins: Sequence[str] = ()  # of pages in browsers
     metrics_prefix: str = "corun"  # gives corun:num_requests_running
     unknown_fields: str = "warn"
     limits: HttpLimits = field(default_factory=HttpLimits)
@@ -48,6 +49,7 @@ class AppSettings:
         return cls(
             served_names=serve_config.served_model_name,
             access=access,
+            allowed_origins=serve_config.allowed_origins,
             metrics_prefix=serve_config.metrics_prefix,
             unknown_fields=serve_config.unknown_fields,
             limits=replace(

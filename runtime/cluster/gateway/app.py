@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from ...errors import UnknownModelError
 from ...server.answers import Health, ModelCard, ModelList, Readiness, Version
 from ...server.connection import GENERATING_PATHS
+from ...server.cors import with_cors
 from ...server.errors import error_response
 from ...server.metrics import CONTENT_TYPE
 from ...server.middleware import AuthMiddleware, Handler, guarded, plain_app
@@ -48,13 +49,14 @@ def build_gateway_app(
             path = f"{prefix}/{verb}_lora_adapter"
             routes.append(Route(path, guarded(handler), methods=["POST"]))
     routes.append(Route("/openapi.json", guarded(basic.openapi(routes))))
-    return AuthMiddleware(
+    app = AuthMiddleware(
         plain_app(routes),
         forwarding,
         access=state.settings.access,
         max_connections=state.settings.limits.max_connections,
         on_answered=state.counts.answered,
     )
+    return with_cors(app, state.settings.allowed_origins)
 
 
 class _BasicGatewayRoutes:

@@ -39,6 +39,7 @@ async def run_gateway(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """
     serve = settings.serve
     access = Access.of(serve)
+    access.warn_if_open(serve.allowed_origins)
     seed = f"{settings.gateway_id} {time.time_ns()}"
     routing = Routing(settings.router, settings.num_gateways, random.Random(seed))  # noqa: S311 - no secret
     allow_descriptors(2 * serve.max_connections)  # a request has a second one, to an engine
@@ -76,6 +77,7 @@ def _make_state(
         cluster_key=settings.cluster_key,
         settings=AppSettings(
             access=access,
+            allowed_origins=serve.allowed_origins,
             metrics_prefix=serve.metrics_prefix,
             unknown_fields=serve.unknown_fields,
             limits=limits_of(serve),

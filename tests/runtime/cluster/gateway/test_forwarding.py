@@ -287,3 +287,18 @@ def test_a_gateway_says_which_routes_it_has() -> None:
         assert (await cluster.get("/v1/completions"))[0] == 405
 
     in_cluster(work)
+
+
+def test_pages_of_an_allowed_origin_may_call_a_gateway() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        page = {"Origin": "http://localhost:3000"}
+        asks = page | {"Access-Control-Request-Method": "POST"}
+        async with cluster.session.options(f"{cluster.url}/v1/completions", headers=asks) as answer:
+            assert answer.status == 200
+        for body in (b'{"prompt": "x"}', b'{"prompt": "x", "model": "none"}'):
+            async with cluster.session.post(
+                f"{cluster.url}/v1/completions", data=body, headers=page
+            ) as answer:
+                assert answer.headers["Access-Control-Allow-Origin"] == page["Origin"]
+
+    in_cluster(work, allowed_origins=("http://localhost:3000",))
