@@ -1,0 +1,204 @@
+"""Grammars of structured output: from a request's schema, regex or grammar to llguidance's text.
+
+Pure, and quick but for hostile texts: ``process.py`` tries each text first, where it can be killed.
+A keyword that llguidance does not know is refused with its name, never ignored.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from ..errors import RequestError
+from ..sampling import StructuredOutput
+
+_MAX_DEPTH = 64  # of a schema
+_MAX_SHOWN_CHARS = 300  # of llguidance's message
+# Whitespace between the parts of JSON is limited: a model would otherwise indent for ever.
+_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_ANY_TEXT = r"/(.|\n)*/"
+_LARK_START = re.compile(r"(?m)^\s*(%llguidance\b|start\s*[:\[])")
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+# Parts of llguidance's messages that do not name the keyword of the schema.
+_KEYWORDS: Mapping[str, str] = {
+    "oneOf constraints": "oneOf with schemas that one value may match",
+    "not present in a registry": "$ref to another document",
+    "Unknown format": "the keyword format",
+    "minProperties": "minProperties or maxProperties beside optional properties",
+    "Unable to determine if regex is empty": "pattern beside minLength, maxLength or format",
+}
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits on the work of a grammar, for its trial and for each matcher."""
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,  # about 7 ms of one mask
+        step_max_items=25_000,
+        max_lexer_states=50_000,  # 1 to 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def compile_grammar(structured: StructuredOutput) -> str:
+    """Return the grammar of ``structured`` for ``LLMatcher``. Raises ``RequestError``.
+
+    Only ``check_structure`` finds all errors.
+    """
+    return _COMPILERS[structured.kind](structured.text, structured.field)
+
+
+def check_structure(structured: StructuredOutput, tokenizer: LLTokenizer) -> None:
+    """Raise ``RequestError`` for what cannot be served; the message names the keyword.
+
+    Takes long for hostile texts, and may crash.
+    """
+    grammar = compile_grammar(structured)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, tokenizer, limits=parser_limits()
+    )
+    for message in messages:
+        unknown = _UNKNOWN_KEYWORDS.search(message)
+        if unknown is not None:
+            raise _refused(structured.field, f"the schema has the keywords {unknown[1]}")
+    if is_error:
+        raise _refused(structured.field, _explained(messages[0]))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refused(structured.field, _explained(matcher.get_error()))
+
+
+def _explained(message: str) -> str:
+    """Return llguidance's message on one line, with the keyword that it is about."""
+    # The list of all special tokens, and a picture of the place, are too long.
+    text = message.partition("; following special tokens")[0].partition("\n   1 |")[0]
+    text = " ".join(text.split())
+    if len(text) > _MAX_SHOWN_CHARS:
+        text = text[:_MAX_SHOWN_CHARS] + "…"
+    found = [keyword for part, keyword in _KEYWORDS.items() if part in message]
+    return f"{found[0]}: {text}" if found else text
+
+
+def _refused(field: str, reason: str) -> RequestError:
+    return RequestError(f"{field} cannot be served: {reason}", param=field)
+
+
+def _json_schema(text: str, field: str) -> str:
+    schema = _read_json(text, field)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _refused(field, "the schema is not an object")
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+
+
+def _json_object(text: str, field: str) -> str:
+    """Any object; ``text`` is not used."""
+    return _json_schema('{"type": "object"}', field)
+
+
+def _regex(text: str, field: str) -> str:
+    """The whole answer matches; ``^`` at the start and ``$`` at the end change nothing."""
+    text = text.removeprefix("^")
+    if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2 == 1:
+        text = text[:-1]
+    return LLMatcher.grammar_from_regex(text)
+
+
+def _choice(text: str, field: str) -> str:
+    choices = _read_json(text, field)
+    if not (isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices)):
+        raise _refused(field, "choices are a list of strings, at least one")
+    return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_literal, choices))}")
+
+
+def _grammar(text: str, field: str) -> str:
+    """Lark of llguidance, or GBNF of llama.cpp."""
+    if _LARK_START.search(text) is None:
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # of any type, as it finds mistakes by chance
+            what = str(error) or type(error).__name__
+            raise _refused(field, f"it is neither Lark with start: nor GBNF: {what}") from None
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _structural_tag(text: str, field: str) -> str:
+    """Free text with tags, each of which begins, has JSON of a schema, and ends.
+
+    The text is an object with ``structures`` (each ``begin``, ``schema`` and ``end``) and
+    ``triggers``, at each of which a structure begins.
+    """
+    tag = _read_json(text, field)
+    structures = tag.get("structures") if isinstance(tag, dict) else None
+    triggers = tag.get("triggers") if isinstance(tag, dict) else None
+    if not (_is_list_of(structures, dict) and _is_list_of(triggers, str) and all(triggers)):
+        raise _refused(field, "tags are an object with lists of structures and triggers")
+    rules = []
+    for number, structure in enumerate(structures):
+        begin, end = structure.get("begin"), structure.get("end", "")
+        schema = structure.get("schema", structure.get("grammar", True))
+        if not (
+            isinstance(begin, str) and isinstance(end, str) and isinstance(schema, dict | bool)
+        ):
+            raise _refused(field, f"structures[{number}] lacks begin, end or a schema")
+        trigger = next((one for one in triggers if begin.startswith(one)), None)
+        if trigger is None:
+            raise _refused(field, f"structures[{number}] begins with none of the triggers")
+        rest = f"{_literal(begin[len(trigger) :])} %json {json.dumps(schema)} {_literal(end)}"
+        rules.append(
+            f"trigger_{number}[lazy]: TEXT {_literal(trigger)}\n"
+            f"tag_{number}: trigger_{number} {rest}"
+        )
+    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    lark = f"start: ({tags})* last\nlast: TEXT\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
+
+
+def _literal(text: str) -> str:
+    """Return a string of Lark."""
+    return json.dumps(text)
+
+
+def _read_json(text: str, field: str) -> Any:
+    """Return the value. Raises ``RequestError`` unless it is JSON, and not too deep."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _refused(field, f"it is not valid JSON: {error}") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for one in level for item in _items(one)]
+        if not level:
+            return value
+    raise _refused(field, f"it is more than {_MAX_DEPTH} objects and arrays deep")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+_COMPILERS: Mapping[str, Callable[[str, str], str]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}
