@@ -104,7 +104,7 @@ class ChatEndpoint(GenerationEndpoint):
             limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
         )  # fmt: skip
 
-    def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+    def stream_encoder(self, request: ParsedRequest) -> ChunkEncoder:
         return _ChatChunks(request)
 
     def choices(

@@ -101,7 +101,7 @@ class CompletionEndpoint(GenerationEndpoint):
             echo=bool(request.echo),
         )
 
-    def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+    def stream_encoder(self, request: ParsedRequest) -> ChunkEncoder:
         if request.sampling.max_tokens == 0:
             return _WholeChoices(request, self._echo_of, self.choices)
         return _CompletionChunks(request, self._echo_of)

@@ -35,7 +35,7 @@ from .responses import (
     TokenIds,
     usage_of,
 )
-from .sse import DONE_EVENT, ChunkEncoder, ResponseWriter
+from .sse import ResponseWriter, StreamEncoder
 from .state import ServerState
 
 
@@ -56,7 +56,7 @@ class GenerationEndpoint(ABC):
         """
 
     @abstractmethod
-    def chunk_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+    def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
         """Return an encoder for the stream that answers ``request``."""
 
     @abstractmethod
@@ -154,23 +154,28 @@ class GenerationEndpoint(ABC):
     async def _answer_stream(
         self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord
     ) -> None:
-        encoder = self.chunk_encoder(request)
+        encoder = self.stream_encoder(request)
+        writer.error_event = encoder.error_event
         with kept_alive(writer, self.state.settings.sse_keep_alive_s):
             runs = record.begin(request)
             await self._generate(request, runs, encoder, writer)
-        last = encoder.last_event(
+        last = encoder.end(
             usage_of(run.latest for run in runs) if request.body.wants_stream_usage else None,
             self._timing_of(runs) if request.body.return_timing else None,
         )
-        await writer.end_events(last + DONE_EVENT)
+        await writer.end_events(last)
 
     async def _answer_whole(
         self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord
     ) -> None:
         runs = record.begin(request)
         await self._generate(request, runs, None, writer)
+        await writer.write_json(msgspec.json.encode(self.answer(request, runs)))
+
+    def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
+        """Return the answer of a request whose prompts have ended."""
         envelope = request.envelope
-        answer = Answer(
+        return Answer(
             id=envelope.id,
             object=envelope.object,
             created=envelope.created,
@@ -185,13 +190,12 @@ class GenerationEndpoint(ABC):
             prompt_token_ids=self.prompt_token_ids(request, runs[0].latest),
             prompt_logprobs=self.prompt_logprobs(runs[0].latest),
         )
-        await writer.write_json(msgspec.json.encode(answer))
 
     async def _generate(
         self,
         request: ParsedRequest,
         runs: Sequence[PromptRun],
-        encoder: ChunkEncoder | None,
+        encoder: StreamEncoder | None,
         writer: ResponseWriter,
     ) -> None:
         """Run all prompts to their end, and write the events of ``encoder``, if there is one.
@@ -215,7 +219,7 @@ class GenerationEndpoint(ABC):
         request: ParsedRequest,
         index: int,
         run: PromptRun,
-        encoder: ChunkEncoder | None,
+        encoder: StreamEncoder | None,
         writer: ResponseWriter,
     ) -> None:
         outputs = self.state.engine.generate(

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import CorunError
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from .errors import error_reply, response_of
+from .errors import ErrorReply, error_reply, response_of
 from .generation_request import ParsedRequest
 from .request_ids import HEADER, given_id
 from .responses import Timing, Usage, usage_of
@@ -29,7 +29,10 @@ _STREAM_HEADERS = (
 class ResponseWriter:
     """Writes the answer to one HTTP request over ASGI: a stream, a body, or an error."""
 
-    __slots__ = ("_last_s", "_receive", "_scope", "_send", "request_id", "status", "wants_timing")
+    __slots__ = (
+        *("_last_s", "_receive", "_scope", "_send"),
+        *("error_event", "request_id", "status", "wants_timing"),
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -39,6 +42,7 @@ class ResponseWriter:
         self._last_s = time.monotonic()
         self.request_id = given_id(scope)  # in the answer's headers; None: not known yet
         self.wants_timing = False  # also in errors
+        self.error_event = _error_event  # makes the last event of a stream that failed
 
     @property
     def silent_s(self) -> float:
@@ -84,11 +88,33 @@ class ResponseWriter:
             response.raw_headers.append(self._name())
             await response(self._scope, self._receive, self._send)
             return
-        await self.end_events(b"data: " + reply.encode() + b"\n\n")
+        await self.end_events(self.error_event(reply))
 
 
-class ChunkEncoder(ABC):
-    """Encodes the new part of every output. One per stream."""
+def _error_event(reply: ErrorReply) -> bytes:
+    return b"data: " + reply.encode() + b"\n\n"
+
+
+class StreamEncoder(ABC):
+    """Encodes the events of one stream."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the events for the new part of ``output``, possibly none."""
+
+    @abstractmethod
+    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
+        """Return the last events; ``usage`` and ``timing``: if the request wants them."""
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        """Return the last event of a stream that failed."""
+        return _error_event(reply)
+
+
+class ChunkEncoder(StreamEncoder):
+    """Encodes the new part of every output as a chunk with choices."""
 
     __slots__ = (
         "_encode_json",
@@ -122,7 +148,6 @@ class ChunkEncoder(ABC):
         self._ended: set[int] = set()
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return the events for the new part of ``output``, possibly none."""
         events = b""
         self._count(prompt_index, output)
         for choice in output.outputs:
@@ -143,16 +168,15 @@ class ChunkEncoder(ABC):
                 events += frame[0] + self._encode_json(choice.new_text) + frame[1] + self._tail
         return events
 
-    def last_event(self, usage: Usage | None, timing: Timing | None) -> bytes:
-        """Return the event with usage and timing, if the request wants them."""
+    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
         if usage is None and timing is None:
-            return b""
+            return DONE_EVENT
         event = self._head + b"]"
         if usage is not None:
             event += b',"usage":' + self._encode_json(usage)
         if timing is not None:
             event += b',"timing":' + self._encode_json(timing)
-        return event + b"}\n\n"
+        return event + b"}\n\n" + DONE_EVENT
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         """Update the usage in the next events, if the request wants it."""
