@@ -13,6 +13,7 @@ import torch
 from ...runtime.errors import RequestError
 from ...runtime.plan import TokenLogprobs
 from ...runtime.sampling import SamplingParams
+from .logit_inputs import LogitInputs
 from .random import uniform
 from .request_table import RequestState
 
@@ -78,28 +79,38 @@ class Sampler:
 
         A request can forbid its whole vocabulary, or give a penalty that overflows.
         """
-        adjusted = []
+        inputs = LogitInputs()
+        adjusted = {row for row, state in enumerate(states) if self._collect(inputs, row, state)}
+        if inputs:
+            inputs.apply(logits)
         for row, state in enumerate(states):
             sampling = state.sampling
-            num_output = state.num_tokens - state.num_prompt_tokens
-            held: list[int] = []
-            if num_output < sampling.min_tokens:
-                ends = () if sampling.ignore_eos else self._eos_token_ids
-                held = [t for t in (*ends, *sampling.stop_token_ids) if t < logits.shape[1]]
-            if state.token_rules is not None:
-                state.token_rules.apply(logits[row], state.output)
-            if held:
-                logits[row, held] = float("-inf")
             if sampling.repetition_penalty != 1.0:
                 _penalise_repetition(logits[row], state)
+                adjusted.add(row)
             if sampling.presence_penalty or sampling.frequency_penalty:
                 _penalise_frequency(logits[row], state)
-            if held or sampling.repetition_penalty != 1.0 or state.token_rules is not None:
-                adjusted.append(row)
         if not adjusted:
             return []
-        alive = torch.isfinite(logits[adjusted].amax(dim=-1)).tolist()
-        return [row for row, is_alive in zip(adjusted, alive, strict=True) if not is_alive]
+        rows = sorted(adjusted)
+        alive = torch.isfinite(logits[rows].amax(dim=-1)).tolist()
+        return [row for row, is_alive in zip(rows, alive, strict=True) if not is_alive]
+
+    def _collect(self, inputs: LogitInputs, row: int, state: RequestState) -> bool:
+        """Collect the inputs of one row; return whether it has any."""
+        sampling, rules = state.sampling, state.token_rules
+        held: list[int] = []
+        if state.num_tokens - state.num_prompt_tokens < sampling.min_tokens:
+            ends = () if sampling.ignore_eos else self._eos_token_ids
+            held = [*ends, *sampling.stop_token_ids]
+            inputs.forbid(row, held)
+        if rules is None:
+            return bool(held)
+        if rules.mask is not None:
+            inputs.allow(row, rules.mask)
+        inputs.add(row, rules.biased, rules.biases)
+        inputs.forbid(row, rules.forbidden(state.output))
+        return True
 
 
 def _report_logprobs_source(

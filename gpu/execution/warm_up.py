@@ -15,6 +15,7 @@ from ...runtime.adapters.target_map import Target
 from ..forward.lower import PackedRows, lower
 from ..lora.base import LoraBackend, PackedLora
 from ..lora.table import DeviceAdapter, LoraTable
+from .logit_inputs import warm_up_inputs
 from .runner import ModelRunner
 
 # More tokens than the kernels for few tokens accept: of one row, and of all rows of an adapter.
@@ -36,7 +37,8 @@ def warm_up(
         on_progress(f"warming up: {len(passes)} passes, so that serving compiles no kernel")
         for rows in passes:
             inputs = lower(rows, runner.block_size, runner.device)
-            runner.forward(inputs, inputs.last_indices)
+            logits = runner.forward(inputs, inputs.last_indices)
+        warm_up_inputs(logits)
         if runner.device.type == "cuda":  # a failed kernel must fail the start
             torch.cuda.synchronize(runner.device)
     finally:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corun.gpu.execution.logit_inputs import LogitInputs
 from corun.gpu.execution.token_rules import TokenRules
 from corun.runtime.sampling import SamplingParams
 from transformers.generation.logits_process import (
@@ -20,9 +21,13 @@ BAD = ((7,), (1, 2, 3), (4, 5))
 def applied(output: list[int], **params: Any) -> torch.Tensor:
     rules = TokenRules.of(SamplingParams(**params))
     assert rules is not None
-    row = _logits()
-    rules.apply(row, np.array(output, dtype=np.int64))
-    return row
+    rows, inputs = _logits()[None], LogitInputs()
+    if rules.mask is not None:
+        inputs.allow(0, rules.mask)
+    inputs.add(0, rules.biased, rules.biases)
+    inputs.forbid(0, rules.forbidden(np.array(output, dtype=np.int64)))
+    inputs.apply(rows)
+    return rows[0]
 
 
 def _logits() -> torch.Tensor:
