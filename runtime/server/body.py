@@ -180,6 +180,11 @@ def _parse(model: type[ModelT], body: bytes, unknown: UnknownFields) -> ModelT:
     data = _decode_object(body)
     check_body(data, unknown.limits)
     unknown.sift(data, model.field_table())
+    return read_model(model, data)
+
+
+def read_model(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
+    """Validate fields that are all served. Raises ``HttpError`` (400) that names the field."""
     try:
         return model.model_validate(data)
     except ValidationError as exc:

@@ -70,7 +70,13 @@ class ChatEndpoint(GenerationEndpoint):
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
         request = await parse_body(ChatRequest, body, self.state.unknown_fields)
-        record.read(request)
+        record.read(request.model, stream=bool(request.stream))
+        return await self._parsed(request, record.request_id, is_large=is_large(body))
+
+    async def _parsed(
+        self, request: ChatRequest, request_id: str, *, is_large: bool
+    ) -> ParsedRequest:
+        """Check a body that has been read. Raises ``RequestError``."""
         request.check_stream_options()
         request.check_scores()
         target = await self.state.resolve(request.model)
@@ -84,9 +90,9 @@ class ChatEndpoint(GenerationEndpoint):
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
-            envelope=Envelope(record.request_id, object_name, int(time.time()), target.shown_name),
+            envelope=Envelope(request_id, object_name, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
-            prompts=[partial(self._make_prompt, request, sampling, is_large(body))],
+            prompts=[partial(self._make_prompt, request, sampling, is_large)],
             sampling=sampling,
         )
 

@@ -80,7 +80,7 @@ class CompletionEndpoint(GenerationEndpoint):
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
         request = await parse_body(CompletionRequest, body, self.state.unknown_fields)
-        record.read(request)
+        record.read(request.model, stream=bool(request.stream))
         request.check_stream_options()
         if not request.generates_nothing:
             request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..errors import CorunError
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from .errors import ClientGoneError
-from .generation_request import GenerationFields, ParsedRequest
+from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
 from .request_records import (
     ABORT,
@@ -140,10 +140,10 @@ class OpenRecord:
         self._runs: list[PromptRun] = []
         self._has_ended = False
 
-    def read(self, body: GenerationFields) -> None:
-        """Its body has been read."""
-        self._record.model = None if body.model is None else body.model[:_MAX_NAME_CHARS]
-        self._record.stream = bool(body.stream)
+    def read(self, model: str | None, *, stream: bool) -> None:
+        """Its body has been read, with these fields."""
+        self._record.model = None if model is None else model[:_MAX_NAME_CHARS]
+        self._record.stream = stream
 
     def begin(self, request: ParsedRequest) -> list[PromptRun]:
         """Return a run for each of its prompts, which will be sent next."""
