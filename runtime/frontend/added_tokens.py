@@ -42,6 +42,10 @@ class AddedTokensCodec:
         found = self._codec.special_tokens()
         return {self._ids.get(inner, inner): token for inner, token in found.items()}
 
+    def added_tokens(self) -> Mapping[int, str]:
+        found = self._codec.added_tokens()
+        return {self._ids.get(inner, inner): content for inner, content in found.items()}
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises ``RequestError`` for a token that the base or the adapter lacks."""
         self._check_text(text)

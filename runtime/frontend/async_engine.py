@@ -116,7 +116,7 @@ class AsyncEngine:
         self._machine.apply(ready.machine)
         self._tokenizer = await asyncio.to_thread(self._make_tokenizer, ready.tokenizer)
         self._tokenizers = AdapterTokenizers(self._tokenizer, self._loras, ready.model)
-        self._requests.begin(ready.model)
+        self._requests.begin(ready.model, self._tokenizer)
 
     def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
         queue = TextQueue(self._client.config.max_waiting_chars)
@@ -131,6 +131,7 @@ class AsyncEngine:
         if self._starting is not None and not self._starting.done():
             await cancel_all(self._starting)
         await self._client.close()
+        await self._requests.end()
         if self._tokenizer is not None:
             self._tokenizer.close()
 

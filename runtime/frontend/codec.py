@@ -44,6 +44,10 @@ class Codec(Protocol):
         """Return the tokens that ``decoding`` can skip, by id. Slow."""
         ...
 
+    def added_tokens(self) -> Mapping[int, str]:
+        """Return the tokens that are found in texts as a whole, by id. Slow."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of ``text``, which is valid Unicode."""
         ...
@@ -95,6 +99,9 @@ class PlainCodec:
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         return _special(self._backend.get_added_tokens_decoder())
+
+    def added_tokens(self) -> Mapping[int, str]:
+        return _contents(self._backend.get_added_tokens_decoder())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -152,6 +159,9 @@ class TransformersCodec:
         }
         return named | _special(self._hf.added_tokens_decoder)
 
+    def added_tokens(self) -> Mapping[int, str]:
+        return _contents(self._hf.added_tokens_decoder)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
@@ -186,6 +196,10 @@ def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
         for token_id, token in added.items()
         if token.special and token.content
     }
+
+
+def _contents(added: Mapping[int, Any]) -> dict[int, str]:
+    return {token_id: str(token.content) for token_id, token in added.items()}
 
 
 def codec_from_spec(spec: TokenizerSpec, *, chat_template: str | None = None) -> Codec:

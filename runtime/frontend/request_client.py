@@ -20,6 +20,8 @@ from ..engine.messages import (
     StepOutputs,
 )
 from ..errors import EngineDeadError, RequestError
+from ..grammar.messages import Vocabulary
+from ..grammar.trial import GrammarTrials
 from ..limits import (
     check_bad_words,
     check_num_open,
@@ -43,6 +45,7 @@ from .inputs import (
     truncate_prompt,
 )
 from .outputs import RequestOutput, RequestWatch
+from .tokenizer import Tokenizer
 from .waker import Waker
 
 
@@ -64,11 +67,20 @@ class RequestClient:
         self._num_waiting = 0  # of these, at the engine's last message
         self._on_turn: set[Callable[[], None]] = set()  # called after each message of the engine
         self._model: ModelInfo | None = None
+        self._trials: GrammarTrials | None = None
         self._error: EngineDeadError | None = None
 
-    def begin(self, model: ModelInfo) -> None:
+    def begin(self, model: ModelInfo, tokenizer: Tokenizer) -> None:
         """The engine is ready: requests can be prepared and opened."""
         self._model = model
+        self._trials = GrammarTrials(
+            lambda: Vocabulary(model.vocab_size, dict(tokenizer.codec.added_tokens()))
+        )
+
+    async def end(self) -> None:
+        """End the process that tries grammars. Idempotent."""
+        if self._trials is not None:
+            await self._trials.close()
 
     async def prepare(
         self,
@@ -89,6 +101,9 @@ class RequestClient:
         check_predicted_output(predicted_output_tokens)
         params = default_sampling(model) if sampling_params is None else sampling_params
         self._check_sizes(params, model)
+        if params.structured_output is not None:
+            assert self._trials is not None, "not begun"
+            await self._trials.check(params.structured_output)
         token_ids: Sequence[int]
         if isinstance(prompt, str):
             token_ids = await tokenizer.encode_async(

@@ -136,19 +136,17 @@ def _structural_tag(text: str, field: str) -> str:
     ``triggers``, at each of which a structure begins.
     """
     tag = _read_json(text, field)
-    structures = tag.get("structures") if isinstance(tag, dict) else None
-    triggers = tag.get("triggers") if isinstance(tag, dict) else None
-    if not (_is_list_of(structures, dict) and _is_list_of(triggers, str) and all(triggers)):
-        raise _refused(field, "tags are an object with lists of structures and triggers")
+    structures = _list_of(dict, tag, "structures", field)
+    triggers = _list_of(str, tag, "triggers", field)
     rules = []
     for number, structure in enumerate(structures):
         begin, end = structure.get("begin"), structure.get("end", "")
-        schema = structure.get("schema", structure.get("grammar", True))
+        schema = structure.get("schema")
         if not (
             isinstance(begin, str) and isinstance(end, str) and isinstance(schema, dict | bool)
         ):
-            raise _refused(field, f"structures[{number}] lacks begin, end or a schema")
-        trigger = next((one for one in triggers if begin.startswith(one)), None)
+            raise _refused(field, f"structures[{number}] needs begin, schema and end")
+        trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
         rest = f"{_literal(begin[len(trigger) :])} %json {json.dumps(schema)} {_literal(end)}"
@@ -161,8 +159,12 @@ def _structural_tag(text: str, field: str) -> str:
     return LLMatcher.grammar_from_lark(lark)
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
+def _list_of(kind: type, tag: Any, name: str, field: str) -> list[Any]:
+    """Return the list ``name`` of a structural tag. Raises ``RequestError``."""
+    value = tag.get(name) if isinstance(tag, dict) else None
+    if isinstance(value, list) and value and all(isinstance(one, kind) for one in value):
+        return value
+    raise _refused(field, f"a structural tag is an object with a list of {name}")
 
 
 def _literal(text: str) -> str:

@@ -6,10 +6,10 @@ adapter's own end tokens are not its matter: the sampler adds them where a gramm
 """
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
-from llguidance import LLTokenizer
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from ..errors import OverloadedError, RequestError
 
@@ -22,6 +22,36 @@ def make_ll_tokenizer(backend: str, *, num_ids: int, eos_token_ids: Collection[i
     logits. Raises ``ValueError`` for a tokenizer that llguidance cannot read.
     """
     return LLTokenizer(backend, n_vocab=num_ids, eos_token=sorted(eos_token_ids))
+
+
+def trial_tokenizer(num_ids: int, special_tokens: Mapping[int, str]) -> LLTokenizer:
+    """Return a small tree of single bytes that knows the names and ids of ``special_tokens``.
+
+    A grammar that is valid for it is valid for the model's own tree. Takes 0.1 s for 150,000 ids.
+    """
+    return LLTokenizer(TokenizerWrapper(_Bytes(num_ids, special_tokens)), slices=[])
+
+
+class _Bytes:
+    """See ``TokenizerWrapper``: the first ids that are no special tokens are the bytes."""
+
+    bos_token_id = None
+
+    def __init__(self, num_ids: int, special_tokens: Mapping[int, str]) -> None:
+        num_all = max(num_ids, len(special_tokens) + 257)
+        self.tokens = [b""] * num_all
+        free = (one for one in range(num_all) if one not in special_tokens)
+        self._ids = [next(free) for _ in range(256)]
+        for byte, token_id in enumerate(self._ids):
+            self.tokens[token_id] = bytes([byte])
+        self.eos_token_id = next(free)
+        self.special_token_ids = [*special_tokens, self.eos_token_id]
+        self.tokens[self.eos_token_id] = b"<|end of the trial|>"
+        for token_id, name in special_tokens.items():
+            self.tokens[token_id] = name.encode()
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [self._ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
 
 
 class TokenTree:
