@@ -46,7 +46,6 @@ class FieldTable:
 
 _NO_TOOLS = "tool and function calls are not served yet"
 _TEXT_ALONE = "this server takes text only"
-_NO_CONSTRAINTS = "constrained decoding is not served yet"
 _NO_REASONING = "write the template's own variable into chat_template_kwargs"
 _NO_SAMPLER = "there is no such sampler"
 _ADAPTER_IN_MODEL = "write the adapter's name as model"
@@ -66,7 +65,7 @@ ACCEPTED_FIELDS: Mapping[str, str] = {
     "cache_prompt": "KV is always cached",
     "request_id": "the header x-request-id names a request",
     "rid": "the header x-request-id names a request",
-    "guided_decoding_backend": "constrained decoding is not served yet",
+    "guided_decoding_backend": "there is one implementation",
     "separate_reasoning": "output is not parsed",
     "stream_reasoning": "output is not parsed",
     "include_reasoning": "output is not parsed",
@@ -79,7 +78,6 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "parallel_tool_calls": RefusedField(_NO_TOOLS, (True, False)),
     "functions": RefusedField(_NO_TOOLS, ([],)),
     "function_call": RefusedField(_NO_TOOLS, ("none",)),
-    "response_format": RefusedField(_NO_CONSTRAINTS, ({"type": "text"},)),
     "best_of": RefusedField("choices are not ranked; write n", (1,)),
     "suffix": RefusedField("fill-in-the-middle is not served", ("",)),
     "audio": RefusedField(_TEXT_ALONE),
@@ -96,12 +94,6 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "instructions": RefusedField("write a message with the role system"),
     "max_output_tokens": RefusedField("write max_tokens"),
     # vLLM's.
-    "structured_outputs": RefusedField(_NO_CONSTRAINTS),
-    "guided_json": RefusedField(_NO_CONSTRAINTS),
-    "guided_regex": RefusedField(_NO_CONSTRAINTS),
-    "guided_choice": RefusedField(_NO_CONSTRAINTS),
-    "guided_grammar": RefusedField(_NO_CONSTRAINTS),
-    "structural_tag": RefusedField(_NO_CONSTRAINTS),
     "use_beam_search": RefusedField("beam search is not served", (False,)),
     "length_penalty": RefusedField("beam search is not served", (1.0, 1)),
     "chat_template": RefusedField("templates come from the model or from --chat-template"),
@@ -111,10 +103,8 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "logits_processors": RefusedField("requests cannot carry code", ([],)),
     "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
     "priority": RefusedField("--scheduling-policy sets the order of all requests", (0,)),
+    "structural_tag": RefusedField("write it into structured_outputs"),
     # SGLang's.
-    "regex": RefusedField(_NO_CONSTRAINTS),
-    "json_schema": RefusedField(_NO_CONSTRAINTS),
-    "ebnf": RefusedField(_NO_CONSTRAINTS),
     "lora_path": RefusedField(_ADAPTER_IN_MODEL),
     "session_params": RefusedField("sessions are not served; send the whole prompt", ({},)),
     "return_hidden_states": RefusedField("hidden states are not returned", (False,)),
@@ -138,8 +128,6 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "lora": RefusedField(_ADAPTER_IN_MODEL, ([],)),
     "lora_name": RefusedField(_ADAPTER_IN_MODEL),
     "adapter": RefusedField(_ADAPTER_IN_MODEL),
-    "grammar": RefusedField(_NO_CONSTRAINTS, ("",)),
-    "format": RefusedField(_NO_CONSTRAINTS, ("",)),
     "n_predict": RefusedField("write max_tokens"),
     "num_predict": RefusedField("write max_tokens"),
     "n_probs": RefusedField("write logprobs", (0,)),

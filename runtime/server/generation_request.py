@@ -14,6 +14,7 @@ from .errors import HttpError
 from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
 from .json_values import wrong_type
 from .responses import Envelope
+from .structure import StructureFields
 
 # A text, token ids, or a function that makes them by the adapter's conventions.
 Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[list[int]]]
@@ -74,10 +75,11 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = given("Token counts in every chunk, with include_usage.")
 
 
-class GenerationFields(RequestModel):
+class GenerationFields(StructureFields):
     """The fields that both endpoints serve."""
 
     nested: ClassVar = {
+        **StructureFields.nested,
         "stream_options": FieldTable(
             served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
         )
@@ -189,6 +191,7 @@ class GenerationFields(RequestModel):
         values["logit_bias"] = self._biases()
         values["stop"] = self.stop
         values["stop_token_ids"] = self.stop_token_ids or ()
+        values["structured_output"] = self.structured_output()
         try:
             return SamplingParams(**values)
         except RequestError as exc:
