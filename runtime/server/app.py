@@ -16,6 +16,7 @@ from .cors import with_cors
 from .lora_routes import LoraRoutes
 from .middleware import AuthMiddleware, Handler, guarded, plain_app
 from .openapi import openapi_json
+from .responses_api.endpoint import ResponsesEndpoint
 from .state import ServerState
 from .state_routes import StateRoutes
 
@@ -25,6 +26,7 @@ def build_app(state: ServerState) -> ASGIApp:
     generating: dict[str, ASGIApp] = {
         "/v1/completions": CompletionEndpoint(state),
         "/v1/chat/completions": ChatEndpoint(state),
+        "/v1/responses": ResponsesEndpoint(state),
     }
     app = AuthMiddleware(
         plain_app(_routes(state, generating)),

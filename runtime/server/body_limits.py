@@ -82,7 +82,7 @@ def _check_messages(name: str, value: object, limits: HttpLimits) -> None:
         return
     if len(value) > limits.max_messages:
         raise RequestError(
-            f"messages has {len(value)} messages, at most {limits.max_messages} are served "
+            f"{name} has {len(value)} items, at most {limits.max_messages} are served "
             "(--max-messages)",
             param=name,
         )
@@ -95,7 +95,7 @@ def _check_messages(name: str, value: object, limits: HttpLimits) -> None:
     )
     if num_parts > limits.max_content_parts:
         raise RequestError(
-            f"messages has {num_parts} content parts and tool calls, at most "
+            f"{name} has {num_parts} content parts and tool calls, at most "
             f"{limits.max_content_parts} are served (--max-content-parts)",
             param=name,
         )
@@ -137,7 +137,7 @@ def _check_name(name: str, value: object, limits: HttpLimits) -> None:
 
 
 _FIELD_CHECKS: Mapping[str, Callable[[str, object, HttpLimits], None]] = {
-    "messages": _check_messages,
+    **dict.fromkeys(("messages", "input"), _check_messages),
     "logit_bias": _check_biases,
     "stop": _check_stops,
     "bad_words": _check_bad_words,

@@ -32,7 +32,7 @@ from .responses import (
     chat_logprobs,
     prompt_logprobs,
 )
-from .sse import ChunkEncoder
+from .sse import ChunkEncoder, StreamEncoder
 
 _OBJECT = "chat.completion"
 _CHUNK_OBJECT = "chat.completion.chunk"
@@ -110,7 +110,7 @@ class ChatEndpoint(GenerationEndpoint):
             limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
         )  # fmt: skip
 
-    def stream_encoder(self, request: ParsedRequest) -> ChunkEncoder:
+    def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
         return _ChatChunks(request)
 
     def choices(

@@ -22,7 +22,7 @@ from .minute_log import MinuteLog
 from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _LONG_PATHS = (*GENERATING_PATHS, "/tokenize", "/detokenize")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value

@@ -132,14 +132,15 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _event_schema(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
+    ends = doc.answer is not None and doc.ends_with_done
     contents = [schemas[doc.event]]
-    if doc.answer is not None:
+    if ends:
         contents.append(schemas[ErrorBody])
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": contents},
     }
-    if doc.answer is not None:
-        data = {"anyOf": [{"const": "[DONE]"}, data]}  # the last event is this or an error
+    if ends:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

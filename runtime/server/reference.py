@@ -24,6 +24,7 @@ from .fields import (
 from .generation_request import GenerationFields, StreamOptions
 from .json_values import show
 from .openapi import body_schemas
+from .responses_api.fields import RESPONSES_ACCEPTED, RESPONSES_REFUSED
 from .route_docs import ROUTE_DOCS
 
 # Options that limit requests.
@@ -66,7 +67,7 @@ def fields_markdown() -> str:
             bodies.setdefault(doc.body, []).append(f"`{method} {path}`")
     schemas = body_schemas((*bodies, GenerationFields), is_closed=False)
     messages = schemas[ChatRequest.__name__]["properties"]["messages"]["items"]
-    parts = [("Both routes that generate", _field_table(schemas[GenerationFields.__name__]))]
+    parts = [("Both routes of completions", _field_table(schemas[GenerationFields.__name__]))]
     for model, routes in bodies.items():
         shared = GenerationFields.model_fields if issubclass(model, GenerationFields) else ()
         parts.append((", ".join(routes), _field_table(schemas[model.__name__], without=shared)))
@@ -81,6 +82,7 @@ def accepted_markdown() -> str:
     rows += [(f"`stream_options.{name}`", why) for name, why in ACCEPTED_STREAM_OPTIONS.items()]
     rows += [(f"`{path}.{name}`", why) for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, why in table.accepted.items()]  # fmt: skip
+    rows += [(f"`{name}` of `/v1/responses`", why) for name, why in RESPONSES_ACCEPTED.items()]
     return _table(("field", "reason"), rows)
 
 
@@ -90,6 +92,8 @@ def refused_markdown() -> str:
     rows += [_refused_row(f"`{path}.{name}`", one)
              for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, one in table.refused.items()]  # fmt: skip
+    rows += [_refused_row(f"`{name}` of `/v1/responses`", one)
+             for name, one in RESPONSES_REFUSED.items()]  # fmt: skip
     return _table(("field", "reason or replacement", "accepted values"), rows)
 
 

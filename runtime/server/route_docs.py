@@ -16,6 +16,8 @@ from .chat import ChatRequest
 from .completions import CompletionRequest
 from .lora_routes import LoadRequest, UnloadRequest
 from .responses import Answer, ChatChoice, ChatChunkChoice, Chunk, CompletionChoice
+from .responses_api.fields import ResponsesRequest
+from .responses_api.objects import ResponseEvent, ResponseObject
 
 _Schema = dict[str, Any]
 
@@ -29,6 +31,7 @@ class RouteDoc:
     query: Mapping[str, _Schema] = field(default_factory=dict)
     answer: Any = None  # type of the JSON answer; None = only a stream, or text
     event: Any = None  # type of a stream's events; without an answer the stream has no end
+    ends_with_done: bool = True  # the last event of a stream with an end is [DONE] or an error
     errors: tuple[int, ...] = ()  # statuses of answers that are an ErrorBody
     unhealthy: Any = None  # type of the answer 503, if it is no ErrorBody
 
@@ -72,6 +75,11 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
     ("POST", "/v1/completions"): RouteDoc(
         summary="Continue prompts.",
         body=CompletionRequest, answer=Answer[CompletionChoice], event=Chunk[CompletionChoice],
+        errors=_GENERATES,
+    ),
+    ("POST", "/v1/responses"): RouteDoc(
+        summary="Answer a text or items, in the form of OpenAI's responses; nothing is stored.",
+        body=ResponsesRequest, answer=ResponseObject, event=ResponseEvent, ends_with_done=False,
         errors=_GENERATES,
     ),
     ("GET", "/v1/models"): RouteDoc(

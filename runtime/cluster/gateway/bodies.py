@@ -15,8 +15,11 @@ from ...server.completions import DEFAULT_MAX_TOKENS
 _ENDS = (64, 128, 256, *range(512, 512 * 129, 512))
 _SESSION_BYTES = 256  # of a prompt's beginning, which identifies a session
 _QUOTES = 2
-_USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d+)[^{}]*')
-_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d+)')
+# The responses route has other names, and vLLM puts details between the counts.
+_USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"(?:prompt|input)_tokens":\s*(\d+)')
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+# The field of a path's body with what the model reads; else "prompt".
+_TEXT_FIELDS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
 
 
 class _Fields(msgspec.Struct):
@@ -25,8 +28,12 @@ class _Fields(msgspec.Struct):
     model: Any = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     predicted_output_tokens: Any = None
     n: Any = None
     user: Any = None
@@ -42,7 +49,10 @@ class BodyFacts:
     """The facts of one request, from its body."""
 
     model: str | None
-    text: bytes  # prompts or messages, as JSON
+    text: bytes  # tools and instructions, then prompts, messages or input, as JSON
+    is_chat: bool  # a chat template renders the text
+    is_plain: bool  # the text is the value of ``prompt`` or ``messages`` alone
+    start: int  # in the text, of what follows tools and instructions
     num_ids: int | None  # number of token ids; None = the prompt is text
     num_choices: int  # over all prompts
     max_output_tokens: int | None  # of each choice
@@ -52,10 +62,10 @@ class BodyFacts:
 
     @property
     def session(self) -> str | None:
-        """The user, or the beginning of the prompt; None if neither is known."""
+        """The user, or the beginning of the prompt, without tools; None if neither is known."""
         if self.user is not None or not self.text:
             return self.user
-        return f"{hash(self.text[:_SESSION_BYTES]):x}"
+        return f"{hash(self.text[self.start : self.start + _SESSION_BYTES]):x}"
 
     def beginnings(self, num_tokens: int) -> tuple[tuple[int, int], ...]:
         """Return beginnings of rising length, see ``RouteRequest``; ``num_tokens``: of all text."""
@@ -71,24 +81,32 @@ class BodyFacts:
 
 
 _UNREADABLE = BodyFacts(
-    model=None, text=b"", num_ids=0, num_choices=1, max_output_tokens=1,
-    predicted_output_tokens=None, user=None, cache_salt=None,
+    model=None, text=b"", is_chat=False, is_plain=False, start=0, num_ids=0,
+    num_choices=1, max_output_tokens=1, predicted_output_tokens=None, user=None, cache_salt=None,
 )  # fmt: skip
 
 
-def read_facts(body: bytes, *, is_chat: bool) -> BodyFacts:
+def read_facts(body: bytes, path: str) -> BodyFacts:
     """Read the facts of a body; one that is no JSON object has none. O(bytes)."""
+    field = _TEXT_FIELDS.get(path, "prompt")
+    if path == "/tokenize" and b'"messages"' in body:
+        field = "messages"
+    is_chat = field != "prompt"
     try:
         fields = _decode(body)
-        text = bytes(fields.messages if is_chat else fields.prompt)
+        text = bytes(getattr(fields, field))
         num_prompts, num_ids = (1, None) if is_chat else _count(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _UNREADABLE
+    before = bytes(fields.tools) + bytes(fields.instructions) if is_chat else b""
     limit = _count_or_none(fields.max_completion_tokens) if is_chat else None
-    limit = limit or _count_or_none(fields.max_tokens)
+    limit = limit or _count_or_none(fields.max_tokens) or _count_or_none(fields.max_output_tokens)
     return BodyFacts(
         model=_text_or_none(fields.model),
-        text=text,
+        text=before + text,
+        is_chat=is_chat,
+        is_plain=field != "input" and not before,
+        start=len(before),
         num_ids=num_ids,
         num_choices=num_prompts * (_count_or_none(fields.n) or 1),
         max_output_tokens=limit if is_chat else limit or DEFAULT_MAX_TOKENS,
@@ -107,7 +125,7 @@ def read_usage(body: bytes) -> tuple[int, int] | None:
     found = _USAGE.match(body, start) if start >= 0 else None
     if found is None:
         return None
-    output = _OUTPUT.search(found[0])
+    output = _OUTPUT.search(body, found.end())
     return int(found[1]), int(output[1]) if output is not None else 0
 
 

@@ -38,20 +38,18 @@ _logger = logging.getLogger(__name__)
 class Inbound:
     """A client's request, read."""
 
-    __slots__ = ("body", "entry", "facts", "is_chat", "route", "start")
+    __slots__ = ("body", "entry", "facts", "route", "start")
 
     def __init__(
-        self, state: GatewayState, path: str, body: bytes, scope: Scope, *, facts: BodyFacts,
-        is_chat: bool,
-    ) -> None:  # fmt: skip
+        self, state: GatewayState, path: str, body: bytes, scope: Scope, facts: BodyFacts
+    ) -> None:
         """``facts``: of ``body``. Raises ``RequestError`` for a model that is not served."""
         headers = dict(scope["headers"])
-        self.is_chat = is_chat
         self.body = body
         self.facts = facts
         self.entry = state.adapter_meant(self.facts.model)
         session = headers.get(_SESSION_HEADER, b"").decode("latin-1") or None
-        self.route = state.routing.route_of(self.facts, self.entry, session, is_chat=self.is_chat)
+        self.route = state.routing.route_of(self.facts, self.entry, session)
         forwarded = [b"%b: %b" % (one, headers[one]) for one in _FORWARDED if one in headers]
         lines = (
             b"POST %b HTTP/1.1" % path.encode(),
@@ -74,18 +72,12 @@ class ForwardingEndpoint:
     async def _read(self, body: bytes, scope: Scope) -> Inbound:
         """Read a request. Raises ``RequestError`` for too many items, or no such model."""
         limits = self._state.settings.limits
-        is_chat = self._path == "/v1/chat/completions" or (
-            self._path == "/tokenize" and b'"messages"' in body
-        )
 
         def facts() -> BodyFacts:
             check_num_items(body, limits.max_json_items)
-            return read_facts(body, is_chat=is_chat)
+            return read_facts(body, self._path)
 
-        return Inbound(
-            self._state, self._path, body, scope, facts=await read_beside(body, facts),
-            is_chat=is_chat,
-        )  # fmt: skip
+        return Inbound(self._state, self._path, body, scope, await read_beside(body, facts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -189,11 +181,11 @@ class ForwardingEndpoint:
         usage = self._observe_usage(inbound, last)
         if usage is not None:
             return usage
-        if self._generates and inbound.facts.num_ids is None:
+        facts = inbound.facts
+        if self._generates and facts.num_ids is None and facts.is_plain:
             self._state.samples.record(
-                attempt.link, inbound.facts.text, inbound.route.adapter_name,
-                is_chat=inbound.is_chat,
-            )  # fmt: skip
+                attempt.link, facts.text, inbound.route.adapter_name, is_chat=facts.is_chat
+            )
         return max(num_events - last.count(DONE_EVENT) - 1, 0)
 
     async def _forward_whole(
@@ -217,7 +209,7 @@ class ForwardingEndpoint:
         facts, name = inbound.facts, inbound.route.adapter_name
         if facts.num_ids is None:
             self._state.routing.ratio.observe(
-                facts.text, num_prompt_tokens, name, is_chat=inbound.is_chat
+                facts.text, num_prompt_tokens, name, is_chat=facts.is_chat
             )
         return num_tokens
 

@@ -66,14 +66,14 @@ class Routing:
             self._state.set_shares(shares)
 
     def route_of(
-        self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None, *, is_chat: bool
+        self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None
     ) -> RouteRequest:
         """Return a request as routers see it; ``session``: from its header."""
         name = None if entry is None else entry.name
         rank = 0 if entry is None else entry.rank
         num_tokens = facts.num_ids
         if num_tokens is None:
-            num_tokens = self.ratio.num_tokens(facts.text, name, is_chat=is_chat)
+            num_tokens = self.ratio.num_tokens(facts.text, name, is_chat=facts.is_chat)
         session = session or facts.session
         return RouteRequest(
             adapter_name=name,

@@ -79,7 +79,7 @@ def test_the_length_of_conversations() -> None:
     allowed: list[Any] = [[{}] * 2, "text of any length", None]
     for messages in allowed:
         check_body({"messages": messages}, limits)
-    with pytest.raises(RequestError, match=r"has 3 messages, at most 2 .*--max-messages") as caught:
+    with pytest.raises(RequestError, match=r"has 3 items, at most 2 .*--max-messages") as caught:
         check_body({"messages": [{}] * 3}, limits)
     assert caught.value.param == "messages"
 

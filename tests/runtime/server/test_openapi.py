@@ -21,6 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2,
         "model": "digits", "return_timing": True, "return_token_ids": True, "max_tokens": 3,
     },
+    "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/completions": {
         "prompt": "hi", "logprobs": 2, "return_timing": True, "return_token_ids": True,
         "max_tokens": 3,

@@ -8,9 +8,11 @@ from corun.runtime.cluster.gateway.bodies import TokenRatio, read_facts, read_us
 from hypothesis import given
 from hypothesis import strategies as st
 
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
-def _facts(*, is_chat: bool = False, **fields: Any) -> Any:
-    return read_facts(json.dumps(fields).encode(), is_chat=is_chat)
+
+def _facts(path: str = "/v1/completions", **fields: Any) -> Any:
+    return read_facts(json.dumps(fields).encode(), path)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,10 @@ def test_prompts_are_counted(prompt: object, num_ids: int | None, num_choices: i
 def test_limits_of_output_are_those_of_each_kind() -> None:
     assert _facts(prompt="x").max_output_tokens == 16
     assert _facts(prompt="x", max_tokens=5).max_output_tokens == 5
-    assert _facts(is_chat=True, messages=[]).max_output_tokens is None
-    both = _facts(is_chat=True, messages=[], max_tokens=5, max_completion_tokens=7)
+    assert _facts(CHAT, messages=[]).max_output_tokens is None
+    assert _facts(RESPONSES, input="x").max_output_tokens is None
+    assert _facts(RESPONSES, input="x", max_output_tokens=6).max_output_tokens == 6
+    both = _facts(CHAT, messages=[], max_tokens=5, max_completion_tokens=7)
     assert both.max_output_tokens == 7
     assert _facts(prompt="x", predicted_output_tokens=9).predicted_output_tokens == 9
 
@@ -43,8 +47,8 @@ def test_limits_of_output_are_those_of_each_kind() -> None:
     st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode())
 )
 def test_invalid_bodies_are_forwarded(body: bytes) -> None:
-    for is_chat in (False, True):
-        facts = read_facts(body, is_chat=is_chat)
+    for path in ("/v1/completions", CHAT, RESPONSES, "/tokenize"):
+        facts = read_facts(body, path)
         assert facts.model is None and facts.num_choices >= 1
 
 
@@ -56,7 +60,7 @@ def test_fields_of_wrong_types_are_left_to_engines(value: object) -> None:
 
 
 def test_a_body_that_is_too_deep_is_left_to_engines() -> None:
-    assert read_facts(b'{"prompt":' + b"[" * 100_000, is_chat=False).model is None
+    assert read_facts(b'{"prompt":' + b"[" * 100_000, "/v1/completions").model is None
 
 
 def test_a_session_is_its_user_or_how_its_prompt_begins() -> None:
@@ -65,6 +69,18 @@ def test_a_session_is_its_user_or_how_its_prompt_begins() -> None:
     assert one == same != other
     grown = _facts(prompt="a" * 300 + "and more").session
     assert grown == one
+
+
+def test_tools_and_instructions_are_read_before_the_conversation() -> None:
+    tools, messages = [{"type": "function"}], [{"role": "user", "content": "hi"}]
+    chat = _facts(CHAT, messages=messages, tools=tools)
+    assert chat.text == json.dumps(tools).encode() + json.dumps(messages).encode()
+    assert chat.session == _facts(CHAT, messages=messages).session  # many clients share tools
+    assert (chat.is_chat, chat.is_plain) == (True, False)
+    asked = _facts(RESPONSES, input="hi", instructions="be brief")
+    assert (asked.text, asked.is_chat, asked.is_plain) == (b'"be brief""hi"', True, False)
+    assert _facts(CHAT, messages=messages).is_plain and _facts(prompt="hi", tools=tools).is_plain
+    assert _facts("/tokenize", messages=messages).is_chat and not _facts("/tokenize").is_chat
 
 
 def test_beginnings_are_shared_as_far_as_texts_are() -> None:
@@ -86,6 +102,13 @@ def test_usage_is_read_where_no_text_can_pretend_to_be_it() -> None:
     assert read_usage(json.dumps(answer, separators=(",", ":")).encode()) == (7, 3)
     assert read_usage(json.dumps({"choices": choices, "usage": None}).encode()) is None
     assert read_usage(b"") is None
+
+
+def test_usage_of_responses_has_other_names() -> None:
+    details = {"input_tokens_details": {"cached_tokens": 1}}
+    usage = {"input_tokens": 7} | details | {"output_tokens": 3, "total_tokens": 10}
+    last = {"type": "response.completed", "response": {"usage": usage, "user": None}}
+    assert read_usage(json.dumps(last).encode()) == (7, 3)
 
 
 def test_tokens_of_text_are_learned_by_adapter_and_kind() -> None:

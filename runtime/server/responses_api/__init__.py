@@ -1,0 +1,1 @@
+"""``/v1/responses``: its body, items and events, translated to chat and back."""

@@ -1,0 +1,146 @@
+"""``POST /v1/responses``: answers input items, as a chat does; stores nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...frontend.outputs import CompletionOutput, RequestOutput
+from ..body import is_large, parse_body, read_model
+from ..chat import ChatEndpoint, ChatRequest
+from ..errors import ErrorReply
+from ..gateways import GatewayRequest
+from ..generation_request import ParsedRequest
+from ..open_record import OpenRecord, PromptRun
+from ..responses import Timing, Usage, usage_of
+from ..sse import ResponseWriter, StreamEncoder
+from ..tools.parts import AnswerParser, PlainParser
+from .fields import ResponsesRequest
+from .items import ItemAssembler, encoded
+from .objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
+from .translate import chat_body, names_of_fields
+
+_FAILURE_CODES = {429: "rate_limit_exceeded"}  # by status; else "server_error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedResponse(ParsedRequest):
+    """One request of this route."""
+
+    asked: ResponsesRequest
+
+    def response(self) -> ResponseObject:
+        """Return the response before its first token."""
+        asked = self.asked
+        text = {} if asked.text is None else asked.text.model_dump(exclude_none=True)
+        reasoning = {} if asked.reasoning is None else asked.reasoning.model_dump()
+        return ResponseObject(
+            id=self.envelope.id,
+            created_at=self.envelope.created,
+            model=self.envelope.model,
+            instructions=asked.instructions,
+            tools=asked.tools or (),
+            tool_choice=asked.tool_choice or "auto",
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            text={"format": {"type": "text"}} | text,
+            reasoning={"effort": None, "summary": None} | reasoning,
+            max_output_tokens=asked.max_output_tokens,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            metadata=asked.metadata or {},
+        )
+
+    def parser(self) -> AnswerParser:
+        """Return the parser of the answer, once its prompt has been made."""
+        return PlainParser()
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """Answers ``/v1/responses``."""
+
+    id_prefix = "resp"
+    prompt_field = "input"
+
+    async def parse(self, body: bytes, record: OpenRecord) -> ParsedResponse:
+        asked = await parse_body(ResponsesRequest, body, self.state.unknown_fields)
+        record.read(asked.model, stream=bool(asked.stream))
+        with names_of_fields():
+            chat = read_model(ChatRequest, chat_body(asked))
+            parsed = await self._parsed(chat, record.request_id, is_large=is_large(body))
+        fields = {one.name: getattr(parsed, one.name) for one in dataclasses.fields(parsed)}
+        return ParsedResponse(**fields, asked=asked)
+
+    async def _answer(
+        self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
+        record: OpenRecord,
+    ) -> None:  # fmt: skip
+        with names_of_fields():
+            await super()._answer(request, writer, origin, record)
+
+    def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
+        assert isinstance(request, ParsedResponse)
+        return _ResponseEvents(request)
+
+    def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
+        assert isinstance(request, ParsedResponse)
+        (choice,) = runs[0].latest.outputs
+        items, parser = ItemAssembler(request.envelope.id), request.parser()
+        parts = [*parser.feed(choice.text), *parser.finish()]
+        list(items.add(parts))  # its events are for streams
+        list(items.end(is_complete=_is_complete(choice)))
+        return _ended(request.response(), items, choice, usage_of(run.latest for run in runs))
+
+
+class _ResponseEvents(StreamEncoder):
+    """The events of one stream."""
+
+    __slots__ = ("_items", "_latest", "_parser", "_request", "_response")
+
+    def __init__(self, request: ParsedResponse) -> None:
+        self._request = request
+        self._response = request.response()
+        self._items = ItemAssembler(self._response.id)
+        self._parser: AnswerParser | None = None  # there is none before the prompt is made
+        self._latest: CompletionOutput | None = None
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        events = b""
+        if self._parser is None:
+            self._parser = self._request.parser()
+            events = encoded(self._items.begin(self._response))
+        (self._latest,) = output.outputs
+        return events + encoded(self._items.add(self._parser.feed(self._latest.new_text)))
+
+    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
+        assert self._parser is not None and self._latest is not None and usage is not None
+        events = encoded(self._items.add(self._parser.finish()))
+        events += encoded(self._items.end(is_complete=_is_complete(self._latest)))
+        response = _ended(self._response, self._items, self._latest, usage)
+        return events + encoded([self._items.finish(response)])
+
+    def error_event(self, reply: ErrorReply) -> bytes:
+        code = _FAILURE_CODES.get(reply.status, "server_error")
+        response = msgspec.structs.replace(
+            self._response, status="failed", output=self._items.items,
+            error=ResponseFailure(code, reply.message),
+        )  # fmt: skip
+        return encoded([self._items.finish(response)])
+
+
+def _is_complete(choice: CompletionOutput) -> bool:
+    return choice.finish_reason != "length"
+
+
+def _ended(
+    response: ResponseObject, items: ItemAssembler, choice: CompletionOutput, usage: Usage
+) -> ResponseObject:
+    """Return the response at its end."""
+    is_complete = _is_complete(choice)
+    return msgspec.structs.replace(
+        response,
+        status="completed" if is_complete else "incomplete",
+        incomplete_details=None if is_complete else IncompleteDetails(),
+        output=items.items,
+        usage=ResponseUsage.of(usage),
+    )
