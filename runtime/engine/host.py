@@ -153,6 +153,10 @@ class BuiltEngine(Protocol):
         """The tokenizer's data for a front end in another process, if it can be made from data."""
         ...
 
+    def begin(self) -> None:
+        """Begin what an engine does beside its first steps: the front end knows it is ready."""
+        ...
+
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """Publish the layers and compilations of this thread there, until ``close``."""
         ...

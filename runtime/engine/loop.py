@@ -157,6 +157,7 @@ def serve_channel(
         adapters = tuple(assembly.adapters.infos())
         machine = assembly.core.machine()
         channel.send(Ready(assembly.info, adapters, machine, assembly.tokenizer))
+        assembly.begin()
         EngineLoop(assembly, channel, heartbeat).run()
         channel.flush_blocking(_LAST_WORDS_TIMEOUT_S)
     return True

@@ -6,6 +6,7 @@ that is implemented entirely by its Rust backend. Knows nothing of requests.
 
 import json
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +66,43 @@ def spec_of(hf: Any) -> TokenizerSpec | None:
     # The data does not include whether special tokens in texts are split.
     if backend is None or backend.encode_special_tokens:
         return None
-    try:
-        text = backend.to_str()
-    except Exception:  # parts written in Python cannot be serialised
+    text = _backend_json(hf)
+    if text is None:
         return None
     return TokenizerSpec(text, dict(hf.special_tokens_map), hf.chat_template)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """A model's tokenizer, as the parts of an engine need it."""
+
+    tokens: BaseTokens
+    spec: TokenizerSpec | None  # to make it without transformers; None = not possible
+    backend: str | None  # JSON of its Rust tokenizer; None = it has none
+
+
 def read_tokenizer(
     path: str, num_embeddings: int, *, revision: str | None = None, trust_remote_code: bool = False
-) -> tuple[BaseTokens, TokenizerSpec | None]:
-    """Return the base's tokens, and the data to make the tokenizer without transformers, if any.
+) -> ModelTokenizer:
+    """Read a model's tokenizer. Raises ``ModelError`` if there is none.
 
-    ``num_embeddings``: the model's. Raises ``ModelError`` if there is no tokenizer.
+    ``num_embeddings``: the model's.
     """
     hf = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
     added = frozenset(str(token) for token in hf.added_tokens_decoder.values())
     tokens = BaseTokens(dict(hf.get_vocab()), added, hf.eos_token_id, num_embeddings)
     # A tokenizer's own code is not part of the data.
-    return tokens, None if trust_remote_code else spec_of(hf)
+    spec = None if trust_remote_code else spec_of(hf)
+    return ModelTokenizer(tokens, spec, _backend_json(hf) if spec is None else spec.backend)
+
+
+def _backend_json(hf: Any) -> str | None:
+    if not getattr(hf, "is_fast", False):
+        return None
+    try:
+        return str(hf.backend_tokenizer.to_str())
+    except Exception:  # parts written in Python cannot be serialised
+        return None
 
 
 def _processor_template(path: str, revision: str | None) -> str | None:

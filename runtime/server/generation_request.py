@@ -82,7 +82,7 @@ class GenerationFields(StructureFields):
         **StructureFields.nested,
         "stream_options": FieldTable(
             served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
-        )
+        ),
     }
 
     model: str | None = given(

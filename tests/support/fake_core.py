@@ -311,6 +311,9 @@ class FakeAssembly:
         self.tokenizer: TokenizerSpec | None = None
         self.num_closed = 0
 
+    def begin(self) -> None:
+        """Nothing runs beside the steps of a fake."""
+
     def publish_to(self, heartbeat: Heartbeat) -> None:
         self.core.heartbeat = heartbeat
 

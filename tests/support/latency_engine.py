@@ -229,6 +229,9 @@ class LatencyAssembly:
     tokenizer: TokenizerSpec
     executor: LatencyExecutor
 
+    def begin(self) -> None:
+        """A model of a machine follows no grammars."""
+
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """A model of a machine has neither layers nor compilations."""
 

@@ -17,11 +17,11 @@ import msgspec
 
 from ....shm.stale import remove_stale_names
 from ...adapters.sources import collect_sources
-from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
 from ...file_calls import FILES
+from ...grammar.tokenizer import TokenTree
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...machine.unused_memory import give_back_unused
@@ -35,7 +35,7 @@ from ..loop import OwnPolicies
 from ..memory_watch import watch_memory
 from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
 from ..stats import CpuStats
-from ..tokenizer import read_tokenizer
+from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import (
     adapter_fetch,
     base_names,
@@ -43,6 +43,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
+from .grammars import make_token_tree
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
@@ -73,6 +74,7 @@ class EngineParts:
     host_adapters: "HostAdapters"
     # None if the kernels read the arena itself, or if no profile could be measured.
     coexecution: "Coexecution | None"
+    token_tree: TokenTree
 
 
 class EngineAssembly:
@@ -88,6 +90,10 @@ class EngineAssembly:
         self.parts = parts
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
+
+    def begin(self) -> None:
+        """Begin what an engine does beside its first steps."""
+        self.parts.token_tree.start()
 
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """Publish the layers and compilations of this thread there, until ``close``."""
@@ -180,7 +186,7 @@ def _build(
         max_model_len_of(config, hf_config.get_text_config(), exact_limit=None)
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     on_progress("reading the tokenizer")
-    tokens, tokenizer = read_tokenizer(
+    tokenizer = read_tokenizer(
         config.model, int(hf_config.get_text_config().vocab_size), revision=config.revision,
         trust_remote_code=config.trust_remote_code,
     )  # fmt: skip
@@ -197,13 +203,13 @@ def _build(
             config = replace(config, max_num_batched_tokens=num_tokens)
         measured = _measured(config, loaded, placement, facts, on_progress)
         assembly = _connect(
-            config, _Given(source, tokens, adapters), loaded, on_progress, placement, measured,
+            config, _Given(source, tokenizer, adapters), loaded, on_progress, placement, measured,
             own_policies,
         )  # fmt: skip
     except BaseException:
         loaded.close()
         raise
-    assembly.tokenizer = tokenizer
+    assembly.tokenizer = tokenizer.spec
     return assembly
 
 
@@ -212,7 +218,7 @@ class _Given:
     """The adapters and tokenizer that the options name."""
 
     source: "ModelSource"
-    tokens: BaseTokens
+    tokenizer: ModelTokenizer
     adapters: Sequence[LoraModule]
 
 
@@ -255,7 +261,8 @@ def _connect(
 
     memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), given.adapters)
     runner = assemble.make_runner(loaded, memory.num_blocks)
-    defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
+    tokens = given.tokenizer.tokens
+    defaults = read_generation_defaults(given.source, loaded.config, tokens.eos_token_id)
     fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
     profile = measured.profile
     with contextlib.ExitStack() as undo:
@@ -266,7 +273,7 @@ def _connect(
         if is_cuda:  # the account excludes the buffers of loads
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = make_manager(config, host, given.tokens, placement.background_cpus)
+        manager = make_manager(config, host, tokens, placement.background_cpus)
         undo.callback(manager.close)
         host_kv = _host_kv(loaded, memory, placement)
         if host_kv is not None:
@@ -274,6 +281,9 @@ def _connect(
         coexecution = _coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
         if coexecution is not None:
             undo.callback(coexecution.close)
+        token_tree = make_token_tree(
+            given.tokenizer, int(loaded.config.vocab_size), defaults.eos_token_ids
+        )
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
@@ -300,7 +310,7 @@ def _connect(
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
-        parts = EngineParts(scheduler, executor, loaded, host, coexecution)
+        parts = EngineParts(scheduler, executor, loaded, host, coexecution, token_tree)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
