@@ -27,7 +27,7 @@ _KEYWORDS: Mapping[str, str] = {
     "oneOf constraints": "oneOf with schemas that one value may match",
     "not present in a registry": "$ref to another document",
     "Unknown format": "the keyword format",
-    "minProperties": "minProperties or maxProperties beside optional properties",
+    "min/maxProperties": "minProperties or maxProperties beside optional properties",
     "Unable to determine if regex is empty": "pattern beside minLength, maxLength or format",
 }
 

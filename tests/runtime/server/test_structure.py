@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 from corun.runtime.errors import CorunError, RequestError
+from corun.runtime.sampling import StructuredOutput
 from corun.runtime.server.structure import StructureFields
+from support.fake_engine import FakeEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
@@ -105,3 +108,39 @@ def test_wrong_forms_name_the_field(body: dict[str, Any], param: str) -> None:
     with pytest.raises(CorunError) as caught:
         StructureFields.model_validate(body).structured_output()
     assert getattr(caught.value, "param", None) == param
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_the_value_reaches_the_engine(http: httpx.Client, engine: FakeEngine, path: str) -> None:
+    body = PROMPTS[path] | {"guided_regex": "[a-z]+", "max_tokens": 1}
+    assert http.post(path, json=body).status_code == 200
+    structured = engine.seen[-1][1].structured_output
+    assert structured == StructuredOutput("regex", "[a-z]+", "guided_regex")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "not_served", "structured_outputs.whitespace_pattern",
+        ),
+        ({"structured_outputs": {"regexp": "a"}}, "unknown_field", "structured_outputs.regexp"),
+        ({"guided_choice": "a"}, "invalid_type", "guided_choice"),
+        ({"response_format": {"type": "xml"}}, "invalid_type", "response_format.type"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", PROMPTS)
+def test_errors_name_the_field(
+    http: httpx.Client, path: str, fields: dict[str, Any], code: str, param: str
+) -> None:
+    response = http.post(path, json=PROMPTS[path] | fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == (code, param), error

@@ -1,0 +1,84 @@
+"""The tree of a model's tokens, made by a thread; bits say which tokens may come next."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corun.runtime.engine.assembly.grammars import make_token_tree
+from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
+from corun.runtime.errors import OverloadedError, RequestError
+from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
+from llguidance import LLMatcher, LLTokenizer
+from support.tokenizers import save_sample_tokenizer
+
+NUM_IDS = 400  # more than the tokenizer has: the embedding is padded
+
+
+def sample(kind: str, directory: Path) -> ModelTokenizer:
+    save_sample_tokenizer(kind, directory)
+    return read_tokenizer(str(directory), NUM_IDS)
+
+
+def made(tree: TokenTree) -> LLTokenizer:
+    tree.start()
+    return tree.get(20.0)
+
+
+def allowed(tree: LLTokenizer, lark: str, *tokens: int) -> set[int]:
+    """Return the ids that may follow ``tokens``."""
+    matcher = LLMatcher(tree, LLMatcher.grammar_from_lark(lark), log_level=0)
+    assert matcher.consume_tokens(list(tokens)), matcher.get_error()
+    words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist())
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_bits_are_the_ids_of_the_model(kind: str, tmp_path: Path) -> None:
+    tokenizer = sample(kind, tmp_path)
+    ids, end = tokenizer.tokens.ids, tokenizer.tokens.eos_token_id
+    assert end is not None
+    tree = made(make_token_tree(tokenizer, NUM_IDS, [end, 10_000]))
+    assert tree.vocab_size == NUM_IDS
+    lark = 'start: "Hello" | "world"'
+    assert {ids["Hello"], ids["H"], ids["w"]} <= allowed(tree, lark)
+    assert ids["hello"] not in allowed(tree, lark)
+    assert allowed(tree, lark, ids["Hello"]) == {end}
+    assert allowed(tree, 'start: <tool> "H"') == {ids["<tool>"]}
+    assert allowed(tree, 'start: <[399]> "H"') == {399}  # an id that only an adapter names
+    free = allowed(tree, r"start: /(.|\n)*/")
+    assert ids["Hello"] in free and ids["<tool>"] not in free and 399 not in free
+
+
+@pytest.mark.parametrize(
+    ("backend", "ends", "message"),
+    [
+        (None, [1], "structured output cannot be served .*: it is implemented in Python"),
+        ('{"model": 1}', [1], "structured output cannot be served with the model's tokenizer"),
+    ],
+)
+def test_tokenizers_without_a_tree(backend: str | None, ends: list[int], message: str) -> None:
+    tree = TokenTree(backend, num_ids=9, eos_token_ids=ends)
+    tree.start()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=message):
+            tree.get(20.0)
+
+
+def test_a_model_without_end_token_has_no_tree(tmp_path: Path) -> None:
+    tokenizer = sample("byte level", tmp_path)
+    tree = make_token_tree(tokenizer, NUM_IDS, [10_000])
+    with pytest.raises(RequestError, match="eos_token list must not be empty"):
+        made(tree)
+
+
+def test_a_tree_that_is_not_ready_is_awaited_only_so_long() -> None:
+    tree = TokenTree(None, num_ids=9, eos_token_ids=[1])
+    with pytest.raises(OverloadedError, match=r"not ready .* within 0.01 s; retry later"):
+        tree.get(0.01)
+
+
+def test_the_tree_of_trials_has_room_for_special_tokens_anywhere() -> None:
+    tree = trial_tokenizer(10, {0: "<a>", 5: "<b>"})
+    assert allowed(tree, "start: <a>") == {0} and allowed(tree, "start: <b>") == {5}
+    (first,) = allowed(tree, 'start: "x"')
+    assert tree.decode_bytes([first]) == b"x"

@@ -1,0 +1,235 @@
+"""Trials of hostile texts: refused in time, cached, and nothing is left of them."""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from corun.runtime.errors import EngineDeadError, OverloadedError, RequestError
+from corun.runtime.grammar.messages import Vocabulary
+from corun.runtime.grammar.trial import GrammarTrials
+from corun.runtime.sampling import StructuredOutput
+
+TIMEOUT_S = 1.0
+
+
+def regex(text: str) -> StructuredOutput:
+    return StructuredOutput("regex", text, "guided_regex")
+
+
+def schema(value: object) -> StructuredOutput:
+    return StructuredOutput("json_schema", json.dumps(value), "guided_json")
+
+
+SLOW = schema({"type": "integer", "multipleOf": 99_991})  # of an automaton with as many states
+HOSTILE = {
+    "slow": SLOW,
+    "optional": regex("a?" * 30_000),
+    "recursion": schema(
+        {"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(2500)}}
+    ),
+    "chain of references": schema({
+        "$ref": "#/$defs/d0",
+        "$defs": {
+            f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+            for i in range(600)
+        } | {"d600": {"type": "string"}},
+    }),
+    "product": schema({
+        "allOf": [
+            {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(12)]}
+            for i in range(12)
+        ]
+    }),
+    "deep rules": StructuredOutput(
+        "grammar",
+        "start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2500))
+        + 'a2500: "y"', "guided_json",
+    ),
+    "parentheses": regex("(" * 30_000 + "a" + ")" * 30_000),
+}  # fmt: skip
+
+
+@asynccontextmanager
+async def trials(timeout_s: float = TIMEOUT_S) -> AsyncIterator[GrammarTrials]:
+    made = GrammarTrials(lambda: Vocabulary(1000, {300: "<|call|>"}), timeout_s=timeout_s)
+    try:
+        yield made
+    finally:
+        await made.close()
+    assert not processes()
+
+
+def processes() -> list[psutil.Process]:
+    """Return the processes of trials that this process has started."""
+    return [
+        child for child in psutil.Process().children()
+        if any("runtime.grammar.process" in part for part in child.cmdline())
+    ]  # fmt: skip
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    asyncio.run(main())
+
+
+async def refusal(made: GrammarTrials, structured: StructuredOutput) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await made.check(structured)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_texts_are_refused_in_time(name: str) -> None:
+    async def test() -> None:
+        async with trials() as made:
+            await made.check(regex("a"))  # starts the process
+            began_s = time.monotonic()
+            error = await refusal(made, HOSTILE[name])
+            # Twice, as the crash of a process is no proof against a text.
+            assert time.monotonic() - began_s < 10 * TIMEOUT_S
+            assert error.param == HOSTILE[name].field and len(str(error)) < 500
+            assert not isinstance(error, OverloadedError)
+            await made.check(regex("b"))  # others are not affected
+
+    run(test)
+
+
+def test_results_are_cached_good_and_bad() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            for _ in range(2):
+                await made.check(schema({"type": "string"}))
+                error = await refusal(made, schema({"not": {}}))
+                assert '"not"' in str(error)
+                for process in processes():  # the second time, none is needed
+                    process.kill()
+                    process.wait(10)
+            assert not processes()
+
+    run(test)
+
+
+def test_only_the_latest_results_are_kept() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            for number in range(1030):
+                await made.check(regex(f"a{number}"))
+            for process in processes():
+                process.kill()
+                process.wait(10)
+            await made.check(regex("a1029"))
+            assert not processes()
+            await made.check(regex("a0"))
+            assert processes()
+
+    run(test)
+
+
+def test_the_names_of_special_tokens_are_known() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            await made.check(StructuredOutput("grammar", "start: <|call|>"))
+            error = await refusal(made, StructuredOutput("grammar", "start: <|other|>"))
+            assert "<|other|>" in str(error)
+
+    run(test)
+
+
+def test_a_killed_process_refuses_no_text() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            await made.check(regex("a"))
+            (process,) = processes()
+            process.send_signal(signal.SIGSTOP)
+            check = asyncio.create_task(made.check(regex("b")))
+            await asyncio.sleep(0.05)
+            process.kill()
+            await check
+
+    run(test)
+
+
+def test_a_text_that_is_too_slow_ends_its_process() -> None:
+    async def test() -> None:
+        async with trials(timeout_s=0.05) as made:
+            await made.check(regex("a"))
+            (process,) = processes()
+            error = await refusal(made, SLOW)
+            assert "takes more than 0.05 s" in str(error)
+            assert not process.is_running()
+
+    run(test)
+
+
+def test_clients_that_leave_leave_nothing() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            await made.check(regex("a"))
+            others = [schema({"type": "integer", "multipleOf": 99_989 + i}) for i in range(20)]
+            checks = [asyncio.create_task(made.check(one)) for one in others]
+            await asyncio.sleep(0.05)
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
+            began_s = time.monotonic()
+            await made.check(regex("b"))  # waits for the one that had begun, at most
+            assert time.monotonic() - began_s < 10 * TIMEOUT_S
+
+    run(test)
+
+
+def test_one_client_of_several_leaves() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            slow = asyncio.create_task(made.check(SLOW))
+            await asyncio.sleep(0)
+            first, second = (asyncio.create_task(made.check(regex("b"))) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            await second
+            with pytest.raises(RequestError):
+                await slow
+
+    run(test)
+
+
+def test_the_end_is_an_error_for_those_that_wait() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            checks = [asyncio.create_task(made.check(one)) for one in (SLOW, regex("b"))]
+            await asyncio.sleep(0.05)
+            await made.close()
+            for check in checks:
+                with pytest.raises(EngineDeadError):
+                    await check
+            with pytest.raises(EngineDeadError):
+                await made.check(regex("c"))
+
+    run(test)
+
+
+def test_too_many_at_once_are_refused() -> None:
+    async def test() -> None:
+        async with trials() as made:
+            checks = [asyncio.create_task(made.check(regex(f"a{i}"))) for i in range(257)]
+            await asyncio.sleep(0)
+            results = await asyncio.gather(*checks, return_exceptions=True)
+            assert sum(isinstance(one, OverloadedError) for one in results) == 1
+            assert sum(one is None for one in results) == 256
+
+    run(test)
+
+
+def test_nothing_is_started_without_structure() -> None:
+    async def test() -> None:
+        async with trials():
+            assert not processes()
+
+    run(test)
