@@ -5,6 +5,7 @@ meaning of the files' contents; knows no files.
 """
 
 import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class AdapterConventions(msgspec.Struct, frozen=True, array_like=True):
     special_tokens: dict[str, str | None] = {}  # by their names in templates; None = it has none
     eos_token_ids: tuple[int, ...] = ()  # beside the base's
     tokens: TokenDifferences = TokenDifferences()
+    response_template: str | None = None  # JSON
     refusal: str | None = None  # the reason, if its conversations are refused
     digest: str = ""  # of all other fields, hexadecimal; "" for those of the base
 
@@ -83,7 +85,10 @@ def conventions_of(
         return refused(refusal), [f"its chat template and end tokens are not used: {what}"]
     eos_token_ids, notes = _end_tokens(contents, tokens, base)
     special_tokens = {} if template is None else _special_tokens(contents)
-    return _with_digest(AdapterConventions(template, special_tokens, eos_token_ids, tokens)), notes
+    found = AdapterConventions(
+        template, special_tokens, eos_token_ids, tokens, _response_template(contents)
+    )
+    return _with_digest(found), notes
 
 
 def refused(reason: str | None) -> AdapterConventions:
@@ -124,6 +129,20 @@ def _field_template(file: str, fields: Mapping[str, Any]) -> Template | None:
             f"{MAX_TEMPLATE_BYTES} are read"
         )
     return source
+
+
+def _response_template(contents: ConventionContents) -> str | None:
+    """Return the JSON of the tokenizer's response template, if there is one."""
+    found = contents.tokenizer_config.get("response_template")
+    if found is None:
+        return None
+    text = json.dumps(found)
+    if len(text) > MAX_TEMPLATE_BYTES:
+        raise ValueError(
+            f"the response_template of {TOKENIZER_CONFIG_NAME} has {len(text)} bytes, and at most "
+            f"{MAX_TEMPLATE_BYTES} are read"
+        )
+    return text
 
 
 def _texts(source: Template | None) -> Sequence[str]:

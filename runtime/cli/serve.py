@@ -80,9 +80,12 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
     profile = engine_config.profile
     if profile is not None and not Path(profile).is_file():
         raise ConfigError(f"--profile {profile}: no such file")
-    template = serve_config.chat_template
-    if template is not None and not Path(template).is_file():
-        raise ConfigError(f"--chat-template {template}: no such file")
+    for flag, template in (
+        ("--chat-template", serve_config.chat_template),
+        ("--response-template", serve_config.response_template),
+    ):
+        if template is not None and not Path(template).is_file():
+            raise ConfigError(f"{flag} {template}: no such file")
 
 
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:

@@ -17,7 +17,10 @@ _SERVE_GROUPS = (
     OptionGroup(
         "Model",
         ("model", "dtype", "quantization", "max_model_len", "trust_remote_code"),
-        ("revision", "lm_head_quantization", "chat_template", "skip_parity_probe", "seed"),
+        (
+            "revision", "lm_head_quantization", "chat_template", "response_template",
+            "skip_parity_probe", "seed",
+        ),
     ),
     OptionGroup(
         "Adapters",

@@ -93,6 +93,13 @@ class ServeConfig:
         metavar="FILE",
         help="File with a Jinja chat template that replaces the tokenizer's own.",
     )
+    response_template: str | None = option(
+        None,
+        metavar="FILE",
+        help="File with a response template (JSON, as in transformers) that replaces the "
+        "tokenizer's own. It says how answers are divided into content, reasoning and tool calls. "
+        "Default: the tokenizer's, or that of a known family of models.",
+    )
     max_body_mib: int | None = option(
         None,
         minimum=1,

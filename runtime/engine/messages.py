@@ -160,6 +160,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
     backend: str  # its JSON
     special_tokens: dict[str, str]  # by their names in chat templates, such as bos_token
     chat_template: str | dict[str, str] | None  # one, or several by name
+    response_template: str | None = None  # JSON
 
 
 class Ready(EngineMessage, frozen=True):

@@ -69,7 +69,14 @@ def spec_of(hf: Any) -> TokenizerSpec | None:
     text = _backend_json(hf)
     if text is None:
         return None
-    return TokenizerSpec(text, dict(hf.special_tokens_map), hf.chat_template)
+    templates = hf.chat_template, response_template_of(hf)
+    return TokenizerSpec(text, dict(hf.special_tokens_map), *templates)
+
+
+def response_template_of(hf: Any) -> str | None:
+    """Return the JSON of the response template of transformers' ``hf``, if it has one."""
+    found = getattr(hf, "response_template", None)
+    return None if found is None else json.dumps(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..engine.messages import ModelInfo
 from ..errors import RequestError
 from .added_tokens import with_added
 from .chat_template import RENDER_ERRORS, ChatTemplate
-from .inputs import Lora
+from .inputs import Lora, MadePrompt
 from .lora_client import LoraClient
 from .outputs import LoRARequest
 from .tokenizer import Tokenizer
@@ -47,7 +47,17 @@ class Conventions:
         self.waited_s = waited_s
         self._name = name
         self._refusal = own.refusal
+        self._own = own
         self._template = template
+
+    def templates(self) -> list[tuple[str | None, str | None]]:
+        """Return the templates of answers and of conversations, the adapter's before the base's.
+
+        Either may be missing.
+        """
+        base = self.tokenizer.codec.template
+        own = None if self._template is None else self._template.text
+        return [(self._own.response_template, own), (base.response_template, base.text)]
 
     def apply_chat_template(
         self,
@@ -91,8 +101,8 @@ class Conventions:
             ) from error
 
 
-# A function that makes a prompt's tokens by the conventions of the version that serves the request.
-MakePrompt = Callable[[Conventions], Awaitable[list[int]]]
+# A function that makes a prompt by the conventions of the version that serves the request.
+MakePrompt = Callable[[Conventions], Awaitable[MadePrompt]]
 
 
 class AdapterTokenizers:

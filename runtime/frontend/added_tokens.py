@@ -30,6 +30,7 @@ class AddedTokensCodec:
         self.is_quick, self.has_chat_template = codec.is_quick, codec.has_chat_template
         self.special_tokens_map = codec.special_tokens_map
         self.with_tokens, self.render = codec.with_tokens, codec.render
+        self.template = codec.template
         self._ids = {inner: outer for inner, outer in ids.items() if inner != outer}
         self._inner_ids = {outer: inner for inner, outer in self._ids.items()}
         self._added = {token.token_id: token.content for token in tokens.added}
@@ -37,6 +38,10 @@ class AddedTokensCodec:
         self._refused.update(one for one in self._added if one >= num_embeddings)
         self._refused_texts = {} if ids else {text: one for one, text in self._added.items()}
         self._num_embeddings = num_embeddings
+
+    def mark_ids(self) -> Mapping[str, int]:
+        outer = {text: self._ids.get(one, one) for text, one in self._codec.mark_ids().items()}
+        return {text: one for text, one in outer.items() if one not in self._refused}
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         found = self._codec.special_tokens()

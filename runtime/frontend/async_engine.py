@@ -67,28 +67,29 @@ class AsyncEngine:
         else:
             text = f"{own_policies} cannot be sent to another process: with own_process=True"
             raise ConfigError(f"{text} each policy must be a name")
-        self._set_up(client, None, None)
+        self._set_up(client, {}, None)
 
     @classmethod
     def from_client(
         cls, client: EngineClient, *, chat_template: str | None = None,
-        hub_limits: HubLimits | None = None,
+        response_template: str | None = None, hub_limits: HubLimits | None = None,
     ) -> Self:  # fmt: skip
-        """Use ``client``, not yet started; ``chat_template`` replaces the model's own."""
+        """Use ``client``, not yet started; the templates replace the model's own."""
         engine = cls.__new__(cls)
-        engine._set_up(client, chat_template, hub_limits)
+        templates = {"chat_template": chat_template, "response_template": response_template}
+        engine._set_up(client, templates, hub_limits)
         return engine
 
     def _set_up(
-        self, client: EngineClient, chat_template: str | None, hub_limits: HubLimits | None
+        self, client: EngineClient, templates: Mapping[str, str | None], limits: HubLimits | None
     ) -> None:
         self._client = client
-        self._chat_template = chat_template
+        self._templates = templates
         self._stats = StatsClient(client)
         self._machine = MachineClient(client)
         self.watches = EngineWatches()  # notified of what the engine publishes
         self._requests = RequestClient(client)
-        self._loras = LoraClient(client, hub_limits=hub_limits)
+        self._loras = LoraClient(client, hub_limits=limits)
         self._model: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizers: AdapterTokenizers | None = None
@@ -121,9 +122,8 @@ class AsyncEngine:
     def _make_tokenizer(self, spec: TokenizerSpec | None) -> Tokenizer:
         queue = TextQueue(self._client.config.max_waiting_chars)
         if spec is not None:
-            return Tokenizer(codec_from_spec(spec, chat_template=self._chat_template), queue)
-        codec = codec_of(self.get_tokenizer(), chat_template=self._chat_template)
-        return Tokenizer(codec, queue)
+            return Tokenizer(codec_from_spec(spec, **self._templates), queue)
+        return Tokenizer(codec_of(self.get_tokenizer(), **self._templates), queue)
 
     async def shutdown(self) -> None:
         """End the engine; open requests fail with ``EngineDeadError``. Idempotent."""

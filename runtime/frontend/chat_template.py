@@ -45,12 +45,28 @@ class ChatTemplate:
     """One template, or several by name, with the special tokens that they can use."""
 
     def __init__(
-        self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
+        self,
+        source: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        response_template: str | None = None,
     ) -> None:
-        """``special_tokens``: by variable, such as ``bos_token``."""
+        """Use a template.
+
+        Args:
+            source: The template, or several by name.
+            special_tokens: By variable, such as ``bos_token``.
+            response_template: JSON that says how answers are divided into fields, if it is known.
+        """
         self.source = source
+        self.response_template = response_template
         self.special_tokens = special_tokens
         self._takes_parts: dict[str, bool] = {}  # by source, once known
+
+    @property
+    def text(self) -> str | None:
+        """The text of all its templates; None if there is none."""
+        source = self.source
+        return source if source is None or isinstance(source, str) else "\n".join(source.values())
 
     def render(
         self,

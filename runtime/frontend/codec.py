@@ -1,6 +1,7 @@
 """Tokenizers, by the ``tokenizers`` package alone or by transformers."""
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from ..engine.messages import TokenizerSpec
-from ..engine.tokenizer import plain_backend
+from ..engine.tokenizer import plain_backend, response_template_of
 from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
 from .long_text import TextPiece
@@ -30,6 +31,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def template(self) -> ChatTemplate:
+        """The chat template, for what it contains; ``render`` may be code of the tokenizer."""
+        ...
+
+    @property
     def special_tokens_map(self) -> Mapping[str, str]:
         """Special tokens by their names in chat templates, such as ``bos_token``."""
         ...
@@ -38,6 +44,10 @@ class Codec(Protocol):
         self, tokens: Sequence[tokenizers.AddedToken]
     ) -> "tuple[Codec, Mapping[str, int]]":
         """Return a copy that also finds these tokens in texts, and their ids in it. Slow."""
+        ...
+
+    def mark_ids(self) -> Mapping[str, int]:
+        """Return the added tokens that are special or written as <…>: grammars use their ids."""
         ...
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
@@ -77,16 +87,16 @@ class PlainCodec:
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate) -> None:
         self._backend = backend
-        self._template = template
+        self.template = template
         self.render = template.render
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._template.source)
+        return bool(self.template.source)
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
-        return self._template.special_tokens
+        return self.template.special_tokens
 
     def with_tokens(
         self, tokens: Sequence[tokenizers.AddedToken]
@@ -95,7 +105,10 @@ class PlainCodec:
         backend.add_tokens(list(tokens))
         vocabulary = backend.get_vocab(with_added_tokens=True)
         ids = {token.content: vocabulary[token.content] for token in tokens}
-        return PlainCodec(backend, self._template), ids
+        return PlainCodec(backend, self.template), ids
+
+    def mark_ids(self) -> Mapping[str, int]:
+        return _marks(self._backend.get_added_tokens_decoder())
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         return _special(self._backend.get_added_tokens_decoder())
@@ -128,11 +141,12 @@ class TransformersCodec:
         from transformers import PreTrainedTokenizerBase
 
         self._hf = hf
+        self.template = _template_of(hf)
         # A tokenizer that renders conversations with code of its own is not limited.
         own = getattr(type(hf), "apply_chat_template", None)
         self.render: Render = self._render
         if own is PreTrainedTokenizerBase.apply_chat_template:
-            self.render = ChatTemplate(hf.chat_template, hf.special_tokens_map).render
+            self.render = self.template.render
 
     @property
     def has_chat_template(self) -> bool:
@@ -150,6 +164,9 @@ class TransformersCodec:
         hf.add_tokens(list(tokens))
         ids = {token.content: hf.convert_tokens_to_ids(token.content) for token in tokens}
         return TransformersCodec(hf), ids
+
+    def mark_ids(self) -> Mapping[str, int]:
+        return _marks(self._hf.added_tokens_decoder)
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         named = {
@@ -189,6 +206,15 @@ class TransformersCodec:
         return str(self._hf.apply_chat_template(copies, tokenize=False, **variables))
 
 
+def _marks(added: Mapping[int, Any]) -> dict[str, int]:
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.content
+        and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
+    }
+
+
 def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
     """Return the special tokens among a tokenizer's added tokens."""
     return {
@@ -202,21 +228,35 @@ def _contents(added: Mapping[int, Any]) -> dict[int, str]:
     return {token_id: str(token.content) for token_id, token in added.items()}
 
 
-def codec_from_spec(spec: TokenizerSpec, *, chat_template: str | None = None) -> Codec:
+def codec_from_spec(
+    spec: TokenizerSpec, *, chat_template: str | None = None, response_template: str | None = None
+) -> Codec:
     """Make the tokenizer that an engine process has described, without transformers.
 
-    ``chat_template`` replaces its own.
+    ``chat_template`` and ``response_template`` replace its own.
     """
     source = spec.chat_template if chat_template is None else chat_template
+    answers = spec.response_template if response_template is None else response_template
     backend = tokenizers.Tokenizer.from_str(spec.backend)
-    return PlainCodec(backend, ChatTemplate(source, spec.special_tokens))
+    return PlainCodec(backend, ChatTemplate(source, spec.special_tokens, answers))
 
 
-def codec_of(hf: Any, *, chat_template: str | None = None) -> Codec:
-    """Use the tokenizer ``hf`` of transformers; ``chat_template`` replaces its own."""
+def codec_of(
+    hf: Any, *, chat_template: str | None = None, response_template: str | None = None
+) -> Codec:
+    """Use the tokenizer ``hf`` of transformers.
+
+    ``chat_template`` and ``response_template`` replace its own.
+    """
     if chat_template is not None:
         hf.chat_template = chat_template
+    if response_template is not None:
+        hf.response_template = json.loads(response_template)
     backend = plain_backend(hf)
     if backend is None:
         return TransformersCodec(hf)
-    return PlainCodec(backend, ChatTemplate(hf.chat_template, hf.special_tokens_map))
+    return PlainCodec(backend, _template_of(hf))
+
+
+def _template_of(hf: Any) -> ChatTemplate:
+    return ChatTemplate(hf.chat_template, hf.special_tokens_map, response_template_of(hf))

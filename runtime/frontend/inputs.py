@@ -35,6 +35,14 @@ _POLICIES = ("scheduling_policy", "memory_policy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MadePrompt:
+    """A prompt that was made by an adapter's conventions, and how its answers are sampled."""
+
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class BatchItem:
     """One prompt of a batch with its parameters."""
 

@@ -101,17 +101,20 @@ class RequestClient:
         check_predicted_output(predicted_output_tokens)
         params = default_sampling(model) if sampling_params is None else sampling_params
         self._check_sizes(params, model)
-        if params.structured_output is not None:
-            assert self._trials is not None, "not begun"
-            await self._trials.check(params.structured_output)
         token_ids: Sequence[int]
         if isinstance(prompt, str):
             token_ids = await tokenizer.encode_async(
                 prompt, add_special_tokens=add_special_tokens,
                 limit=text_limit(params, model.max_model_len),
             )  # fmt: skip
+        elif callable(prompt):
+            made = await prompt(conventions)
+            token_ids, params = made.token_ids, made.params
         else:
-            token_ids = await prompt(conventions) if callable(prompt) else prompt
+            token_ids = prompt
+        if params.structured_output is not None:
+            assert self._trials is not None, "not begun"
+            await self._trials.check(params.structured_output)
         if params.bad_words:
             ids = (*params.bad_words_ids, *await bad_words_ids(params.bad_words, tokenizer))
             params = dataclasses.replace(params, bad_words_ids=ids)

@@ -35,6 +35,10 @@ class SpecialTokens:
         self._token_text = token_text
         self._first_characters = frozenset(token.content[0] for token in tokens.values())
 
+    def occur_in(self, text: str) -> bool:
+        """Whether one of the tokens is a part of ``text``."""
+        return any(token.content in text for token in self._tokens.values())
+
     def text(self, token_id: int) -> str:
         """Return a token's text where special tokens are shown; "" if it is not special."""
         token = self._tokens.get(token_id)

@@ -188,6 +188,15 @@ class Tokenizer:
         """
         return self._token_text(token_id)
 
+    @cached_property
+    def mark_ids(self) -> Mapping[str, int]:
+        """The ids of added tokens that no free text of a grammar matches, by their texts."""
+        return self.codec.mark_ids()
+
+    def hides(self, text: str) -> bool:
+        """Whether ``skip_special_tokens`` removes a part of ``text``."""
+        return self.special_tokens.occur_in(text)
+
     def _make_token_text(self, token_id: int) -> str:
         raw = token_bytes(self.codec.token_name(token_id))
         if self._anchor_ids is None:

@@ -1,13 +1,14 @@
 """``POST /v1/chat/completions``: generates the next message of a conversation."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
 import msgspec
 
-from ..frontend.inputs import text_limit
+from ..frontend.inputs import MadePrompt, text_limit
 from ..frontend.outputs import CompletionOutput, RequestOutput, TokenCandidates
 from ..frontend.template_time import render_in_time
 from ..sampling import SamplingParams
@@ -33,12 +34,15 @@ from .responses import (
     prompt_logprobs,
 )
 from .sse import ChunkEncoder, StreamEncoder
+from .tools.fields import ToolFields
+from .tools.parts import AnswerParser, parsed
+from .tools.reader import AnswerReader
 
 _OBJECT = "chat.completion"
 _CHUNK_OBJECT = "chat.completion.chunk"
 
 
-class ChatRequest(GenerationFields, ConversationFields):
+class ChatRequest(GenerationFields, ConversationFields, ToolFields):
     """A conversation that the model continues."""
 
     nested: ClassVar = GenerationFields.nested | {"messages": MESSAGE_FIELDS}
@@ -87,28 +91,37 @@ class ChatEndpoint(GenerationEndpoint):
             logprobs_field="top_logprobs",
         )
         self.check_num_sequences(1, sampling.n)
+        reader = AnswerReader(request, is_live=bool(request.stream))
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
             envelope=Envelope(request_id, object_name, int(time.time()), target.shown_name),
             adapter_name=target.adapter_name,
-            prompts=[partial(self._make_prompt, request, sampling, is_large)],
+            prompts=[partial(self._make_prompt, request, sampling, reader, is_large)],
             sampling=sampling,
+            reader=reader,
         )
 
     async def _make_prompt(
-        self, request: ChatRequest, sampling: SamplingParams, is_large: bool,
+        self, request: ChatRequest, sampling: SamplingParams, reader: AnswerReader, is_large: bool,
         conventions: ConventionsPort,
-    ) -> list[int]:  # fmt: skip
+    ) -> MadePrompt:  # fmt: skip
         """Render the conversation. Raises ``RequestError``."""
-        limits = self.state.settings.limits
-        render = partial(request.render, conventions, request.messages, limits.max_json_items)
+        limits, variables = self.state.settings.limits, request.template_variables()
+        if reader.tools is not None:
+            variables["tools"] = reader.tools.definitions
+        render = partial(
+            request.render, conventions, request.messages, limits.max_json_items, variables
+        )
         text = await render_in_time(render, limits.template, is_large=is_large)
+        reader.check_prompt(text)
+        sampling = reader.begin(conventions, text, sampling)
         # The template has written the special tokens already, unless the request says otherwise.
-        return await conventions.tokenizer.encode_async(
+        token_ids = await conventions.tokenizer.encode_async(
             text, add_special_tokens=bool(request.add_special_tokens),
             limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
         )  # fmt: skip
+        return MadePrompt(token_ids, sampling)
 
     def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
         return _ChatChunks(request)
@@ -116,17 +129,21 @@ class ChatEndpoint(GenerationEndpoint):
     def choices(
         self, request: ParsedRequest, prompt_index: int, output: RequestOutput
     ) -> list[msgspec.Struct]:
-        return [
-            ChatChoice(
-                index=choice.index,
-                message=ChatMessage(choice.text),
-                logprobs=_logprobs(choice.logprobs, request.sampling.logprobs),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-                token_ids=choice.token_ids if request.body.return_token_ids else msgspec.UNSET,
-            )
-            for choice in output.outputs
-        ]
+        return [self._choice(request, choice) for choice in output.outputs]
+
+    def _choice(self, request: ParsedRequest, choice: CompletionOutput) -> ChatChoice:
+        assert request.reader is not None, "not a chat"
+        answer = parsed(choice.text, request.reader.parser())
+        return ChatChoice(
+            index=choice.index,
+            message=ChatMessage.of(answer),
+            logprobs=_logprobs(choice.logprobs, request.sampling.logprobs),
+            finish_reason=request.reader.finish_reason(
+                choice.finish_reason, num_calls=len(answer.calls)
+            ),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if request.body.return_token_ids else msgspec.UNSET,
+        )
 
     def prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs:
         return prompt_logprobs(output)
@@ -138,11 +155,50 @@ class ChatEndpoint(GenerationEndpoint):
 class _ChatChunks(ChunkEncoder):
     """The events of one chat stream."""
 
-    __slots__ = ("_num_top_logprobs",)
+    __slots__ = ("_num_calls", "_num_top_logprobs", "_parsers", "_reader")
 
     def __init__(self, request: ParsedRequest) -> None:
         super().__init__(request)
+        assert request.reader is not None, "not a chat"
         self._num_top_logprobs = request.sampling.logprobs
+        self._reader = request.reader
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self._num_calls: Counter[int] = Counter()  # by choice
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        if self._reader.is_plain:
+            return super().encode(prompt_index, output)
+        events = b""
+        self._count(prompt_index, output)
+        for choice in output.outputs:
+            index = choice.index
+            if index not in self._parsers:
+                self._parsers[index] = self._reader.parser()
+                events += self._first_event(index, output)
+            if index not in self._ended:
+                events += self._parsed_events(index, choice)
+        return events
+
+    def _parsed_events(self, index: int, choice: CompletionOutput) -> bytes:
+        """Return an event for each new part of the answer, and one for tokens or the end."""
+        parser, has_ended = self._parsers[index], choice.finish_reason is not None
+        parts = parser.feed(choice.new_text)
+        if has_ended:
+            self._ended.add(index)
+            parts += parser.finish()
+        self._num_calls[index] += sum(part.head is not None for part in parts)
+        events = b"".join(
+            self._event(ChatChunkChoice(index, ChatDelta.of(part), None, None)) for part in parts
+        )
+        if not (has_ended or (self._shows_tokens and choice.new_token_ids)):
+            return events
+        last = msgspec.structs.replace(
+            self._part(index, choice), delta=ChatDelta(),
+            finish_reason=self._reader.finish_reason(
+                choice.finish_reason, num_calls=self._num_calls[index]
+            ),
+        )  # fmt: skip
+        return events + self._event(last)
 
     def _first_event(self, index: int, output: RequestOutput) -> bytes:
         first = ChatChunkChoice(index, ChatDelta("assistant", ""), None, None)
@@ -156,7 +212,7 @@ class _ChatChunks(ChunkEncoder):
         before = b'{"index":%d,"delta":{"content":' % index
         return before, b'},"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-    def _part(self, index: int, choice: CompletionOutput) -> msgspec.Struct:
+    def _part(self, index: int, choice: CompletionOutput) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=index,
             delta=ChatDelta(content=choice.new_text or None),

@@ -1,6 +1,7 @@
 """Conversations: renders the messages of a body with the model's chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pydantic_core
@@ -54,15 +55,19 @@ class ConversationFields(RequestModel):
     )
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
 
-    def render(self, tokenizer: RendererPort, values: list[Any], max_json_items: int) -> str:
+    def render(
+        self, tokenizer: RendererPort, values: list[Any], max_json_items: int,
+        own_variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:  # fmt: skip
         """Render ``values``, the body's messages, with the chat template, and return the prompt.
 
-        ``max_json_items``: of the arguments of a tool call.
+        ``max_json_items``: of the arguments of a tool call. ``own_variables``: of the template,
+        from other fields; ``chat_template_kwargs`` takes precedence.
 
         Raises ``RequestError`` for a malformed message, for variables that a request must not set,
         and if the template would leave out tool calls or their results.
         """
-        variables = self._variables()
+        variables = {**own_variables, **self._variables()}
         messages = template_messages(values, max_json_items)
         text = tokenizer.apply_chat_template(messages, **variables)
         for what, changed in _with_other_tools(messages):

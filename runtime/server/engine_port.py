@@ -11,6 +11,7 @@ from ..adapters.info import AdapterInfo
 from ..engine.hang_watch import HangWatch
 from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
+from ..frontend.inputs import MadePrompt
 from ..frontend.lora_directory import LoraDirectory
 from ..frontend.outputs import LoRARequest, RequestOutput, RequestWatch
 from ..limits import TextLimit
@@ -44,6 +45,15 @@ class TokenizerPort(RendererPort, Protocol):
         """
         ...
 
+    @property
+    def mark_ids(self) -> Mapping[str, int]:
+        """The ids of added tokens that no free text of a grammar matches, by their texts."""
+        ...
+
+    def hides(self, text: str) -> bool:
+        """Whether ``skip_special_tokens`` removes a part of ``text``."""
+        ...
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``."""
         ...
@@ -63,6 +73,10 @@ class TokenizerPort(RendererPort, Protocol):
 
 class ConventionsPort(RendererPort, Protocol):
     """The chat template of an adapter or the base model, and its tokenizer."""
+
+    def templates(self) -> list[tuple[str | None, str | None]]:
+        """Return the templates of answers and of conversations, the adapter's before the base's."""
+        ...
 
     @property
     def tokenizer(self) -> TokenizerPort:
@@ -84,7 +98,7 @@ class EnginePort(Protocol):
 
     def generate(
         self,
-        prompt: str | list[int] | Callable[[Any], Awaitable[list[int]]],
+        prompt: str | list[int] | Callable[[Any], Awaitable[MadePrompt]],
         sampling_params: SamplingParams,
         request_id: str,
         *,

@@ -44,7 +44,6 @@ class FieldTable:
     nested: Mapping[str, "FieldTable"] = field(default_factory=dict)  # of objects, by served name
 
 
-_NO_TOOLS = "tool and function calls are not served yet"
 _TEXT_ALONE = "this server takes text only"
 _NO_REASONING = "write the template's own variable into chat_template_kwargs"
 _NO_SAMPLER = "there is no such sampler"
@@ -66,18 +65,13 @@ ACCEPTED_FIELDS: Mapping[str, str] = {
     "request_id": "the header x-request-id names a request",
     "rid": "the header x-request-id names a request",
     "guided_decoding_backend": "there is one implementation",
-    "separate_reasoning": "output is not parsed",
-    "stream_reasoning": "output is not parsed",
-    "include_reasoning": "output is not parsed",
+    "stream_reasoning": "streams always show reasoning as it is written",
 }
 
 REFUSED_FIELDS: Mapping[str, RefusedField] = {
     # OpenAI's.
-    "tools": RefusedField(_NO_TOOLS, ([],)),
-    "tool_choice": RefusedField(_NO_TOOLS, ("none",)),
-    "parallel_tool_calls": RefusedField(_NO_TOOLS, (True, False)),
-    "functions": RefusedField(_NO_TOOLS, ([],)),
-    "function_call": RefusedField(_NO_TOOLS, ("none",)),
+    "functions": RefusedField("write tools", ([],)),
+    "function_call": RefusedField("write tool_choice", ("none",)),
     "best_of": RefusedField("choices are not ranked; write n", (1,)),
     "suffix": RefusedField("fill-in-the-middle is not served", ("",)),
     "audio": RefusedField(_TEXT_ALONE),
@@ -85,9 +79,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "prediction": RefusedField(
         "predicted outputs are not served; write their length as predicted_output_tokens"
     ),
-    "reasoning_effort": RefusedField(_NO_REASONING),
     "reasoning": RefusedField(_NO_REASONING),
-    "verbosity": RefusedField(_NO_REASONING),
     "web_search_options": RefusedField("web search is not served"),
     "store": RefusedField("completions are not stored", (False,)),
     "input": RefusedField(_CHAT),
@@ -143,7 +135,6 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     # Anthropic's, and fields that client libraries should have removed.
     "max_tokens_to_sample": RefusedField("write max_tokens"),
     "thinking": RefusedField(_NO_REASONING),
-    "enable_thinking": RefusedField(_NO_REASONING),
     "extra_body": RefusedField(_ONE_LEVEL, ({},)),
     # Served elsewhere.
     "messages": RefusedField(_CHAT),
@@ -153,6 +144,13 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "add_generation_prompt": RefusedField(_CHAT, (False,)),
     "continue_final_message": RefusedField(_CHAT, (False,)),
     "chat_template_kwargs": RefusedField(_CHAT, ({},)),
+    "tools": RefusedField(_CHAT, ([],)),
+    "tool_choice": RefusedField(_CHAT, ("none", "auto")),
+    "parallel_tool_calls": RefusedField(_CHAT, (True, False)),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "enable_thinking"), RefusedField(_CHAT)),
+    **dict.fromkeys(
+        ("separate_reasoning", "include_reasoning"), RefusedField(_CHAT, (True, False))
+    ),
 }
 
 _TEXT_PART = FieldTable(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ValidationInfo
 
 from ..errors import RequestError
+from ..frontend.inputs import MadePrompt
 from ..sampling import SamplingParams
 from .body import RequestModel, given
 from .engine_port import ConventionsPort
@@ -15,9 +16,10 @@ from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
 from .json_values import wrong_type
 from .responses import Envelope
 from .structure import StructureFields
+from .tools.reader import AnswerReader
 
-# A text, token ids, or a function that makes them by the adapter's conventions.
-Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[list[int]]]
+# A text, token ids, or a function that makes it by the adapter's conventions.
+Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[MadePrompt]]
 
 # Fields that SamplingParams has under the same name.
 _SAMPLING_FIELDS = (
@@ -238,8 +240,9 @@ class ParsedRequest:
     envelope: Envelope
     adapter_name: str | None  # None = the base model
     prompts: Sequence[Prompt]
-    sampling: SamplingParams
+    sampling: SamplingParams  # before a prompt is made by conventions, which can add to it
     echo: bool = False  # the answer's texts begin with the prompt
+    reader: AnswerReader | None = None  # of a chat
 
 
 def _renamed(exc: RequestError, names: Mapping[str, str]) -> RequestError:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from ..frontend.outputs import Logprob, RequestOutput, TokenCandidates
 from ..timing import EngineTiming
+from .tools.parts import AnswerPart, ParsedAnswer, PartKind
 
 _BYTES_PREFIX = "bytes:\\x"  # prefix of a token that is a part of a character
 
@@ -164,11 +165,44 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a call."""
+
+    name: str
+    arguments: str  # JSON of an object
+
+
+class ChatToolCall(msgspec.Struct, frozen=True):
+    """A call of a function by the model."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """A message of the model."""
 
-    content: str
+    content: str | None  # None: there are only calls
     role: str = "assistant"
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # the same, as other servers name it
+
+    @classmethod
+    def of(cls, answer: ParsedAnswer) -> "ChatMessage":
+        """Return the form of an answer."""
+        calls = [
+            ChatToolCall(one.head.call_id, CalledFunction(one.head.name, one.arguments))
+            for one in answer.calls
+        ]
+        reasoning = answer.reasoning or msgspec.UNSET
+        return cls(
+            None if calls and not answer.content else answer.content,
+            tool_calls=calls or msgspec.UNSET,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+        )
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -182,11 +216,42 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: TokenIds = msgspec.UNSET
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The new part of a call's function."""
+
+    arguments: str  # a piece of their JSON
+    name: str | None = None  # in the first part of a call
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The new part of a call; the first one has the id and the name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """The new part of a message in a stream."""
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as other servers name it
+
+    @classmethod
+    def of(cls, part: AnswerPart) -> "ChatDelta":
+        """Return the form of a part of an answer."""
+        if part.kind is PartKind.CONTENT:
+            return cls(content=part.text)
+        if part.kind is PartKind.REASONING:
+            return cls(reasoning_content=part.text, reasoning=part.text)
+        if part.head is None:
+            return cls(tool_calls=[ToolCallDelta(part.index, FunctionDelta(part.text))])
+        function = FunctionDelta(part.text, part.head.name)
+        return cls(tool_calls=[ToolCallDelta(part.index, function, part.head.call_id, "function")])
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -44,7 +44,9 @@ async def serve(
     ends. Raises ``ConfigError`` for a port that is in use and for unreadable files, and the error
     that keeps the engine from starting.
     """
-    chat_template = _read_template(serve_config.chat_template)
+    chat_template = _read_template("--chat-template", serve_config.chat_template)
+    response_template = _read_template("--response-template", serve_config.response_template)
+    _check_response_template(response_template, serve_config.response_template)
     engine_config = replace(engine_config, allowed_lora_dirs=serve_config.allowed_lora_dirs)
     access = Access.of(serve_config)
     access.check_model(engine_config.model)
@@ -64,8 +66,9 @@ async def serve(
         else:
             client = make_client(engine_config)
         engine = AsyncEngine.from_client(
-            client, chat_template=chat_template, hub_limits=hub_limits_of(serve_config)
-        )
+            client, chat_template=chat_template, response_template=response_template,
+            hub_limits=hub_limits_of(serve_config),
+        )  # fmt: skip
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")
@@ -89,13 +92,24 @@ def _check_resolvers(config: EngineConfig, access: Access) -> None:
         )
 
 
-def _read_template(path: str | None) -> str | None:
+def _read_template(option: str, path: str | None) -> str | None:
     if path is None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--chat-template {path!r} cannot be read: {exc}") from exc
+        raise ConfigError(f"{option} {path!r} cannot be read: {exc}") from exc
+
+
+def _check_response_template(text: str | None, path: str | None) -> None:
+    if text is None:
+        return
+    from .tools.response_template import read_template
+
+    try:
+        read_template(text)
+    except ValueError as exc:
+        raise ConfigError(f"--response-template {path!r} cannot be used: {exc}") from exc
 
 
 async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) -> bool:

@@ -20,7 +20,7 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.engine_watch import EngineWatches
-from corun.runtime.frontend.inputs import check_prompt, truncate_prompt
+from corun.runtime.frontend.inputs import MadePrompt, check_prompt, truncate_prompt
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
     AdapterStart,
@@ -43,7 +43,12 @@ VOCAB_SIZE = 0x110000  # a token is a character
 
 
 class FakeTokenizer:
-    """One token per character; the chat template writes role and content."""
+    """One token per character; the chat template writes tools, role and content."""
+
+    mark_ids: Mapping[str, int] = {}
+
+    def hides(self, text: str) -> bool:
+        return "<special>" in text
 
     def apply_chat_template(
         self,
@@ -54,6 +59,8 @@ class FakeTokenizer:
         **template_arguments: Any,
     ) -> str:
         text: str = template_arguments.get("preamble", "")
+        for tool in template_arguments.get("tools") or ():
+            text += f"<tool>{tool['function']['name']}"
         for message in messages:
             if message["content"] == "refuse me":
                 raise RequestError(
@@ -103,6 +110,8 @@ class FakeEngine:
     def reset(self) -> None:
         """Reset to the state of a new engine."""
         self.error: CorunError | None = None
+        self.answer: str | None = None  # in place of the usual text
+        self.chat_template: str | None = None  # for the form of answers
         self.stats = EngineStats(
             num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
             invalid_kv_bytes=7, preemptions={"kv_memory": 3, "squash": 1}, num_prefetch_hits=5,
@@ -174,6 +183,9 @@ class FakeEngine:
     async def conventions_of(self, lora: str | None) -> "FakeEngine":
         return self
 
+    def templates(self) -> list[tuple[str | None, str | None]]:
+        return [(None, self.chat_template)]
+
     @property
     def apply_chat_template(self) -> Callable[..., str]:
         return self.tokenizer.apply_chat_template
@@ -221,7 +233,7 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | list[int] | Callable[[Any], Awaitable[list[int]]],
+        prompt: str | list[int] | Callable[[Any], Awaitable[MadePrompt]],
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -234,7 +246,8 @@ class FakeEngine:
         check_predicted_output(predicted_output_tokens)
         check_stops(sampling_params.stop, max_stop_strings=16, max_stop_bytes=1 << 14)
         if callable(prompt):
-            prompt = await prompt(await self.conventions_of(lora_request))
+            made = await prompt(await self.conventions_of(lora_request))
+            prompt, sampling_params = made.token_ids, made.params
         self.seen.append((prompt, sampling_params, lora_request, cache_salt))
         self.seen_predictions.append(predicted_output_tokens)
         prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
@@ -254,7 +267,7 @@ class FakeEngine:
         text = prompt if isinstance(prompt, str) else None
         try:
             choices = [
-                _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base")
+                _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base", self.answer)
                 for index in range(sampling_params.n)
             ]
             while not all(choice.finish_reason for choice in choices):
@@ -312,14 +325,18 @@ class _FakeChoice:
     """One choice on its way to its last token."""
 
     def __init__(
-        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str
-    ) -> None:
+        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str,
+        answer: str | None,
+    ) -> None:  # fmt: skip
         prompt = "".join(map(chr, prompt_ids))
         room = MAX_MODEL_LEN - len(prompt_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         text = expected_text(prompt, limit, adapter=adapter, choice=index)
+        if answer is not None:
+            text = answer[:limit]
         found = [(text.find(stop), stop) for stop in params.stop if stop in text]
         self._stop = min(found)[1] if found else None
+        self._ends = bool(found) or (answer is not None and len(answer) < limit)
         self._text = text[: min(found)[0]] if found else text
         self._params = params
         self._index = index
@@ -341,7 +358,7 @@ class _FakeChoice:
         if self._history.logprobs is not None:
             self._history.logprobs.extend(map(self._candidates, new))
         if self.num_tokens == len(self._text):
-            self.finish_reason = "length" if self._stop is None else "stop"
+            self.finish_reason = "stop" if self._ends else "length"
         return self._output(new)
 
     def _output(self, new: str) -> CompletionOutput:

@@ -1,0 +1,245 @@
+"""Response templates of model families whose tokenizers have none.
+
+A family is recognised by the marks in its chat template, as fine-tuned models keep them under
+other names. The formats are those of the models' cards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from .call_format import PLAIN_CALLS, CallFormat, ReasoningMarks
+from .parser import CALLS_FIELD, REASONING_FIELDS, keys_of
+from .response_template import ResponseTemplate, TemplateField, template_of
+
+# The ends of generation prompts. The last one in a prompt begins the answer.
+_ASSISTANT = [
+    "<|im_start|>assistant\n",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<|start|>assistant",
+    "<|turn>model\n",
+    "<tool_response|>",
+    "<start_of_turn>model\n",
+    "<|assistant|>",
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "<\uff5cAssistant\uff5c>",
+    "[/INST]",
+    "[/TOOL_RESULTS]",
+]
+_NAMED: Mapping[str, Any] = {"function": {"name": "{name}", "arguments": "{content}"}}
+_EACH: Mapping[str, Any] = {"function": {"name": "{name}", "arguments": "{arguments}"}}
+_NAME = r"(?P<name>[\w.:-]+)"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes answers."""
+
+    template: ResponseTemplate
+    calls: CallFormat | None = None  # None = no format that a grammar can describe
+    reasoning: ReasoningMarks | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether its answers can have calls."""
+        return CALLS_FIELD in self.template.fields
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether its answers can have reasoning."""
+        return any(name in REASONING_FIELDS for name in self.template.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    marks: tuple[str, ...]  # all are in its chat template
+    calls: Mapping[str, Any]  # the field of calls
+    format: CallFormat | None = None
+    others: Mapping[str, Any] | None = None  # further fields
+    reasoning: ReasoningMarks | None = None  # None = as its field says
+
+
+def _json_call(before: str, arguments: str, after: str, separator: str | None) -> CallFormat:
+    return CallFormat(
+        f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}", separator=separator
+    )
+
+
+# The first one whose marks are found counts.
+_FAMILIES = (
+    _Family(  # gpt-oss
+        ("<|channel|>", "to=functions."),
+        {
+            "open_pattern": r"(?:<\|start\|>assistant)?(?:"
+            rf"<\|channel\|>\w+ to=functions\.{_NAME}| to=functions\.{_NAME}<\|channel\|>\w+"
+            r") ?(?:<\|constrain\|>)?\w*<\|message\|>",
+            "close_pattern": r"<\|call\|>|<\|end\|>",
+            "content": "json",
+            "transform": _NAMED,
+        },
+        CallFormat(
+            "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "",
+            follows_text=False,
+        ),
+        {
+            "reasoning_content": {
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+                "close": "<|end|>",
+            },
+            "final": {
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
+                r"(?: ?<\|constrain\|>\w+)?<\|message\|>",
+                "close": ["<|end|>", "<|return|>"],
+            },
+        },
+        ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+    ),
+    _Family(  # Gemma 4
+        ("<|tool_call>", "<tool_call|>"),
+        {
+            "open_pattern": rf"<\|tool_call>call:{_NAME}",
+            "close": "<tool_call|>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": _NAMED,
+        },
+        None,
+        {"reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"}},
+    ),
+    _Family(  # FunctionGemma
+        ("<start_function_call>",),
+        {
+            "open_pattern": rf"<start_function_call>call:{_NAME}",
+            "close": "<end_function_call>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
+            "transform": _NAMED,
+        },
+    ),
+    _Family(  # Mistral, since tokenizer 11
+        ("[TOOL_CALLS]", "[ARGS]"),
+        {
+            "open_pattern": rf"\[TOOL_CALLS\]{_NAME}(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "content": "json",
+            "transform": _NAMED,
+        },
+        CallFormat("[TOOL_CALLS]", "[ARGS]", "", separator=""),
+    ),
+    _Family(  # Mistral
+        ("[TOOL_CALLS]",),
+        {
+            "open_pattern": r"\[TOOL_CALLS\]\s*",
+            "content": "json",
+            "transform": _EACH,
+            "transform_each": True,
+        },
+        CallFormat(
+            '{"name": "', '", "arguments": ', "}", opens="[TOOL_CALLS][", closes="]", separator=", "
+        ),
+    ),
+    _Family(  # Qwen3-Coder, Qwen 3.5
+        ("<tool_call>", "<function=", "<parameter="),
+        {
+            "open_pattern": rf"<tool_call>\s*<function={_NAME}>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            "transform": _NAMED,
+        },
+    ),
+    _Family(  # Qwen 2.5, Qwen3, Hermes
+        ("<tool_call>", "</tool_call>"),
+        {"open": "<tool_call>", "close": "</tool_call>", "content": "json",
+         "transform": {"function": "{content}"}},
+        _json_call("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+    ),
+    _Family(  # Llama 3.1 to 3.3: the whole answer is the call
+        ("<|start_header_id|>", '"parameters"'),
+        {
+            "open_pattern": r'^\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"(?:name|type)")',
+            "content": "json",
+            "transform": {"function": {"name": "{content.name}",
+                                       "arguments": "{content.parameters}"}},
+        },
+        _json_call("", "parameters", "", None),
+    ),
+)  # fmt: skip
+_REASONING = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+)
+
+
+@lru_cache(maxsize=64)
+def family_format(chat_template: str) -> AnswerFormat | None:
+    """Return the format of the family with this chat template; None if it is not known."""
+    family = next(
+        (one for one in _FAMILIES if all(mark in chat_template for mark in one.marks)), None
+    )
+    fields: dict[str, Any] = {"content": {}}
+    for marks in _REASONING:
+        if marks.closes in chat_template:
+            fields["reasoning_content"] = {"open": marks.opens, "close": marks.closes}
+            break
+    if family is not None:
+        fields |= {CALLS_FIELD: family.calls, **(family.others or {})}
+    if len(fields) == 1:
+        return None
+    template = template_of({"start_anchor": _ASSISTANT, "fields": fields})
+    if family is None:
+        return AnswerFormat(template, None, _reasoning_marks(template))
+    return AnswerFormat(template, family.format, family.reasoning or _reasoning_marks(template))
+
+
+def format_of(template: ResponseTemplate) -> AnswerFormat:
+    """Return the format that a model's own response template describes."""
+    field = template.fields.get(CALLS_FIELD)
+    calls = None if field is None else _call_format(field)
+    return AnswerFormat(template, calls, _reasoning_marks(template))
+
+
+def plain_format(known: AnswerFormat | None) -> AnswerFormat:
+    """Return a format with ``PLAIN_CALLS`` and the reasoning of ``known``."""
+    fields = {"open_pattern": r"(?=\[)", "content": "json", "transform": _EACH,
+              "transform_each": True}  # fmt: skip
+    template = template_of(
+        {"start_anchor": _ASSISTANT, "fields": {CALLS_FIELD: fields, "content": {}}}
+    )
+    if known is None:
+        return AnswerFormat(template, PLAIN_CALLS)
+    kept = {name: one for name, one in known.template.fields.items() if name in REASONING_FIELDS}
+    template = replace(template, fields={**template.fields, **kept}, start=known.template.start)
+    return AnswerFormat(template, PLAIN_CALLS, known.reasoning)
+
+
+def _reasoning_marks(template: ResponseTemplate) -> ReasoningMarks | None:
+    for name in REASONING_FIELDS:
+        field = template.fields.get(name)
+        opens, closes = (field.opens, field.closes) if field is not None else (None, None)
+        if opens and closes and opens.literals and closes.literals:
+            return ReasoningMarks(opens.literals[0], closes.literals[0])
+    return None
+
+
+def _call_format(field: TemplateField) -> CallFormat | None:
+    """Return the text around the calls of a response template, if it is certain."""
+    keys = keys_of(field)
+    if keys is None or keys.arguments is None or field.opens is None or not field.opens.literals:
+        return None
+    before = field.opens.literals[0]
+    after = field.closes.literals[0] if field.closes and field.closes.literals else ""
+    if field.closes is not None and not field.closes.literals:
+        return None
+    if keys.in_list:
+        return CallFormat(
+            f'{{"{keys.name}": "', f'", "{keys.arguments}": ', "}",
+            opens=f"{before}[", closes=f"]{after}", separator=", ",
+        )  # fmt: skip
+    return CallFormat(
+        f'{before}{{"{keys.name}": "', f'", "{keys.arguments}": ', f"}}{after}",
+        separator="" if after else None,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Decides how the answers of one chat request are written and read."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+
+from ...errors import NotServedError, RequestError
+from ...sampling import SamplingParams, StructuredOutput
+from ..engine_port import ConventionsPort
+from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallFormat, CallGrammar, json_rule
+from .families import AnswerFormat, family_format, format_of, plain_format
+from .fields import CallMode, ToolFields
+from .parser import ParserOptions, TemplateParser
+from .parts import AnswerParser, PlainParser
+from .response_template import ResponseTemplate, read_template
+
+_logger = logging.getLogger(__name__)
+
+
+class AnswerReader:
+    """Makes the parsers of a request's choices, and the grammar that they follow."""
+
+    def __init__(self, fields: ToolFields, *, is_live: bool) -> None:
+        """``is_live``: parts are shown as they arrive. Raises ``RequestError``."""
+        self.tools = fields.offered_tools()
+        self._fields = fields
+        self._is_live = is_live
+        self._format: AnswerFormat | None = None
+        self._options = ParserOptions()
+        self._prompt = ""
+
+    def check_prompt(self, prompt: str) -> None:
+        """Raise ``NotServedError`` if the chat template has left out a function."""
+        for name in self.tools.parameters if self.tools is not None else ():
+            if name not in prompt:
+                raise NotServedError(
+                    f"tools has the function {name!r}, which the chat template leaves out of the "
+                    "prompt; serve the model with a chat template for tools (--chat-template FILE) "
+                    'or write tool_choice "none"',
+                    param="tools",
+                )
+
+    def begin(
+        self, conventions: ConventionsPort, prompt: str, sampling: SamplingParams
+    ) -> SamplingParams:
+        """Begin answers to ``prompt``; return how they are sampled. Raises ``RequestError``."""
+        self._prompt = prompt
+        self._format = self._format_of(conventions)
+        if self._format is None:
+            return sampling
+        tools, fields = self.tools, self._fields
+        self._options = ParserOptions(
+            with_calls=tools is not None,
+            with_reasoning=fields.separate_reasoning is not False,
+            shows_reasoning=fields.include_reasoning is not False,
+            is_live=self._is_live,
+            max_calls=None if tools is None or tools.is_parallel else 1,
+            parameters={} if tools is None else tools.parameters,
+        )
+        tokenizer = conventions.tokenizer
+        structure = self._structure(self._format, sampling.structured_output, tokenizer.mark_ids)
+        if structure is None and sampling.structured_output is not None:
+            # It describes the whole answer, as there is no form of reasoning before it.
+            self._format, structure = None, sampling.structured_output
+        elif sampling.skip_special_tokens and tokenizer.hides(_mark_texts(self._format.template)):
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+        return dataclasses.replace(sampling, structured_output=structure)
+
+    def parser(self) -> AnswerParser:
+        """Return the parser of a new choice, once its prompt has been made."""
+        if self._format is None:
+            return PlainParser()
+        return TemplateParser(self._format.template, self._options, self._prompt)
+
+    @staticmethod
+    def finish_reason(reason: str | None, *, num_calls: int) -> str | None:
+        """Return the reason of an answer's end as clients see it."""
+        return "tool_calls" if num_calls and reason == "stop" else reason
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether answers are content alone."""
+        return self._format is None
+
+    def _format_of(self, conventions: ConventionsPort) -> AnswerFormat | None:
+        """Return how the model writes answers; None if they are content alone."""
+        known = _known_format(tuple(conventions.templates()))
+        tools = self.tools
+        if isinstance(known, str):
+            if tools is not None:
+                raise RequestError(known, param="tools")
+            return None
+        if tools is None:
+            is_split = self._fields.separate_reasoning is not False
+            return known if known is not None and known.has_reasoning and is_split else None
+        if tools.mode is CallMode.REQUIRED:
+            return known if known is not None and known.calls is not None else plain_format(known)
+        if known is None or not known.has_calls:
+            raise NotServedError(
+                'tool_choice is "auto", but the form of the model\'s calls is not known; give a '
+                'response template (--response-template FILE), or write "required", "none" or a '
+                "function as tool_choice",
+                param="tool_choice",
+            )
+        return known
+
+    def _structure(
+        self, known: AnswerFormat, given: StructuredOutput | None, mark_ids: Mapping[str, int]
+    ) -> StructuredOutput | None:
+        """Return the form of answers; None = any, or one without reasoning."""
+        tools = self.tools
+        content = None if given is None else _content_rule(given)
+        has_reasoning = self._options.with_reasoning and known.reasoning is not None
+        parser = TemplateParser(known.template, self._options, self._prompt)
+        grammar = CallGrammar(
+            calls=known.calls or PLAIN_CALLS,
+            functions={} if tools is None else tools.schemas,
+            is_parallel=tools is None or tools.is_parallel,
+            reasoning=known.reasoning if has_reasoning else None,
+            is_reasoning=parser.is_reasoning,
+            mark_ids=mark_ids,
+        )
+        if tools is None:
+            text = None if content is None else grammar.without_calls(content)
+        elif tools.mode is CallMode.REQUIRED:
+            text = grammar.forced()
+        elif given is None and not (tools.is_constrained and _follows_text(known.calls)):
+            text = None
+        elif not _follows_text(known.calls) or (given is not None and content is None):
+            name = "structured output" if given is None else given.field
+            raise NotServedError(
+                f"{name} is not served beside tools for this model and kind; write tool_choice "
+                '"required" or "none"',
+                param=name,
+            )
+        else:
+            text = grammar.optional(content or "")
+        field = "tools" if tools is not None else "" if given is None else given.field
+        return None if text is None else StructuredOutput("grammar", text, field)
+
+
+def _follows_text(calls: CallFormat | None) -> bool:
+    return calls is not None and calls.follows_text
+
+
+def _content_rule(structure: StructuredOutput) -> str | None:
+    """Return the rule of a grammar for ``structure``; None if it has no such rule."""
+    match structure.kind:
+        case "json_schema":
+            schema = json.loads(structure.text)
+            return json_rule(schema) if isinstance(schema, dict) else None
+        case "json_object":
+            return json_rule(ANY_ARGUMENTS)
+        case "choice":
+            return " | ".join(json.dumps(one) for one in json.loads(structure.text))
+        case _:
+            return None
+
+
+def _mark_texts(template: ResponseTemplate) -> str:
+    """Return the texts of all marks."""
+    texts: list[str] = []
+    for field in template.fields.values():
+        texts += [mark.text for mark in (field.opens, field.closes) if mark is not None]
+        for pair in (field.content_args or {}).get("string_delims", ()):
+            texts += pair
+    return "\n".join(texts)
+
+
+@lru_cache(maxsize=64)
+def _known_format(
+    templates: tuple[tuple[str | None, str | None], ...],
+) -> AnswerFormat | str | None:
+    """Return the format that the first of ``templates`` describes; a text = why it cannot be read.
+
+    ``templates``: pairs of a response template and a chat template.
+    """
+    for response_template, chat_template in templates:
+        if response_template is not None:
+            try:
+                return format_of(read_template(response_template))
+            except ValueError as error:
+                reason = f"the model's response template cannot be read: {error}"
+                _logger.warning("%s; answers are not parsed, and tools are refused", reason)
+                return reason
+        found = None if chat_template is None else family_format(chat_template)
+        if found is not None:
+            return found
+    return None
