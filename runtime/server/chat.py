@@ -12,6 +12,8 @@ from ..frontend.inputs import MadePrompt, text_limit
 from ..frontend.outputs import CompletionOutput, RequestOutput, TokenCandidates
 from ..frontend.template_time import render_in_time
 from ..sampling import SamplingParams
+from ..tools.parts import AnswerParser, parsed
+from ..tools.reader import AnswerReader
 from .body import given, is_large, parse_body
 from .chat_messages import ConversationFields
 from .endpoint import GenerationEndpoint
@@ -34,9 +36,7 @@ from .responses import (
     prompt_logprobs,
 )
 from .sse import ChunkEncoder, StreamEncoder
-from .tools.fields import ToolFields
-from .tools.parts import AnswerParser, parsed
-from .tools.reader import AnswerReader
+from .tool_fields import ToolFields
 
 _OBJECT = "chat.completion"
 _CHUNK_OBJECT = "chat.completion.chunk"
@@ -91,7 +91,11 @@ class ChatEndpoint(GenerationEndpoint):
             logprobs_field="top_logprobs",
         )
         self.check_num_sequences(1, sampling.n)
-        reader = AnswerReader(request, is_live=bool(request.stream))
+        reader = AnswerReader(
+            request.offered_tools(), is_live=bool(request.stream),
+            splits_reasoning=request.separate_reasoning is not False,
+            shows_reasoning=request.include_reasoning is not False,
+        )  # fmt: skip
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
@@ -115,9 +119,12 @@ class ChatEndpoint(GenerationEndpoint):
         )
         text = await render_in_time(render, limits.template, is_large=is_large)
         reader.check_prompt(text)
-        sampling = reader.begin(conventions, text, sampling)
+        tokenizer = conventions.tokenizer
+        sampling = reader.begin(
+            text, sampling, conventions.templates(), tokenizer.mark_ids, tokenizer.hides
+        )
         # The template has written the special tokens already, unless the request says otherwise.
-        token_ids = await conventions.tokenizer.encode_async(
+        token_ids = await tokenizer.encode_async(
             text, add_special_tokens=bool(request.add_special_tokens),
             limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ValidationInfo
 from ..errors import RequestError
 from ..frontend.inputs import MadePrompt
 from ..sampling import SamplingParams
+from ..tools.reader import AnswerReader
 from .body import RequestModel, given
 from .engine_port import ConventionsPort
 from .errors import HttpError
@@ -16,7 +17,6 @@ from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
 from .json_values import wrong_type
 from .responses import Envelope
 from .structure import StructureFields
-from .tools.reader import AnswerReader
 
 # A text, token ids, or a function that makes it by the adapter's conventions.
 Prompt = str | list[int] | Callable[[ConventionsPort], Awaitable[MadePrompt]]

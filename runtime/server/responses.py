@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from ..frontend.outputs import Logprob, RequestOutput, TokenCandidates
 from ..timing import EngineTiming
-from .tools.parts import AnswerPart, ParsedAnswer, PartKind
+from ..tools.parts import AnswerPart, ParsedAnswer, PartKind
 
 _BYTES_PREFIX = "bytes:\\x"  # prefix of a token that is a part of a character
 

@@ -1,18 +1,17 @@
 """The fields of a body about tools and reasoning, and their checks."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from ...errors import NotServedError, RequestError
-from ..body import RequestModel, given
-from ..errors import HttpError
-from ..json_values import show, wrong_type
-from .call_format import ANY_ARGUMENTS, arguments_schema
+from ..errors import NotServedError, RequestError
+from ..tools.call_format import arguments_schema
+from ..tools.offer import CallMode, Tools
+from .body import RequestModel, given
+from .errors import HttpError
+from .json_values import show, wrong_type
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -67,40 +66,6 @@ ToolChoiceField = Annotated[
         ],
     }),
 ]  # fmt: skip
-
-
-class CallMode(Enum):
-    """Whether an answer has calls."""
-
-    ALLOWED = "auto"
-    REQUIRED = "required"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """The functions that a request offers, checked."""
-
-    definitions: Sequence[Mapping[str, Any]]  # for the chat template
-    mode: CallMode
-    callable_names: Sequence[str]  # functions that the answer may call
-    parameters: Mapping[str, Mapping[str, Any]]  # schemas of arguments, by name
-    strict_names: frozenset[str]
-    is_parallel: bool  # several calls in one answer
-
-    @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The schemas that calls follow: those of strict functions, and of calls that must come."""
-        is_forced = self.mode is CallMode.REQUIRED
-        return {
-            name: self.parameters[name] if is_forced or name in self.strict_names else ANY_ARGUMENTS
-            for name in self.callable_names
-        }
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether calls follow a grammar."""
-        is_strict = not self.strict_names.isdisjoint(self.callable_names)
-        return self.mode is CallMode.REQUIRED or is_strict
 
 
 class ToolFields(RequestModel):

@@ -3,18 +3,20 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from ...errors import NotServedError, RequestError
-from ...sampling import SamplingParams, StructuredOutput
-from ..engine_port import ConventionsPort
+from ..errors import NotServedError, RequestError
+from ..sampling import SamplingParams, StructuredOutput
 from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallFormat, CallGrammar, json_rule
 from .families import AnswerFormat, family_format, format_of, plain_format
-from .fields import CallMode, ToolFields
+from .offer import CallMode, Tools
 from .parser import ParserOptions, TemplateParser
 from .parts import AnswerParser, PlainParser
 from .response_template import ResponseTemplate, read_template
+
+# Pairs of a response template and a chat template, either of which may be missing.
+Templates = Sequence[tuple[str | None, str | None]]
 
 _logger = logging.getLogger(__name__)
 
@@ -22,10 +24,20 @@ _logger = logging.getLogger(__name__)
 class AnswerReader:
     """Makes the parsers of a request's choices, and the grammar that they follow."""
 
-    def __init__(self, fields: ToolFields, *, is_live: bool) -> None:
-        """``is_live``: parts are shown as they arrive. Raises ``RequestError``."""
-        self.tools = fields.offered_tools()
-        self._fields = fields
+    def __init__(
+        self, tools: Tools | None, *, splits_reasoning: bool, shows_reasoning: bool, is_live: bool
+    ) -> None:
+        """Read answers of a request.
+
+        Args:
+            tools: None = answers have no calls.
+            splits_reasoning: Reasoning is no content.
+            shows_reasoning: Reasoning is not dropped.
+            is_live: Parts are shown as they arrive.
+        """
+        self.tools = tools
+        self._splits_reasoning = splits_reasoning
+        self._shows_reasoning = shows_reasoning
         self._is_live = is_live
         self._format: AnswerFormat | None = None
         self._options = ParserOptions()
@@ -43,28 +55,36 @@ class AnswerReader:
                 )
 
     def begin(
-        self, conventions: ConventionsPort, prompt: str, sampling: SamplingParams
-    ) -> SamplingParams:
-        """Begin answers to ``prompt``; return how they are sampled. Raises ``RequestError``."""
+        self, prompt: str, sampling: SamplingParams, templates: Templates,
+        mark_ids: Mapping[str, int], hides: Callable[[str], bool],
+    ) -> SamplingParams:  # fmt: skip
+        """Begin answers to ``prompt``, and return how they are sampled. Raises ``RequestError``.
+
+        Args:
+            prompt: As the chat template has rendered it.
+            sampling: As the request has it.
+            templates: The adapter's before the base's.
+            mark_ids: The ids of added tokens that no free text of a grammar matches, by their texts.
+            hides: Whether ``skip_special_tokens`` removes a part of a text.
+        """
         self._prompt = prompt
-        self._format = self._format_of(conventions)
+        self._format = self._format_of(templates)
         if self._format is None:
             return sampling
-        tools, fields = self.tools, self._fields
+        tools = self.tools
         self._options = ParserOptions(
             with_calls=tools is not None,
-            with_reasoning=fields.separate_reasoning is not False,
-            shows_reasoning=fields.include_reasoning is not False,
+            with_reasoning=self._splits_reasoning,
+            shows_reasoning=self._shows_reasoning,
             is_live=self._is_live,
             max_calls=None if tools is None or tools.is_parallel else 1,
             parameters={} if tools is None else tools.parameters,
         )
-        tokenizer = conventions.tokenizer
-        structure = self._structure(self._format, sampling.structured_output, tokenizer.mark_ids)
+        structure = self._structure(self._format, sampling.structured_output, mark_ids)
         if structure is None and sampling.structured_output is not None:
             # It describes the whole answer, as there is no form of reasoning before it.
             self._format, structure = None, sampling.structured_output
-        elif sampling.skip_special_tokens and tokenizer.hides(_mark_texts(self._format.template)):
+        elif sampling.skip_special_tokens and hides(_mark_texts(self._format.template)):
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         return dataclasses.replace(sampling, structured_output=structure)
 
@@ -84,17 +104,17 @@ class AnswerReader:
         """Whether answers are content alone."""
         return self._format is None
 
-    def _format_of(self, conventions: ConventionsPort) -> AnswerFormat | None:
+    def _format_of(self, templates: Templates) -> AnswerFormat | None:
         """Return how the model writes answers; None if they are content alone."""
-        known = _known_format(tuple(conventions.templates()))
+        known = _known_format(tuple(templates))
         tools = self.tools
         if isinstance(known, str):
             if tools is not None:
                 raise RequestError(known, param="tools")
             return None
         if tools is None:
-            is_split = self._fields.separate_reasoning is not False
-            return known if known is not None and known.has_reasoning and is_split else None
+            is_split = known is not None and known.has_reasoning and self._splits_reasoning
+            return known if is_split else None
         if tools.mode is CallMode.REQUIRED:
             return known if known is not None and known.calls is not None else plain_format(known)
         if known is None or not known.has_calls:
@@ -170,13 +190,8 @@ def _mark_texts(template: ResponseTemplate) -> str:
 
 
 @lru_cache(maxsize=64)
-def _known_format(
-    templates: tuple[tuple[str | None, str | None], ...],
-) -> AnswerFormat | str | None:
-    """Return the format that the first of ``templates`` describes; a text = why it cannot be read.
-
-    ``templates``: pairs of a response template and a chat template.
-    """
+def _known_format(templates: Templates) -> AnswerFormat | str | None:
+    """Return the format that the first of ``templates`` describes; a text = why it cannot be read."""
     for response_template, chat_template in templates:
         if response_template is not None:
             try:

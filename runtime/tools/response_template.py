@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import regex
 
-from ...errors import RequestError
+from ..errors import RequestError
 from .contents import CONTENT_KINDS, check_transform
 
 MAX_TEMPLATE_BYTES = 1 << 20
