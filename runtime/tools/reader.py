@@ -64,7 +64,7 @@ class AnswerReader:
             prompt: As the chat template has rendered it.
             sampling: As the request has it.
             templates: The adapter's before the base's.
-            mark_ids: The ids of added tokens that no free text of a grammar matches, by their texts.
+            mark_ids: Added tokens that no free text of a grammar matches, by their texts.
             hides: Whether ``skip_special_tokens`` removes a part of a text.
         """
         self._prompt = prompt
@@ -191,7 +191,7 @@ def _mark_texts(template: ResponseTemplate) -> str:
 
 @lru_cache(maxsize=64)
 def _known_format(templates: Templates) -> AnswerFormat | str | None:
-    """Return the format that the first of ``templates`` describes; a text = why it cannot be read."""
+    """Return the format of the first of ``templates`` with one; a text = why it cannot be read."""
     for response_template, chat_template in templates:
         if response_template is not None:
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ...frontend.outputs import CompletionOutput, RequestOutput
+from ...tools.parts import AnswerParser
 from ..body import is_large, parse_body, read_model
 from ..chat import ChatEndpoint, ChatRequest
 from ..errors import ErrorReply
@@ -15,7 +16,6 @@ from ..generation_request import ParsedRequest
 from ..open_record import OpenRecord, PromptRun
 from ..responses import Timing, Usage, usage_of
 from ..sse import ResponseWriter, StreamEncoder
-from ..tools.parts import AnswerParser, PlainParser
 from .fields import ResponsesRequest
 from .items import ItemAssembler, encoded
 from .objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
@@ -53,7 +53,8 @@ class ParsedResponse(ParsedRequest):
 
     def parser(self) -> AnswerParser:
         """Return the parser of the answer, once its prompt has been made."""
-        return PlainParser()
+        assert self.reader is not None, "not a chat"
+        return self.reader.parser()
 
 
 class ResponsesEndpoint(ChatEndpoint):

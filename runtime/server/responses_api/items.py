@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..tools.parts import AnswerPart, CallHead, PartKind
+from ...tools.parts import AnswerPart, CallHead, PartKind
 from .objects import (
     CallItem,
     Item,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from corun.runtime.server.responses_api.items import ItemAssembler
 from corun.runtime.server.responses_api.objects import ResponseObject
-from corun.runtime.server.tools.parts import AnswerPart, CallHead, PartKind
+from corun.runtime.tools.parts import AnswerPart, CallHead, PartKind
 
 C, R = PartKind.CONTENT, PartKind.REASONING
 RESPONSE = ResponseObject(
