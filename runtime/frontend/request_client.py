@@ -20,7 +20,7 @@ from ..engine.messages import (
     StepOutputs,
 )
 from ..errors import EngineDeadError, RequestError
-from ..grammar.messages import Vocabulary
+from ..grammar.messages import GrammarTokens
 from ..grammar.trial import GrammarTrials
 from ..limits import (
     check_bad_words,
@@ -74,7 +74,7 @@ class RequestClient:
         """The engine is ready: requests can be prepared and opened."""
         self._model = model
         self._trials = GrammarTrials(
-            lambda: Vocabulary(model.vocab_size, dict(tokenizer.codec.added_tokens()))
+            lambda: GrammarTokens(model.vocab_size, dict(tokenizer.codec.added_tokens()))
         )
 
     async def end(self) -> None:

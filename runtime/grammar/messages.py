@@ -5,7 +5,7 @@ import msgspec
 LENGTH_BYTES = 4
 
 
-class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+class GrammarTokens(msgspec.Struct, frozen=True, array_like=True):
     """The tokens that a grammar may name."""
 
     num_ids: int  # of the model's logits

@@ -4,8 +4,8 @@ A hostile schema may need minutes, gigabytes or a deep stack, and a thread canno
 process can: its parent kills it at a deadline. Limits of memory and of the stack end it before the
 same grammar could harm the engine. It dies with its parent.
 
-The first message is a ``Vocabulary``; the answer says that the process is ready. Each later one is
-a ``StructuredOutput``; the answer is the reason why it is refused, or nil.
+The first message is a ``GrammarTokens``; the answer says that the process is ready. Each later one
+is a ``StructuredOutput``; the answer is the reason why it is refused, or nil.
 """
 
 import os
@@ -21,7 +21,7 @@ from ...cpu_workers.process_life import bound_socket, exit_process
 from ..errors import RequestError
 from ..sampling import StructuredOutput
 from .compile import check_structure
-from .messages import LENGTH_BYTES, Vocabulary, frame
+from .messages import LENGTH_BYTES, GrammarTokens, frame
 from .tokenizer import trial_tokenizer
 
 _MAX_MEMORY_BYTES = 1 << 30
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(stream: BinaryIO) -> None:
     """Answer until the parent closes its end."""
-    vocabulary = msgspec.msgpack.decode(_received(stream), type=Vocabulary)
+    vocabulary = msgspec.msgpack.decode(_received(stream), type=GrammarTokens)
     tokenizer = trial_tokenizer(vocabulary.num_ids, vocabulary.special_tokens)
     reason: str | None = None
     while True:

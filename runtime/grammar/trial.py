@@ -19,7 +19,7 @@ from ...cpu_workers.process_life import signals_held
 from ..errors import EngineDeadError, OverloadedError, RequestError
 from ..sampling import StructuredOutput
 from ..tasks import cancel_all
-from .messages import LENGTH_BYTES, Vocabulary, frame
+from .messages import LENGTH_BYTES, GrammarTokens, frame
 
 _MAX_RESULTS = 1024
 _MAX_WAITING = 256  # different texts
@@ -35,7 +35,7 @@ class _Process:
         self._reader, self._writer, self._popen = reader, writer, popen
 
     @classmethod
-    async def start(cls, vocabulary: Vocabulary) -> "_Process":
+    async def start(cls, vocabulary: GrammarTokens) -> "_Process":
         """Start it and wait until it is ready. Raises ``OverloadedError`` if it takes too long."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -85,7 +85,7 @@ class _Trial:
 class GrammarTrials:
     """Tries each text once. ``close`` it in the end."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], *, timeout_s: float = 1.0) -> None:
+    def __init__(self, vocabulary: Callable[[], GrammarTokens], *, timeout_s: float = 1.0) -> None:
         """``vocabulary``: called when a process starts, which is at the first trial."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
@@ -108,7 +108,7 @@ class GrammarTrials:
             raise RequestError(reason, param=structured.field)
 
     async def close(self) -> None:
-        """End the process; who waits gets ``EngineDeadError``. Idempotent."""
+        """End the process; waiting requests get ``EngineDeadError``. Idempotent."""
         self._is_closed = True
         await cancel_all(*(trial.task for trial in self._trials.values()))
         if self._process is not None:

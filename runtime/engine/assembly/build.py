@@ -17,6 +17,7 @@ import msgspec
 
 from ....shm.stale import remove_stale_names
 from ...adapters.sources import collect_sources
+from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
@@ -221,6 +222,10 @@ class _Given:
     tokenizer: ModelTokenizer
     adapters: Sequence[LoraModule]
 
+    @property
+    def tokens(self) -> BaseTokens:
+        return self.tokenizer.tokens
+
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
@@ -261,8 +266,7 @@ def _connect(
 
     memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), given.adapters)
     runner = assemble.make_runner(loaded, memory.num_blocks)
-    tokens = given.tokenizer.tokens
-    defaults = read_generation_defaults(given.source, loaded.config, tokens.eos_token_id)
+    defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
     fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
     profile = measured.profile
     with contextlib.ExitStack() as undo:
@@ -273,7 +277,7 @@ def _connect(
         if is_cuda:  # the account excludes the buffers of loads
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = make_manager(config, host, tokens, placement.background_cpus)
+        manager = make_manager(config, host, given.tokens, placement.background_cpus)
         undo.callback(manager.close)
         host_kv = _host_kv(loaded, memory, placement)
         if host_kv is not None:
@@ -281,9 +285,7 @@ def _connect(
         coexecution = _coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
         if coexecution is not None:
             undo.callback(coexecution.close)
-        token_tree = make_token_tree(
-            given.tokenizer, int(loaded.config.vocab_size), defaults.eos_token_ids
-        )
+        token_tree = make_token_tree(given.tokenizer, loaded.config, defaults)
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
             loaded, runner, adapter_fetch(host, manager, placement.background_cpus),

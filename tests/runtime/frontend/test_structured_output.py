@@ -1,4 +1,4 @@
-"""Structure that cannot be served is refused before the engine hears of it."""
+"""Structure that cannot be served is refused before the engine receives it."""
 
 import asyncio
 import dataclasses

@@ -1,9 +1,11 @@
 """The tree of a model's tokens, made by a thread; bits say which tokens may come next."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from corun.gpu.model.generation import GenerationDefaults
 from corun.runtime.engine.assembly.grammars import make_token_tree
 from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
 from corun.runtime.errors import OverloadedError, RequestError
@@ -17,6 +19,11 @@ NUM_IDS = 400  # more than the tokenizer has: the embedding is padded
 def sample(kind: str, directory: Path) -> ModelTokenizer:
     save_sample_tokenizer(kind, directory)
     return read_tokenizer(str(directory), NUM_IDS)
+
+
+def tree_of(tokenizer: ModelTokenizer, *ends: int) -> TokenTree:
+    config = SimpleNamespace(vocab_size=NUM_IDS)
+    return make_token_tree(tokenizer, config, GenerationDefaults(ends, {}))
 
 
 def made(tree: TokenTree) -> LLTokenizer:
@@ -37,7 +44,7 @@ def test_bits_are_the_ids_of_the_model(kind: str, tmp_path: Path) -> None:
     tokenizer = sample(kind, tmp_path)
     ids, end = tokenizer.tokens.ids, tokenizer.tokens.eos_token_id
     assert end is not None
-    tree = made(make_token_tree(tokenizer, NUM_IDS, [end, 10_000]))
+    tree = made(tree_of(tokenizer, end, 10_000))
     assert tree.vocab_size == NUM_IDS
     lark = 'start: "Hello" | "world"'
     assert {ids["Hello"], ids["H"], ids["w"]} <= allowed(tree, lark)
@@ -66,7 +73,7 @@ def test_tokenizers_without_a_tree(backend: str | None, ends: list[int], message
 
 def test_a_model_without_end_token_has_no_tree(tmp_path: Path) -> None:
     tokenizer = sample("byte level", tmp_path)
-    tree = make_token_tree(tokenizer, NUM_IDS, [10_000])
+    tree = tree_of(tokenizer, 10_000)
     with pytest.raises(RequestError, match="eos_token list must not be empty"):
         made(tree)
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 from corun.runtime.errors import EngineDeadError, OverloadedError, RequestError
-from corun.runtime.grammar.messages import Vocabulary
+from corun.runtime.grammar.messages import GrammarTokens
 from corun.runtime.grammar.trial import GrammarTrials
 from corun.runtime.sampling import StructuredOutput
 
@@ -56,7 +56,7 @@ HOSTILE = {
 
 @asynccontextmanager
 async def trials(timeout_s: float = TIMEOUT_S) -> AsyncIterator[GrammarTrials]:
-    made = GrammarTrials(lambda: Vocabulary(1000, {300: "<|call|>"}), timeout_s=timeout_s)
+    made = GrammarTrials(lambda: GrammarTokens(1000, {300: "<|call|>"}), timeout_s=timeout_s)
     try:
         yield made
     finally:
