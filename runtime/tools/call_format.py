@@ -68,30 +68,30 @@ class CallGrammar:
         """The grammar of an answer that is calls alone."""
         return self._grammar("calls")
 
-    def optional(self, content: str = "") -> str:
+    def optional(self) -> str:
         """The grammar of an answer that is text, or text with calls after it.
 
-        ``content``: a rule for the text of an answer without calls; "" = any text. Without a
-        ``trigger``, text does not begin as calls do.
+        Without a ``trigger``, text does not begin as calls do.
         """
         trigger = self.calls.trigger
         if trigger is None:
             first = re.escape((self.calls.opens + self.calls.before_name)[:1])
-            text = rf"/(?s:[^{first}\s].*)?/"
-            return self._grammar(
-                "(calls | plain)", [f"plain: {content or 'TEXT'}", f"TEXT: {text}"]
-            )
+            return self._grammar("(calls | TEXT)", [rf"TEXT: /(?s:[^{first}\s].*)?/"])
         if trigger in self.mark_ids:
             rules = [f"lead: ANY {self._terminal(trigger)}"]
         else:
             rules = [f"lead[lazy]: ANY {json.dumps(trigger)}"]
         rules.append(f"tail: {self._sequence(trigger_is_written=True)}")
-        rules.append(f"plain: {content or 'ANY'}")
-        return self._grammar("(lead tail | plain)", rules)
+        return self._grammar("(lead tail | ANY)", rules)
 
-    def without_calls(self, content: str) -> str:
-        """The grammar of an answer that is ``content``, a rule."""
-        return self._grammar("plain", [f"plain: {content}"])
+    def instead_of(self, content: str) -> str:
+        """The grammar of an answer that is ``content``, a rule, or calls; with a ``trigger``."""
+        assert self.calls.trigger is not None, "the beginnings of both must differ"
+        return self._grammar("(calls | plain)", [f"plain: {content}"])
+
+    def without_calls(self, content: str, opens: str) -> str:
+        """The grammar of an answer that is ``content``, a rule, after the text ``opens``."""
+        return self._grammar("plain", [f"plain: {self._text(opens)} ({content})"])
 
     def _grammar(self, answer: str, rules: Iterable[str] = ()) -> str:
         lines = ["%llguidance {}", f"start: {self._lead()} {answer}", *self._reasoning_rules()]

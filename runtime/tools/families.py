@@ -39,6 +39,7 @@ class AnswerFormat:
     template: ResponseTemplate
     calls: CallFormat | None = None  # None = no format that a grammar can describe
     reasoning: ReasoningMarks | None = None
+    opens_content: str = ""  # before content without calls
 
     @property
     def has_calls(self) -> bool:
@@ -58,6 +59,7 @@ class _Family:
     format: CallFormat | None = None
     others: Mapping[str, Any] | None = None  # further fields
     reasoning: ReasoningMarks | None = None  # None = as its field says
+    opens_content: str = ""
 
 
 def _json_call(before: str, arguments: str, after: str, separator: str | None) -> CallFormat:
@@ -94,6 +96,7 @@ _FAMILIES = (
             },
         },
         ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+        "<|channel|>final<|message|>",
     ),
     _Family(  # Gemma 4
         ("<|tool_call>", "<tool_call|>"),
@@ -177,9 +180,25 @@ _REASONING = (
 @lru_cache(maxsize=64)
 def family_format(chat_template: str) -> AnswerFormat | None:
     """Return the format of the family with this chat template; None if it is not known."""
-    family = next(
+    described, family = family_fields(chat_template), _family_of(chat_template)
+    if described["fields"].keys() == {"content"}:
+        return None
+    template = template_of(described)
+    if family is None:
+        return AnswerFormat(template, None, _reasoning_marks(template))
+    reasoning = family.reasoning or _reasoning_marks(template)
+    return AnswerFormat(template, family.format, reasoning, family.opens_content)
+
+
+def _family_of(chat_template: str) -> _Family | None:
+    return next(
         (one for one in _FAMILIES if all(mark in chat_template for mark in one.marks)), None
     )
+
+
+def family_fields(chat_template: str) -> dict[str, Any]:
+    """Return the response template, as JSON, of the family with this chat template."""
+    family = _family_of(chat_template)
     fields: dict[str, Any] = {"content": {}}
     for marks in _REASONING:
         if marks.closes in chat_template:
@@ -187,12 +206,7 @@ def family_format(chat_template: str) -> AnswerFormat | None:
             break
     if family is not None:
         fields |= {CALLS_FIELD: family.calls, **(family.others or {})}
-    if len(fields) == 1:
-        return None
-    template = template_of({"start_anchor": _ASSISTANT, "fields": fields})
-    if family is None:
-        return AnswerFormat(template, None, _reasoning_marks(template))
-    return AnswerFormat(template, family.format, family.reasoning or _reasoning_marks(template))
+    return {"start_anchor": _ASSISTANT, "fields": fields}
 
 
 def format_of(template: ResponseTemplate) -> AnswerFormat:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..errors import NotServedError, RequestError
 from ..sampling import SamplingParams, StructuredOutput
-from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallFormat, CallGrammar, json_rule
+from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallGrammar, json_rule
 from .families import AnswerFormat, family_format, format_of, plain_format
 from .offer import CallMode, Tools
 from .parser import ParserOptions, TemplateParser
@@ -143,26 +143,24 @@ class AnswerReader:
             mark_ids=mark_ids,
         )
         if tools is None:
-            text = None if content is None else grammar.without_calls(content)
+            text = None if content is None else grammar.without_calls(content, known.opens_content)
         elif tools.mode is CallMode.REQUIRED:
             text = grammar.forced()
-        elif given is None and not (tools.is_constrained and _follows_text(known.calls)):
-            text = None
-        elif not _follows_text(known.calls) or (given is not None and content is None):
-            name = "structured output" if given is None else given.field
-            raise NotServedError(
-                f"{name} is not served beside tools for this model and kind; write tool_choice "
-                '"required" or "none"',
-                param=name,
-            )
+        elif given is not None:
+            calls = known.calls
+            if content is None or not (calls and calls.follows_text and calls.trigger):
+                raise NotServedError(
+                    f"{given.field} is not served beside tools for this model, whose calls can not "
+                    'be distinguished from it; write tool_choice "required" or "none"',
+                    param=given.field,
+                )
+            text = grammar.instead_of(content)
+        elif tools.is_constrained and known.calls is not None and known.calls.follows_text:
+            text = grammar.optional()
         else:
-            text = grammar.optional(content or "")
+            text = None
         field = "tools" if tools is not None else "" if given is None else given.field
         return None if text is None else StructuredOutput("grammar", text, field)
-
-
-def _follows_text(calls: CallFormat | None) -> bool:
-    return calls is not None and calls.follows_text
 
 
 def _content_rule(structure: StructuredOutput) -> str | None:

@@ -46,9 +46,11 @@ class FakeTokenizer:
     """One token per character; the chat template writes tools, role and content."""
 
     mark_ids: Mapping[str, int] = {}
+    special_texts: Sequence[str] = ()
+    leaves_tools_out = False
 
     def hides(self, text: str) -> bool:
-        return "<special>" in text
+        return any(special in text for special in self.special_texts)
 
     def apply_chat_template(
         self,
@@ -59,8 +61,9 @@ class FakeTokenizer:
         **template_arguments: Any,
     ) -> str:
         text: str = template_arguments.get("preamble", "")
-        for tool in template_arguments.get("tools") or ():
-            text += f"<tool>{tool['function']['name']}"
+        if not self.leaves_tools_out:
+            tools = template_arguments.get("tools", ())
+            text += "".join(f"<tool>{tool['function']['name']}" for tool in tools)
         for message in messages:
             if message["content"] == "refuse me":
                 raise RequestError(
