@@ -166,6 +166,7 @@ class RowResult:
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
     cause: RetryCause | None = None  # for RETRY
+    is_last: bool = False  # the answer is whole: its grammar allows nothing more
     # Of the prompt's tokens except the first, with the first sampled token, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 

@@ -248,16 +248,15 @@ def warm_up_kernels(
 
 
 def make_executor(
-    loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch,
-    *, eos_token_ids: tuple[int, ...], max_model_len: int, assistant: Assistant | None = None,
-    host_kv: HostKv | None = None,
+    loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch, sampler: Sampler,
+    *, max_model_len: int, assistant: Assistant | None = None, host_kv: HostKv | None = None,
 ) -> DeviceExecutor:  # fmt: skip
-    """Make an executor; it takes ownership of the runner and ``host_kv``, but not of the model.
+    """Make an executor; it takes ownership of runner, sampler and ``host_kv``, not of the model.
 
     ``host_kv``: copies KV blocks to and from the host; None = no copies.
     """
     return DeviceExecutor(
-        runner, Sampler(eos_token_ids), loaded.lora_table, fetch,
+        runner, sampler, loaded.lora_table, fetch,
         max_model_len=max_model_len, assistant=assistant, host_kv=host_kv,
         after_step=None if loaded.threads is None else loaded.threads.after_step,
     )  # fmt: skip

@@ -102,6 +102,7 @@ class DeviceExecutor:
             self._adapters.evict(adapter_id)
         self._requests.remove(plan.ended_requests)
         self._requests.add(plan.new_requests)
+        self._sampler.begin([self._requests[request.request_id] for request in plan.new_requests])
         self._requests.update_blocks(plan.block_updates)
         if plan.host_evictions:
             self._evict_from_host(plan.host_evictions)
@@ -154,6 +155,7 @@ class DeviceExecutor:
         self._adapters.close()
         if self._kv is not None:
             self._kv.close()
+        self._sampler.close()
         os.close(self._event_fd)
         self._runner.close()
 
@@ -251,14 +253,16 @@ class DeviceExecutor:
             states[row].cut(batch.start_positions[row] + batch.num_tokens[row])
         prompts = [prompt_logprobs(states[row]) for row in sampling_rows]
         drawn = self._sampler.sample(logits, [states[row] for row in sampling_rows])
-        for row, sampled, prompt in zip(sampling_rows, drawn, prompts, strict=True):
-            request_id = batch.request_ids[row]
-            if request_id in void:
-                continue
-            if sampled.error is None:
-                states[row].append(sampled.token_id)
-            results.append(_result_of(request_id, sampled, prompt))
-        return results
+        kept = [
+            (row, sampled, prompt)
+            for row, sampled, prompt in zip(sampling_rows, drawn, prompts, strict=True)
+            if batch.request_ids[row] not in void
+        ]
+        taken = self._sampler.take([(states[row], sampled) for row, sampled, _ in kept])
+        return results + [
+            _result_of(batch.request_ids[row], sampled, prompt)
+            for (row, _, prompt), sampled in zip(kept, taken, strict=True)
+        ]
 
     def _cold_rows(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs
@@ -342,8 +346,9 @@ def _result_of(
         )
     logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
     return RowResult(
-        request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs, prompt_logprobs=prompt
-    )
+        request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs, prompt_logprobs=prompt,
+        is_last=sampled.is_last,
+    )  # fmt: skip
 
 
 def _not_computed(

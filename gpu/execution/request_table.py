@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId, TokenLogprobs
 from ...runtime.sampling import SamplingParams
+from .row_grammar import RowGrammar
 from .token_counts import TokenCounts
 from .token_rules import TokenRules
 
@@ -17,8 +18,8 @@ class RequestState:
     """One request. ``tokens[:num_tokens]`` are its prompt and what it has sampled so far."""
 
     __slots__ = (
-        "_output_counts", "_seen_counts", "adapter_id", "num_prompt_tokens", "num_tokens",
-        "prompt_scores", "sampling", "slot", "token_rules", "tokens",
+        "_output_counts", "_seen_counts", "adapter_id", "grammar", "num_prompt_tokens",
+        "num_tokens", "prompt_scores", "sampling", "slot", "token_rules", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
@@ -26,6 +27,7 @@ class RequestState:
         self.adapter_id: AdapterId = request.adapter_id
         self.sampling: SamplingParams = request.sampling
         self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position; if requested
+        self.grammar: RowGrammar | None = None  # set for structured output
         self.token_rules = TokenRules.of(request.sampling)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens

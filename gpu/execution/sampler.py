@@ -5,24 +5,28 @@ number per (seed, position), so a request's tokens do not depend on its neighbou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ...runtime.errors import RequestError
+from ...runtime.errors import CorunError, RequestError
 from ...runtime.plan import TokenLogprobs
 from ...runtime.sampling import SamplingParams
+from .grammar_thread import GrammarThread
 from .logit_inputs import LogitInputs
 from .random import uniform
 from .request_table import RequestState
+from .row_grammar import MakeMatcher, RowGrammar
 
 _NUM_CANDIDATES = 1024  # the nucleus is searched among these before sorting the vocabulary
 _UINT64_MASK = 2**64 - 1
 _NOT_FINITE = "the model computed logits that are not finite (NaN or inf)"
 _NOTHING_LEFT = (
     "no token can be drawn: bad_words, allowed_token_ids or min_tokens with stop_token_ids forbid "
-    "all, or repetition_penalty makes the logits overflow"
+    "all (that the grammar of structured output allows), or repetition_penalty makes the logits "
+    "overflow"
 )
 
 
@@ -34,6 +38,7 @@ class SampledRow:
     logprobs: TokenLogprobs | None
     error: str | None = None
     error_kind: str | None = None  # a class in ``runtime/errors.py``, if the request is the cause
+    is_last: bool = False  # the answer is whole: its grammar allows nothing more
 
 
 _NOT_FINITE_ROW = SampledRow(-1, None, _NOT_FINITE)
@@ -43,8 +48,22 @@ _NOTHING_LEFT_ROW = SampledRow(-1, None, _NOTHING_LEFT, RequestError.__name__)
 class Sampler:
     """Samples rows of logits; ``eos_token_ids`` are masked until a row's ``min_tokens``."""
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, eos_token_ids: Sequence[int], make_matcher: MakeMatcher | None = None,
+        cpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """``make_matcher``: called by a thread on ``cpus``; None = no structured output."""
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars: GrammarThread | None = None
+        if make_matcher is not None:
+            self._grammars = GrammarThread(make_matcher, eos_token_ids, cpus)
+
+    def begin(self, states: Sequence[RequestState]) -> None:
+        """Begin to make the masks of new requests with structured output."""
+        constrained = [state for state in states if state.sampling.structured_output is not None]
+        if constrained:
+            assert self._grammars is not None, "there is no structured output here"
+            self._grammars.begin(constrained)
 
     @torch.inference_mode()  # the runner's tensors may be changed only in this mode
     def sample(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[SampledRow]:
@@ -61,7 +80,7 @@ class Sampler:
         # NaN and +inf survive a maximum; a row of -inf alone has -inf.
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         logprobs = _report_logprobs_source(logits, states)
-        errors = dict.fromkeys(self._adjust(logits, states), _NOTHING_LEFT_ROW)
+        errors = self._adjust(logits, states)
         errors.update((i, _NOT_FINITE_ROW) for i, is_finite in enumerate(finite) if not is_finite)
         token_ids = logits.argmax(dim=-1).tolist()
         drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0 and i not in errors]
@@ -74,13 +93,46 @@ class Sampler:
             for i in range(len(states))
         ]
 
-    def _adjust(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[int]:
-        """Apply rules and penalties and mask end tokens; return rows left without any token.
+    def take(self, rows: Sequence[tuple[RequestState, SampledRow]]) -> list[SampledRow]:
+        """Append drawn tokens to their requests, and begin to make the masks of the next ones.
+
+        Returns the rows, with an error if the grammar of one fails.
+        """
+        taken, constrained = [], []
+        for state, drawn in rows:
+            row = drawn
+            if row.error is None:
+                state.append(row.token_id)
+                if state.grammar is not None:
+                    row = _checked(row, state.grammar, state.output)
+                    if row.error is None and not row.is_last:
+                        constrained.append(state)
+            taken.append(row)
+        if constrained:
+            assert self._grammars is not None
+            self._grammars.fill(constrained)
+        return taken
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _adjust(
+        self, logits: torch.Tensor, states: Sequence[RequestState]
+    ) -> dict[int, SampledRow]:
+        """Apply masks, rules and penalties; return the errors of rows that can draw no token.
 
         A request can forbid its whole vocabulary, or give a penalty that overflows.
         """
-        inputs = LogitInputs()
-        adjusted = {row for row, state in enumerate(states) if self._collect(inputs, row, state)}
+        inputs, errors = LogitInputs(), {}
+        adjusted = set()
+        for row, state in enumerate(states):
+            try:
+                if self._collect(inputs, row, state):
+                    adjusted.add(row)
+            except CorunError as error:  # of its grammar
+                errors[row] = _failed_row(error)
         if inputs:
             inputs.apply(logits)
         for row, state in enumerate(states):
@@ -91,26 +143,44 @@ class Sampler:
             if sampling.presence_penalty or sampling.frequency_penalty:
                 _penalise_frequency(logits[row], state)
         if not adjusted:
-            return []
+            return errors
         rows = sorted(adjusted)
         alive = torch.isfinite(logits[rows].amax(dim=-1)).tolist()
-        return [row for row, is_alive in zip(rows, alive, strict=True) if not is_alive]
+        dead = [row for row, is_alive in zip(rows, alive, strict=True) if not is_alive]
+        return dict.fromkeys(dead, _NOTHING_LEFT_ROW) | errors
 
     def _collect(self, inputs: LogitInputs, row: int, state: RequestState) -> bool:
-        """Collect the inputs of one row; return whether it has any."""
-        sampling, rules = state.sampling, state.token_rules
+        """Collect the inputs of one row; return whether it has any.
+
+        Raises ``CorunError`` if its grammar has failed.
+        """
+        sampling, rules, grammar = state.sampling, state.token_rules, state.grammar
         held: list[int] = []
-        if state.num_tokens - state.num_prompt_tokens < sampling.min_tokens:
+        if grammar is None and state.num_tokens - state.num_prompt_tokens < sampling.min_tokens:
             ends = () if sampling.ignore_eos else self._eos_token_ids
             held = [*ends, *sampling.stop_token_ids]
             inputs.forbid(row, held)
-        if rules is None:
-            return bool(held)
-        if rules.mask is not None:
-            inputs.allow(row, rules.mask)
-        inputs.add(row, rules.biased, rules.biases)
-        inputs.forbid(row, rules.forbidden(state.output))
-        return True
+        masks = [] if grammar is None else [grammar.mask(state.output)]
+        if rules is not None:
+            if rules.mask is not None:
+                masks.append(rules.mask)
+            inputs.add(row, rules.biased, rules.biases)
+            inputs.forbid(row, rules.forbidden(state.output))
+        if masks:
+            inputs.allow(row, *masks)
+        return bool(masks or held or rules)
+
+
+def _checked(row: SampledRow, grammar: RowGrammar, output: NDArray[np.int64]) -> SampledRow:
+    """Have the row's grammar consume its token, the last one of ``output``."""
+    try:
+        return replace(row, is_last=grammar.take(output))
+    except CorunError as error:
+        return _failed_row(error)
+
+
+def _failed_row(error: CorunError) -> SampledRow:
+    return SampledRow(-1, None, str(error), error.kind)
 
 
 def _report_logprobs_source(

@@ -13,6 +13,7 @@ import numpy as np
 from ...gpu.execution.assemble import LoadedModel, make_executor
 from ...gpu.execution.executor import AdapterFetch, DeviceExecutor
 from ...gpu.execution.runner import ModelRunner
+from ...gpu.execution.sampler import Sampler
 from ...runtime.plan import (
     BASE_ADAPTER,
     AdapterTransfer,
@@ -55,7 +56,7 @@ def make_step_executor(
 ) -> DeviceExecutor:
     """An executor for steps without adapters; it closes ``runner``."""
     fetch = AdapterFetch(_fetch_nothing, lambda _: None)
-    return make_executor(loaded, runner, fetch, eos_token_ids=(), max_model_len=max_model_len)
+    return make_executor(loaded, runner, fetch, Sampler(()), max_model_len=max_model_len)
 
 
 def _fetch_nothing(transfer: AdapterTransfer) -> NoReturn:

@@ -68,10 +68,20 @@ def check_structure(structured: StructuredOutput, tokenizer: LLTokenizer) -> Non
             raise _refused(structured.field, f"the schema has the keywords {unknown[1]}")
     if is_error:
         raise _refused(structured.field, _explained(messages[0]))
+    start_matcher(structured, tokenizer)
+
+
+def start_matcher(structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return a matcher at the start of an answer, with its first mask computed.
+
+    Raises ``RequestError``.
+    """
+    grammar = compile_grammar(structured)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     matcher.compute_bitmask()
     if matcher.is_error():
         raise _refused(structured.field, _explained(matcher.get_error()))
+    return matcher
 
 
 def _explained(message: str) -> str:

@@ -83,7 +83,10 @@ class ResultReader:
         request.output_token_ids.append(token_id)
         self._counters.generated_tokens += 1
         reason = finish_reason_of(request, token_id, self._eos_token_ids)
-        stop_token_id = token_id if reason is FinishReason.STOP else None
+        is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
+        if result.is_last:
+            reason = FinishReason.STOP
+        stop_token_id = token_id if is_end and reason is FinishReason.STOP else None
         return RequestEvent(
             request.request_id, result.token_ids, result.logprobs, reason, stop_token_id,
             prompt_logprobs=result.prompt_logprobs,

@@ -63,6 +63,7 @@ _ALLOWED_IMPORTS = {
         "runtime.sampling",
         "runtime.errors",
         "runtime.config",
+        "runtime.grammar.matcher",  # what a row may draw: numpy and llguidance alone
         # Plain data of an adapter, on its way to the device.
         "runtime.adapters.digest",
         "runtime.adapters.target_map",

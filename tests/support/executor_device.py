@@ -9,6 +9,8 @@ import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
+from corun.gpu.execution.row_grammar import MakeMatcher
+from corun.gpu.execution.sampler import Sampler
 from corun.gpu.kv.host import HostKv
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model.source import ModelSource
@@ -118,7 +120,7 @@ class Arriving(Copied):
 class ExecutorDevice:
     """An executor over a tiny model, and what its loads bring."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, make_matcher: MakeMatcher | None = None) -> None:
         config = EngineConfig(
             model=str(directory), device="cpu", dtype="float32", block_size=4,
             linear_backend="plain", attention_backend="torch", lora_backend="torch",
@@ -132,7 +134,7 @@ class ExecutorDevice:
             self.loaded,
             self.runner,
             AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}")),
-            eos_token_ids=(2,),
+            Sampler((2,), make_matcher),
             max_model_len=64,
             assistant=self.workers,
             host_kv=HostKv(self.loaded.device, 8, self.runner.pool.block_bytes),

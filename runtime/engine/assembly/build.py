@@ -22,7 +22,7 @@ from ...config.demo import model_name, with_demo
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
 from ...file_calls import FILES
-from ...grammar.tokenizer import TokenTree
+from ...grammar.compiled import Grammars
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...machine.unused_memory import give_back_unused
@@ -44,7 +44,7 @@ from .adapter_wiring import (
     make_manager,
     register_adapters,
 )
-from .grammars import make_token_tree
+from .grammars import make_grammars, make_sampler
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
@@ -75,7 +75,7 @@ class EngineParts:
     host_adapters: "HostAdapters"
     # None if the kernels read the arena itself, or if no profile could be measured.
     coexecution: "Coexecution | None"
-    token_tree: TokenTree
+    grammars: Grammars
 
 
 class EngineAssembly:
@@ -94,7 +94,7 @@ class EngineAssembly:
 
     def begin(self) -> None:
         """Begin what an engine does beside its first steps."""
-        self.parts.token_tree.start()
+        self.parts.grammars.start()
 
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """Publish the layers and compilations of this thread there, until ``close``."""
@@ -268,7 +268,7 @@ def _connect(
     runner = assemble.make_runner(loaded, memory.num_blocks)
     defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
     fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
-    profile = measured.profile
+    profile, cpus = measured.profile, placement.background_cpus
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
         is_cuda = loaded.model.device.type == "cuda"
@@ -277,19 +277,18 @@ def _connect(
         if is_cuda:  # the account excludes the buffers of loads
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
-        manager = make_manager(config, host, given.tokens, placement.background_cpus)
+        manager = make_manager(config, host, given.tokens, cpus)
         undo.callback(manager.close)
-        host_kv = _host_kv(loaded, memory, placement)
-        if host_kv is not None:
-            undo.callback(host_kv.close)
+        host_kv = _host_kv(loaded, memory, cpus, undo)
         coexecution = _coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
         if coexecution is not None:
             undo.callback(coexecution.close)
-        token_tree = make_token_tree(given.tokenizer, loaded.config, defaults)
+        grammars = make_grammars(given.tokenizer, loaded.config, defaults, manager.notify, cpus)
+        undo.callback(grammars.close)
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
         executor = assemble.make_executor(
-            loaded, runner, adapter_fetch(host, manager, placement.background_cpus),
-            eos_token_ids=defaults.eos_token_ids, max_model_len=memory.max_model_len,
+            loaded, runner, adapter_fetch(host, manager, cpus),
+            make_sampler(grammars, defaults, cpus), max_model_len=memory.max_model_len,
             assistant=None if coexecution is None else coexecution.assistant, host_kv=host_kv,
         )  # fmt: skip
         undo.callback(executor.close)
@@ -307,12 +306,12 @@ def _connect(
         manager.attach(core)
         if not is_cuda:
             relief = scheduler.memory.relief
-            undo.callback(watch_memory(relief, manager.notify, placement.background_cpus))
-        register_adapters(config, manager, given.adapters, on_progress, placement.background_cpus)
+            undo.callback(watch_memory(relief, manager.notify, cpus))
+        register_adapters(config, manager, given.adapters, on_progress, cpus)
         info = _model_info(config, loaded, memory, defaults, profile)
         summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
-        parts = EngineParts(scheduler, executor, loaded, host, coexecution, token_tree)
+        parts = EngineParts(scheduler, executor, loaded, host, coexecution, grammars)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
@@ -340,16 +339,19 @@ def _coexecution(
     return start_coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
 
 
-def _host_kv(loaded: "LoadedModel", memory: MemoryPlan, placement: Placement) -> "HostKv | None":
-    """Allocate KV on the host, before the device's first operation."""
+def _host_kv(
+    loaded: "LoadedModel", memory: MemoryPlan, cpus: tuple[int, ...], undo: contextlib.ExitStack
+) -> "HostKv | None":
+    """Allocate KV on the host, before the device's first operation; ``undo`` closes it."""
     if not memory.num_host_slots:
         return None
     from ....gpu.kv.host import HostKv
 
-    return HostKv(
-        loaded.device, memory.num_host_slots, loaded.layout.block_bytes,
-        watch_cpus=placement.background_cpus,
-    )  # fmt: skip
+    host_kv = HostKv(
+        loaded.device, memory.num_host_slots, loaded.layout.block_bytes, watch_cpus=cpus
+    )
+    undo.callback(host_kv.close)
+    return host_kv
 
 
 def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:

@@ -1,19 +1,37 @@
 """The parts of an engine that follow grammars of structured output."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...grammar.compiled import Grammars
 from ...grammar.tokenizer import TokenTree
 from ..tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
+    from ....gpu.execution.sampler import Sampler
     from ....gpu.model.generation import GenerationDefaults
 
 
-def make_token_tree(
-    tokenizer: ModelTokenizer, config: Any, defaults: "GenerationDefaults"
-) -> TokenTree:
-    """Return the tree of a model's tokens, not begun yet. ``config``: of the text model."""
+def make_grammars(
+    tokenizer: ModelTokenizer, config: Any, defaults: "GenerationDefaults",
+    notify: Callable[[], None], cpus: tuple[int, ...],
+) -> Grammars:  # fmt: skip
+    """Return the grammars for a model, whose tree of tokens is not begun yet.
+
+    ``config``: transformers' configuration of the text model; ``notify``, ``cpus``: see
+    ``Grammars``.
+    """
     num_own = max(tokenizer.tokens.ids.values(), default=-1) + 1
-    ends = [one for one in defaults.eos_token_ids if one < num_own]
     num_ids = max(int(config.vocab_size), num_own)
-    return TokenTree(tokenizer.backend, num_ids=num_ids, eos_token_ids=ends)
+    ends = [one for one in defaults.eos_token_ids if one < num_own]
+    tree = TokenTree(tokenizer.backend, num_ids=num_ids, eos_token_ids=ends)
+    return Grammars(tree, notify, cpus)
+
+
+def make_sampler(
+    grammars: Grammars, defaults: "GenerationDefaults", cpus: tuple[int, ...]
+) -> "Sampler":
+    """Return a sampler that follows ``grammars`` with a thread on ``cpus``."""
+    from ....gpu.execution.sampler import Sampler
+
+    return Sampler(defaults.eos_token_ids, grammars.matcher, cpus)

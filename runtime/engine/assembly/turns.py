@@ -132,6 +132,7 @@ class _Bench:
         """``undo`` closes it."""
         from ....gpu.execution.assemble import make_executor, make_runner
         from ....gpu.execution.executor import AdapterFetch
+        from ....gpu.execution.sampler import Sampler
 
         self._host = _make_host(loaded, device, min_group_bytes)
         undo.callback(self._host.close)
@@ -143,7 +144,7 @@ class _Bench:
         num_blocks = _MANY_ROWS * (1 + -(-context_tokens // block_size))
         executor = make_executor(
             loaded, make_runner(loaded, num_blocks), AdapterFetch(self._fetch, self._host.evict),
-            eos_token_ids=(), max_model_len=context_tokens,
+            Sampler(()), max_model_len=context_tokens,
         )  # fmt: skip
         undo.callback(executor.close)
         self._executor = _Watched(executor)

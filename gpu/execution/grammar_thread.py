@@ -1,0 +1,60 @@
+"""The thread that fills the masks of grammars while the device computes.
+
+A row's mask depends only on its tokens so far. So it is filled from the end of one step on, and
+awaited when the next one samples the row.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cpu_workers.affinity import place_thread
+from .request_table import RequestState
+from .row_grammar import MakeMatcher, RowGrammar
+
+
+class GrammarThread:
+    """Owns the thread. All methods belong to the engine's thread."""
+
+    def __init__(
+        self, make: MakeMatcher, eos_token_ids: Sequence[int], cpus: tuple[int, ...] = ()
+    ) -> None:
+        """``make``: called by the thread; ``cpus``: its cores, () = those of the caller."""
+        self._make = make
+        self._eos_token_ids = eos_token_ids
+        self._thread = ThreadPoolExecutor(1, "corun-grammars", partial(place_thread, cpus))
+
+    def begin(self, states: Iterable[RequestState]) -> None:
+        """Begin to make the matchers of new requests."""
+        begun = []
+        for state in states:
+            structured = state.sampling.structured_output
+            if structured is not None:
+                state.grammar = RowGrammar(
+                    self._make, structured, state.sampling, self._eos_token_ids
+                )
+                begun.append(state)
+        self.fill(begun)
+
+    def fill(self, states: Iterable[RequestState]) -> None:
+        """Begin to fill the masks of the tokens that come next in these rows."""
+        work = [
+            (state.grammar, state.output.copy()) for state in states if state.grammar is not None
+        ]
+        if not work:
+            return
+        filling = self._thread.submit(_fill, work)
+        for grammar, _ in work:
+            grammar.filling = filling
+
+    def close(self) -> None:
+        """End the thread, without what it has not begun. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _fill(work: Sequence[tuple[RowGrammar, NDArray[np.int64]]]) -> None:
+    for grammar, output in work:
+        grammar.fill(output)

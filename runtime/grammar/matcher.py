@@ -1,0 +1,96 @@
+"""What a grammar allows after the tokens of one output."""
+
+from collections.abc import Collection
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from ..errors import StepFailedError
+
+_WORD_BITS = 32
+_MAX_SHOWN_CHARS = 300  # of llguidance's message
+
+
+class Matcher:
+    """Follows one output. Not thread-safe: its caller uses it in one thread at a time.
+
+    A function of the output: it consumes only tokens that continue those it has consumed, and
+    otherwise starts from the first token again. So recomputed rows lose no token, and no token
+    counts twice.
+    """
+
+    def __init__(self, start: LLMatcher, num_ids: int) -> None:
+        """``start``: the compiled grammar, not changed; ``num_ids``: the ids of its tokenizer."""
+        self._start = start
+        self._state = start.deep_copy()
+        self._consumed = np.empty(0, dtype=np.int64)
+        self._words = np.zeros(-(-num_ids // _WORD_BITS), dtype=np.int32)
+
+    def advance(self, output: NDArray[np.int64]) -> None:
+        """Consume the tokens of ``output`` that are new. Raises ``StepFailedError``."""
+        num_consumed = len(self._consumed)
+        if not np.array_equal(output[:num_consumed], self._consumed):
+            self._state, num_consumed = self._start.deep_copy(), 0
+        self._state.consume_tokens(output[num_consumed:].tolist())
+        self._consumed = output.copy()
+        self._check()
+
+    def is_at(self, output: NDArray[np.int64]) -> bool:
+        """Whether just ``output`` has been consumed."""
+        return np.array_equal(output, self._consumed)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the consumed tokens are a whole answer."""
+        return self._state.is_accepting()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the consumed tokens are a whole answer that nothing can continue."""
+        return self._state.is_stopped()
+
+    def mask(self, ends: Collection[int], drawable_ends: Collection[int]) -> NDArray[np.int32]:
+        """Return the words of the tokens that may follow; valid until the next call.
+
+        Bit i of word w stands for token 32 * w + i. End tokens may follow only where the grammar
+        may end, or where it allows nothing else. ``ends``: all end tokens of the request;
+        ``drawable_ends``: those that may end the answer at this length.
+
+        Raises ``StepFailedError``.
+        """
+        words = self._words
+        self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        may_end = self.may_end
+        before = _bits(words, ends)
+        _set_bits(words, ends, is_set=False)
+        if may_end:
+            _set_bits(words, drawable_ends, is_set=True)
+        if not words.any():
+            _set_bits(words, ends if may_end else before, is_set=True)
+        return words
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            reason = " ".join(self._state.get_error().split())[:_MAX_SHOWN_CHARS]
+            raise StepFailedError(f"the grammar of the answer failed: {reason}")
+
+
+def _bits(words: NDArray[np.int32], token_ids: Collection[int]) -> list[int]:
+    """Return those of ``token_ids`` that have a bit."""
+    return [
+        token for token in token_ids
+        if token < _WORD_BITS * len(words) and int(words[token // 32]) >> token % 32 & 1
+    ]  # fmt: skip
+
+
+def _set_bits(words: NDArray[np.int32], token_ids: Collection[int], *, is_set: bool) -> None:
+    unsigned = words.view(np.uint32)
+    for token in token_ids:
+        if token < _WORD_BITS * len(words):
+            bit = np.uint32(1 << token % _WORD_BITS)
+            if is_set:
+                unsigned[token // _WORD_BITS] |= bit
+            else:
+                unsigned[token // _WORD_BITS] &= ~bit
