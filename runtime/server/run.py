@@ -104,7 +104,7 @@ def _read_template(option: str, path: str | None) -> str | None:
 def _check_response_template(text: str | None, path: str | None) -> None:
     if text is None:
         return
-    from .tools.response_template import read_template
+    from ..tools.response_template import read_template
 
     try:
         read_template(text)

@@ -48,7 +48,7 @@ def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
 def grammar_of(engine: FakeEngine) -> str | None:
     structured = engine.seen[-1][1].structured_output
     assert structured is None or structured.kind == "grammar"
-    return structured and structured.text
+    return None if structured is None else structured.text
 
 
 def test_calls_and_reasoning_stand_beside_the_content(
