@@ -13,5 +13,5 @@ SCRIPT = Path(__file__).with_name("openai_script.py")
 
 @pytest.mark.clients
 def test_openai(recorder: Recorder, install: Install) -> None:
-    commands = install("openai", "openai==3.52.0")
+    commands = install("openai", "openai==3.57.0")
     subprocess.run([str(commands / "python"), str(SCRIPT), recorder.url], check=True, timeout=120)

@@ -87,12 +87,16 @@ def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
     if choice is None or isinstance(choice, str):
         return choice
-    if choice.get("type") != "function":
+    kind = choice.get("type")
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_tool_choice(one) if isinstance(one, dict) else one for one in choice["tools"]]
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    if kind != "function":
         raise NotServedError(
-            f'tool_choice.type is {show(choice.get("type"))}, only "function" is served',
+            f'tool_choice.type is {show(kind)}, only "function" and "allowed_tools" are served',
             param="tool_choice.type",
         )
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    return {"type": kind, "function": {"name": choice.get("name")}}
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -60,6 +60,11 @@ def test_tools() -> None:
     assert body["tools"] == [{"type": "function", "function": function}]
     assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert body["parallel_tool_calls"] is False
+    allowed = body_of(
+        tools=[tool], tool_choice={"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    )
+    inner = {"mode": "required", "tools": [body["tool_choice"]]}
+    assert allowed["tool_choice"] == {"type": "allowed_tools", "allowed_tools": inner}
     assert body_of(tools=[], tool_choice="required")["tool_choice"] == "required"
 
 
