@@ -16,7 +16,7 @@ from .cors import with_cors
 from .lora_routes import LoraRoutes
 from .middleware import AuthMiddleware, Handler, guarded, plain_app
 from .openapi import openapi_json
-from .responses_api.endpoint import ResponsesEndpoint
+from .response_endpoint import ResponsesEndpoint
 from .state import ServerState
 from .state_routes import StateRoutes
 

@@ -24,7 +24,7 @@ from .fields import (
 from .generation_request import GenerationFields, StreamOptions
 from .json_values import show
 from .openapi import body_schemas
-from .responses_api.fields import RESPONSES_ACCEPTED, RESPONSES_REFUSED
+from .response_fields import RESPONSES_ACCEPTED, RESPONSES_REFUSED
 from .route_docs import ROUTE_DOCS
 
 # Options that limit requests.

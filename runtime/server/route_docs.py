@@ -15,9 +15,9 @@ from .body import RequestModel
 from .chat import ChatRequest
 from .completions import CompletionRequest
 from .lora_routes import LoadRequest, UnloadRequest
+from .response_fields import ResponsesRequest
+from .response_objects import ResponseEvent, ResponseObject
 from .responses import Answer, ChatChoice, ChatChunkChoice, Chunk, CompletionChoice
-from .responses_api.fields import ResponsesRequest
-from .responses_api.objects import ResponseEvent, ResponseObject
 
 _Schema = dict[str, Any]
 

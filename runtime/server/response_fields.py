@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
-from ..body import RequestModel, given
-from ..fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, RefusedField
-from ..generation_request import StopField
+from .body import RequestModel, given
+from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, RefusedField
+from .generation_request import StopField
 
 _STATELESS = "nothing is stored; send the whole conversation as input"
 _TEXT_ALONE = "this server takes text only"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from corun.runtime.errors import NotServedError, RequestError
 from corun.runtime.server.body import read_model
-from corun.runtime.server.responses_api.fields import ResponsesRequest
-from corun.runtime.server.responses_api.translate import chat_body, names_of_fields
+from corun.runtime.server.response_chat import chat_body, names_of_fields
+from corun.runtime.server.response_fields import ResponsesRequest
 
 TURN: list[Any] = [
     {"role": "user", "content": "hi"},

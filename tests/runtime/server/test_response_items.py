@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from corun.runtime.server.responses_api.items import ItemAssembler
-from corun.runtime.server.responses_api.objects import ResponseObject
+from corun.runtime.server.response_items import ItemAssembler
+from corun.runtime.server.response_objects import ResponseObject
 from corun.runtime.tools.parts import AnswerPart, CallHead, PartKind
 
 C, R = PartKind.CONTENT, PartKind.REASONING

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import openai
 import pytest
-from corun.runtime.server.responses_api.objects import ResponseEvent
+from corun.runtime.server.response_objects import ResponseEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 

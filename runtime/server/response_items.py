@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...tools.parts import AnswerPart, CallHead, PartKind
-from .objects import (
+from ..tools.parts import AnswerPart, CallHead, PartKind
+from .response_objects import (
     CallItem,
     Item,
     MessageItem,

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..responses import Usage
+from .responses import Usage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import NotServedError, RequestError
-from ..errors import HttpError
-from ..json_values import show, wrong_type
-from .fields import ResponsesRequest
+from ..errors import NotServedError, RequestError
+from .errors import HttpError
+from .json_values import show, wrong_type
+from .response_fields import ResponsesRequest
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")

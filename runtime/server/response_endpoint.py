@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...frontend.outputs import CompletionOutput, RequestOutput
-from ...tools.parts import AnswerParser
-from ..body import is_large, parse_body, read_model
-from ..chat import ChatEndpoint, ChatRequest
-from ..errors import ErrorReply
-from ..gateways import GatewayRequest
-from ..generation_request import ParsedRequest
-from ..open_record import OpenRecord, PromptRun
-from ..responses import Timing, Usage, usage_of
-from ..sse import ResponseWriter, StreamEncoder
-from .fields import ResponsesRequest
-from .items import ItemAssembler, encoded
-from .objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
-from .translate import chat_body, names_of_fields
+from ..frontend.outputs import CompletionOutput, RequestOutput
+from ..tools.parts import AnswerParser
+from .body import is_large, parse_body, read_model
+from .chat import ChatEndpoint, ChatRequest
+from .errors import ErrorReply
+from .gateways import GatewayRequest
+from .generation_request import ParsedRequest
+from .open_record import OpenRecord, PromptRun
+from .response_chat import chat_body, names_of_fields
+from .response_fields import ResponsesRequest
+from .response_items import ItemAssembler, encoded
+from .response_objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
+from .responses import Timing, Usage, usage_of
+from .sse import ResponseWriter, StreamEncoder
 
 _FAILURE_CODES = {429: "rate_limit_exceeded"}  # by status; else "server_error"
 
