@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ..errors import RequestError
 from ..sampling import StructuredOutput
+from .schema import exact_schema
 
 _MAX_DEPTH = 64  # of a schema
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
@@ -105,7 +106,15 @@ def _json_schema(text: str, field: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _refused(field, "the schema is not an object")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+    exact = json.dumps(_exact(schema, field))
+    return LLMatcher.grammar_from_json_schema(exact, overrides=_JSON_OPTIONS)
+
+
+def _exact(schema: Any, field: str) -> Any:
+    try:
+        return exact_schema(schema)
+    except ValueError as error:
+        raise _refused(field, str(error)) from None
 
 
 def _json_object(text: str, field: str) -> str:
@@ -159,7 +168,8 @@ def _structural_tag(text: str, field: str) -> str:
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
-        rest = f"{_literal(begin[len(trigger) :])} %json {json.dumps(schema)} {_literal(end)}"
+        exact = json.dumps(_exact(schema, field))
+        rest = f"{_literal(begin[len(trigger) :])} %json {exact} {_literal(end)}"
         rules.append(
             f"trigger_{number}[lazy]: TEXT {_literal(trigger)}\n"
             f"tag_{number}: trigger_{number} {rest}"

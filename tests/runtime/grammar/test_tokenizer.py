@@ -1,12 +1,9 @@
 """The tree of a model's tokens, made by a thread; bits say which tokens may come next."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corun.gpu.model.generation import GenerationDefaults
-from corun.runtime.engine.assembly.grammars import make_token_tree
 from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
 from corun.runtime.errors import OverloadedError, RequestError
 from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
@@ -22,8 +19,7 @@ def sample(kind: str, directory: Path) -> ModelTokenizer:
 
 
 def tree_of(tokenizer: ModelTokenizer, *ends: int) -> TokenTree:
-    config = SimpleNamespace(vocab_size=NUM_IDS)
-    return make_token_tree(tokenizer, config, GenerationDefaults(ends, {}))
+    return TokenTree(tokenizer.backend, num_ids=NUM_IDS, eos_token_ids=ends)
 
 
 def made(tree: TokenTree) -> LLTokenizer:
@@ -44,7 +40,7 @@ def test_bits_are_the_ids_of_the_model(kind: str, tmp_path: Path) -> None:
     tokenizer = sample(kind, tmp_path)
     ids, end = tokenizer.tokens.ids, tokenizer.tokens.eos_token_id
     assert end is not None
-    tree = made(tree_of(tokenizer, end, 10_000))
+    tree = made(tree_of(tokenizer, end))
     assert tree.vocab_size == NUM_IDS
     lark = 'start: "Hello" | "world"'
     assert {ids["Hello"], ids["H"], ids["w"]} <= allowed(tree, lark)
@@ -73,7 +69,7 @@ def test_tokenizers_without_a_tree(backend: str | None, ends: list[int], message
 
 def test_a_model_without_end_token_has_no_tree(tmp_path: Path) -> None:
     tokenizer = sample("byte level", tmp_path)
-    tree = tree_of(tokenizer, 10_000)
+    tree = tree_of(tokenizer)
     with pytest.raises(RequestError, match="eos_token list must not be empty"):
         made(tree)
 
