@@ -14,8 +14,9 @@ from ..adapters.dir_changes import WatchState
 from ..adapters.info import AdapterInfo
 from ..errors import CorunError, RequestError
 from ..limits import overdue_error
-from ..scheduler.events import TimePart
+from ..sampling import StructuredOutput
 from .heartbeat import Heartbeat
+from .held import HeldRequests
 from .messages import (
     AbortRequests,
     AdapterOperation,
@@ -130,6 +131,18 @@ class AdapterOperations(Protocol):
         ...
 
 
+class GrammarCompiler(Protocol):
+    """Compiles the grammars of structured output."""
+
+    def must_wait(self, structured: StructuredOutput) -> bool:
+        """Whether a request must wait for its grammar; begins to compile it."""
+        ...
+
+    def check(self, structured: StructuredOutput) -> None:
+        """Raise ``RequestError`` if the grammar cannot be served."""
+        ...
+
+
 class BuiltEngine(Protocol):
     """An assembled engine."""
 
@@ -146,6 +159,11 @@ class BuiltEngine(Protocol):
     @property
     def adapters(self) -> AdapterOperations:
         """Registers adapters."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars; wakes the engine by the descriptor of ``adapters``."""
         ...
 
     @property
@@ -178,8 +196,7 @@ class EngineHost:
         self._core = assembly.core
         self._adapters = assembly.adapters
         self._open_ids: set[int] = set()
-        # Requests with their arrival times that wait for adapters' files to be read, by name.
-        self._held: dict[str, dict[int, tuple[AddRequest, float]]] = {}
+        self._grammars = assembly.grammars
         self._max_queue_s = assembly.info.max_queue_s
         self._refusals: list[RequestUpdate] = []
         self._failed_operations: list[OperationDone] = []
@@ -187,6 +204,7 @@ class EngineHost:
         self._num_requests = 0
         self._published = (0, EngineLoad())  # requests received, and the load
         self._clock = clock
+        self._held = HeldRequests(self._adapters.must_wait, self._grammars.must_wait, clock)
         self._stats = EngineStats()  # as published last
         self._stats_due_s = -math.inf  # earliest time of the next publication
         self._may_differ = False  # from the published ones
@@ -263,13 +281,10 @@ class EngineHost:
         return self._outputs(updates)
 
     def _counts(self) -> tuple[int, EngineLoad]:
-        load, num_held = self._core.load, self._num_held()
+        load, num_held = self._core.load, len(self._held)
         if num_held:
             load = msgspec.structs.replace(load, num_waiting=load.num_waiting + num_held)
         return self._num_requests, load
-
-    def _num_held(self) -> int:
-        return sum(len(held) for held in self._held.values())
 
     def _outputs(
         self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
@@ -288,9 +303,8 @@ class EngineHost:
         return not self._may_differ
 
     def _new_stats(self) -> EngineStats | None:
-        held = [request for held in self._held.values() for request, _ in held.values()]
-        last, stats = self._stats, self._core.stats(held)
-        num_deferred = stats.num_deferred + len(held)
+        last, stats = self._stats, self._core.stats(self._held)
+        num_deferred = stats.num_deferred + len(self._held)
         watched = self._adapters.watch_state
         self._stats = msgspec.structs.replace(
             stats, num_deferred=num_deferred, num_unreadable_adapters=watched.num_unreadable,
@@ -304,61 +318,46 @@ class EngineHost:
     def _add_request(self, request: AddRequest) -> None:
         self._open_ids.add(request.request_id)
         self._num_requests += 1
-        name = request.adapter_name
-        if name is not None and self._adapters.must_wait(name):
-            held = self._held.setdefault(name, {})
-            held[request.request_id] = request, self._clock() - request.waited_s
-        else:
+        if not self._held.hold(request):
             has_waited = request.waited_s > 0
             self._admit(request, self._clock() - request.waited_s if has_waited else None)
 
     def _admit(self, request: AddRequest, arrival_s: float | None) -> None:
+        structured = request.sampling.structured_output
         try:
+            if structured is not None:
+                self._grammars.check(structured)
             self._core.add_request(request, arrival_s)
         except RequestError as error:
             self._refusals.append(_failed(request.request_id, error))
 
     def _release_held(self) -> None:
-        """Add the held requests of adapters that have been read, or that cannot be read."""
-        for name in [name for name in self._held if not self._adapters.must_wait(name)]:
-            for request, arrival_s in self._held.pop(name).values():
-                self._admit(request, arrival_s)
+        """Add the held requests whose adapters and grammars are there, or have failed."""
+        for request, arrival_s in self._held.release():
+            self._admit(request, arrival_s)
             self._has_messages = True
 
     def _overdue_at_s(self) -> float | None:
         """When the first held request has waited too long; None = never."""
-        if self._max_queue_s is None or not self._held:
+        first_s = None if self._max_queue_s is None else self._held.first_arrival_s()
+        if first_s is None or self._max_queue_s is None:
             return None
-        arrivals_s = (at_s for held in self._held.values() for _, at_s in held.values())
-        return min(arrivals_s, default=math.inf) + self._max_queue_s
+        return first_s + self._max_queue_s
 
     def _refuse_overdue(self) -> None:
-        """End held requests that have waited too long for their adapters to be read."""
+        """End held requests that have waited too long."""
         overdue_at_s, now_s = self._overdue_at_s(), self._clock()
         if overdue_at_s is None or now_s < overdue_at_s:
             return
         assert self._max_queue_s is not None
         error = overdue_error(self._max_queue_s)
-        for held in self._held.values():
-            for request_id, (_, arrival_s) in list(held.items()):
-                if now_s >= arrival_s + self._max_queue_s:
-                    del held[request_id]
-                    timing = self._held_timing(arrival_s)
-                    self._refusals.append(_failed(request_id, error, timing))
-                    self._has_messages = True  # sent in the next turn
-
-    def _held_timing(self, arrival_s: float) -> RequestTiming:
-        """Return the timing of a request that ends before its adapter is read."""
-        return RequestTiming({TimePart.DISK_READ.value: self._clock() - arrival_s}, 0)
+        for request_id, timing in self._held.end_overdue(self._max_queue_s):
+            self._refusals.append(_failed(request_id, error, timing))
+            self._has_messages = True  # sent in the next turn
 
     def _abort_held(self, request_ids: Sequence[int]) -> None:
-        for held in self._held.values():
-            for request_id in request_ids:
-                if (entry := held.pop(request_id, None)) is not None:
-                    timing = self._held_timing(entry[1])
-                    self._refusals.append(
-                        RequestUpdate(request_id, finish_reason="abort", timing=timing)
-                    )
+        for request_id, timing in self._held.abort(request_ids):
+            self._refusals.append(RequestUpdate(request_id, finish_reason="abort", timing=timing))
 
     def _begin_operation(self, message: AdapterOperation) -> None:
         try:

@@ -37,9 +37,11 @@ from corun.runtime.errors import (
     EngineDeadError,
     ModelError,
     OverloadedError,
+    RequestError,
     UnknownModelError,
 )
 from corun.runtime.plan import TokenLogprobs
+from corun.runtime.sampling import StructuredOutput
 from corun.runtime.scheduler.step_times import LearnedTimes
 
 FACTORY = "support.fake_core:build"
@@ -299,11 +301,27 @@ class FakeAdapters:
         os.close(self._fd)
 
 
+class FakeGrammars:
+    """Grammars that are compiled when a test says so; a fake core follows none."""
+
+    def __init__(self) -> None:
+        self.compiling: set[StructuredOutput] = set()
+        self.error: RequestError | None = None
+
+    def must_wait(self, structured: StructuredOutput) -> bool:
+        return structured in self.compiling
+
+    def check(self, structured: StructuredOutput) -> None:
+        if self.error is not None:
+            raise self.error
+
+
 class FakeAssembly:
     """What the factory returns."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.adapters = FakeAdapters()
+        self.grammars = FakeGrammars()
         self.core = FakeCore(config, self.adapters.paths)
         self.info = msgspec.structs.replace(
             model_info(str(config.model)), max_queue_s=config.max_queue_s

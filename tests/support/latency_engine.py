@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from corun.runtime.scheduler.step_pace import StepPace
 from corun.runtime.sim.engine import SimulationOptions, make_simulated_scheduler
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from corun.runtime.sim.machines import MACHINES, Factors, SimulatedMachine, slowed
+from support.fake_core import FakeGrammars
 
 TESTS = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-P", "-m", "support.latency_engine")
@@ -228,6 +229,7 @@ class LatencyAssembly:
     adapters: AdapterManager
     tokenizer: TokenizerSpec
     executor: LatencyExecutor
+    grammars: FakeGrammars = field(default_factory=FakeGrammars)
 
     def begin(self) -> None:
         """A model of a machine follows no grammars."""

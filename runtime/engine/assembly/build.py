@@ -34,8 +34,7 @@ from ..core import CoreConfig, EngineCore
 from ..heartbeat import Heartbeat
 from ..loop import OwnPolicies
 from ..memory_watch import watch_memory
-from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
-from ..stats import CpuStats
+from ..messages import ModelInfo, TokenizerSpec
 from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import (
     adapter_fetch,
@@ -49,7 +48,7 @@ from .placement import Placement, kept_directory, place_engine, warn_of_what_is_
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
 from .sizes import copies_adapters, max_model_len_of, plan_engine_memory
-from .summary import summary_lines
+from .summary import cpu_stats, summary_lines
 
 if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
@@ -89,12 +88,13 @@ class EngineAssembly:
         self.info = info
         self.adapters = adapters
         self.parts = parts
+        self.grammars = parts.grammars
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
 
     def begin(self) -> None:
         """Begin what an engine does beside its first steps."""
-        self.parts.grammars.start()
+        self.grammars.start()
 
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """Publish the layers and compilations of this thread there, until ``close``."""
@@ -301,7 +301,7 @@ def _connect(
             CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
                        machine=measured.model, log_slow_s=config.log_slow_s),
             clock=time.monotonic, on_adapter_gone=manager.remove_version,
-            cpu=partial(_cpu_stats, loaded, coexecution),
+            cpu=partial(cpu_stats, loaded, coexecution),
         )  # fmt: skip
         manager.attach(core)
         if not is_cuda:
@@ -313,18 +313,6 @@ def _connect(
         info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution, grammars)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
-
-
-def _cpu_stats(loaded: "LoadedModel", coexecution: "Coexecution | None") -> CpuStats:
-    workers = CpuWorkerStats() if coexecution is None else coexecution.worker_stats()
-    threads = loaded.threads
-    if threads is None:
-        return CpuStats(workers)
-    total = threads.total
-    return CpuStats(
-        workers,
-        ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share),
-    )
 
 
 def _coexecution(

@@ -1,9 +1,15 @@
-"""The summary in the log at start: what is served, and how much fits."""
+"""What an engine tells about itself: its summary in the log at start, and the use of its CPUs."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...adapters.info import AdapterInfo, num_fitting
-from ..messages import ModelInfo
+from ..messages import CpuWorkerStats, ModelInfo, ThreadStats
+from ..stats import CpuStats
+
+if TYPE_CHECKING:
+    from ....gpu.execution.assemble import LoadedModel
+    from .coexecution import Coexecution
 
 _MIB = 2**20
 _GIB = 2**30
@@ -67,3 +73,16 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
     failed = len(adapters) - len(ready)
     tail = f"; {failed} failed to load" if failed else ""
     return f"{len(ready)} ready, {span}, {total_bytes / _MIB:.1f} MiB; {fit} at once{tail}"
+
+
+def cpu_stats(loaded: "LoadedModel", coexecution: "Coexecution | None") -> CpuStats:
+    """Return statistics of the workers and of the threads that compute, as far as there are any."""
+    workers = CpuWorkerStats() if coexecution is None else coexecution.worker_stats()
+    threads = loaded.threads
+    if threads is None:
+        return CpuStats(workers)
+    total = threads.total
+    return CpuStats(
+        workers,
+        ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share),
+    )

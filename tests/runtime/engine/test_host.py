@@ -17,8 +17,8 @@ from corun.runtime.engine.messages import (
     RequestUpdate,
     StepOutputs,
 )
-from corun.runtime.errors import EngineDeadError
-from corun.runtime.sampling import SamplingParams
+from corun.runtime.errors import EngineDeadError, RequestError
+from corun.runtime.sampling import SamplingParams, StructuredOutput
 from support import fake_core
 from support.fake_core import MACHINE, FakeAssembly
 
@@ -221,3 +221,31 @@ def test_gauges_are_told_at_most_ten_times_a_second_but_when_asked_and_at_rest()
     host.handle(AbortRequests((1,)))
     assert tells()
     assert host.wake_at_s() is None
+
+
+def test_a_request_is_held_until_its_grammar_is_compiled(
+    host: EngineHost, assembly: FakeAssembly
+) -> None:
+    structured = StructuredOutput("regex", "a+")
+    params = SamplingParams(seed=0, max_tokens=4, structured_output=structured)
+    assembly.grammars.compiling.add(structured)
+    host.handle(AddRequests(tuple(AddRequest(one, (97,), params) for one in (1, 2, 3))))
+    host.handle(add(4, "ab"))
+    assert final_ids(turn_until_idle(host)) == [4]  # the others do not wait
+    host.handle(AbortRequests((2,)))
+    (aborted,) = updates(turn_until_idle(host))
+    assert (aborted.request_id, aborted.finish_reason) == (2, "abort")
+    assembly.grammars.compiling.clear()
+    assert set(final_ids(host.turn() + turn_until_idle(host))) == {1, 3}
+
+
+def test_a_grammar_that_cannot_be_served_ends_its_request_alone(
+    host: EngineHost, assembly: FakeAssembly
+) -> None:
+    assembly.grammars.error = RequestError("no such regex", param="structured_output")
+    params = SamplingParams(max_tokens=4, structured_output=StructuredOutput("regex", "a+"))
+    host.handle(AddRequests((AddRequest(1, (97,), params),)))
+    host.handle(add(2, "ab"))
+    told = updates(turn_until_idle(host))
+    assert [one.error for one in told if one.request_id == 1] == ["no such regex"]
+    assert told[-1].request_id == 2 and told[-1].finish_reason != "error"
