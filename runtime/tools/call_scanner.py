@@ -26,7 +26,7 @@ class CallScanner:
         self._keys = keys
         self._depth = 0  # of open brackets
         self._call_depth = int(keys.in_list) + (keys.arguments is not None)  # within a call
-        self._in_string = self._is_escaped = False
+        self.in_string = self._is_escaped = False
         self._string: list[str] | None = None  # a name, as it is read
         self._key: str | None = None
         self._is_value = keys.arguments is None  # a value follows, not a key
@@ -50,10 +50,10 @@ class CallScanner:
             yield head, text[start:]
 
     def _feed_character(self, character: str) -> None:
-        if self._in_string:
+        if self.in_string:
             self._feed_string(character)
         elif character == '"':
-            self._in_string = True
+            self.in_string = True
             is_read = self._depth == self._call_depth and not self._in_arguments
             self._string = [] if is_read else None
         elif character in "{[":
@@ -94,8 +94,10 @@ class CallScanner:
             self._is_escaped = False
         elif character == "\\":
             self._is_escaped = True
+        elif character == "\n":  # not valid in JSON: the string has no end
+            self.in_string = False
         elif character == '"':
-            self._in_string = False
+            self.in_string = False
             if self._string is not None:
                 self._end_string("".join(self._string[:-1]))
 

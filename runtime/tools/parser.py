@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import RequestError
 from .call_scanner import CallKeys, CallScanner
 from .contents import cast_arguments, transformed, value_of
 from .parts import AnswerPart, CallHead, PartKind
@@ -18,6 +19,7 @@ from .response_template import Match, ResponseTemplate, TemplateField
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS_FIELD = "tool_calls"
+_MAX_STILL = 8  # marks without a character in between
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _NUM_ID_CHARACTERS = 9  # some chat templates accept no other ids
 
@@ -68,7 +70,7 @@ class TemplateParser:
         return self._current is not None and self._kind(self._current) is PartKind.REASONING
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """See ``AnswerParser``. Raises ``RequestError`` if a pattern takes too long."""
+        """See ``AnswerParser``. Raises ``RequestError`` for a template that takes too long."""
         self._buffer += text
         self._advance(is_end=False)
         return self._taken()
@@ -92,6 +94,7 @@ class TemplateParser:
         return _kind_of(field) if self._is_read(field) else PartKind.CONTENT
 
     def _advance(self, *, is_end: bool) -> None:
+        num_still = 0  # marks since the last character
         while True:
             found, held_from = self._next_mark(is_end=is_end)
             if found is None:
@@ -100,7 +103,17 @@ class TemplateParser:
                 return
             field, match = found
             self._take(self._buffer[self._at : match.start])
+            if self._call is not None and self._call.in_string:  # the mark is a part of it
+                end = max(match.end, match.start + 1)
+                self._take(self._buffer[match.start : end])
+                self._at = min(end, len(self._buffer))
+                if match.start == len(self._buffer):
+                    return
+                continue
             is_stuck = match.start == match.end == self._at and field is None
+            num_still = num_still + 1 if match.end == self._at else 0
+            if num_still > _MAX_STILL:
+                raise RequestError("the response template's fields begin and end without a text")
             self._at = match.end
             mark = self._buffer[match.start : match.end]
             if is_stuck and self._current is self._outside:
@@ -209,8 +222,14 @@ class _OpenCalls:
         name = captures.get("name") if keys is not None and keys.arguments is None else None
         self._keys = keys
         self._name = name
-        self._scanner = None if keys is None or not is_live else CallScanner(keys, name)
+        self._scanner = None if keys is None else CallScanner(keys, name)
+        self._is_live = is_live
         self._num_shown = 0
+
+    @property
+    def in_string(self) -> bool:
+        """Whether a string of the JSON has begun and not ended."""
+        return self._scanner is not None and self._scanner.in_string
 
     @property
     def text(self) -> str:
@@ -222,7 +241,8 @@ class _OpenCalls:
         self._body.append(text)
         if self._scanner is None:
             return []
-        shown = list(self._scanner.feed(text))
+        found = list(self._scanner.feed(text))
+        shown = found if self._is_live else []
         self._num_shown += sum(name is not None for name, _ in shown)
         return shown
 

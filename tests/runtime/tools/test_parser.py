@@ -150,6 +150,14 @@ def test_a_slow_pattern_is_an_error_not_a_hang() -> None:
         parser.feed("a" * 4000 + "c")
 
 
+def test_fields_without_text_are_an_error_not_a_hang() -> None:
+    empty = {"open_pattern": "(?=a)", "close_pattern": "(?=a)"}
+    still = template_of({"start_anchor": "x", "fields": {"content": {}, "thinking": empty}})
+    parser = TemplateParser(still, HELD, "")
+    with pytest.raises(RequestError, match="begin and end without a text"):
+        parser.feed("an answer")
+
+
 # transformers puts text of other fields beside the content.
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name != "gpt-oss, text"])
 def test_transformers_reads_the_same_by_the_same_template(name: str) -> None:
@@ -177,3 +185,17 @@ def described(sample: Sample) -> dict[str, Any]:
     if calls is not None:
         fields["fields"]["tool_calls"] = {**calls, "repeats": True}
     return fields
+
+
+@pytest.mark.parametrize("options", [HELD, LIVE], ids=["held", "live"])
+def test_marks_in_strings_of_arguments_are_text(options: ParserOptions) -> None:
+    arguments = '{"x": 1, "y": "a \\"</tool_call><tool_call>"}'
+    call = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    answer = parsed(f"{call}{call}", parser_for(QWEN, options))
+    assert meaning(answer) == ("", "", (("add", arguments),) * 2)
+
+
+def test_a_string_without_an_end_does_not_hide_later_calls() -> None:
+    broken = '<tool_call>{"name": "add\n</tool_call>'
+    answer = parsed(broken + QWEN.text.partition("I call.")[2], parser_for(QWEN))
+    assert meaning(answer) == (broken, "", QWEN.calls)
