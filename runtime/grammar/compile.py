@@ -19,7 +19,7 @@ from .schema import exact_schema
 _MAX_DEPTH = 64  # of a schema
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
 # Whitespace between the parts of JSON is limited: a model would otherwise indent for ever.
-_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 _ANY_TEXT = r"/(.|\n)*/"
 _LARK_START = re.compile(r"(?m)^\s*(%llguidance\b|start\s*[:\[])")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -168,8 +168,9 @@ def _structural_tag(text: str, field: str) -> str:
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
-        exact = json.dumps(_exact(schema, field))
-        rest = f"{_literal(begin[len(trigger) :])} %json {exact} {_literal(end)}"
+        exact = {} if schema is True else _exact(schema, field)
+        inline = json.dumps({**exact, "x-guidance": _JSON_OPTIONS})
+        rest = f"{_literal(begin[len(trigger) :])} %json {inline} {_literal(end)}"
         rules.append(
             f"trigger_{number}[lazy]: TEXT {_literal(trigger)}\n"
             f"tag_{number}: trigger_{number} {rest}"
