@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -62,7 +62,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         self._takes_parts: dict[str, bool] = {}  # by source, once known
 
-    @property
+    @cached_property
     def text(self) -> str | None:
         """The text of all its templates; None if there is none."""
         source = self.source

@@ -29,6 +29,7 @@ TOOLS = [
 ]
 NAMED = {"type": "function", "function": {"name": "convert"}}
 QUESTION = {"role": "user", "content": "hi"}
+BODY = {"messages": [QUESTION], "tools": TOOLS, "temperature": 1.5, "max_tokens": 200}
 OPTIONS = ("--cpu-threads", "1", "--memory-gib", "0.1")
 
 
@@ -41,13 +42,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    fields = {
-        "messages": [QUESTION],
-        "tools": TOOLS,
-        "temperature": 1.5,
-        "max_tokens": 200,
-    } | fields
-    response = http.post(CHAT, json=fields)
+    response = http.post(CHAT, json=BODY | fields)
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
     return body
@@ -84,9 +79,8 @@ def test_required_calls_are_valid_in_each_choice(http: httpx.Client) -> None:
 def test_a_stream_has_the_same_call(http: httpx.Client) -> None:
     fields: dict[str, Any] = {"tool_choice": NAMED, "seed": 3, "parallel_tool_calls": False}
     (whole,) = post(http, **fields)["choices"][0]["message"]["tool_calls"]
-    body = {"messages": [QUESTION], "tools": TOOLS, "temperature": 1.5, "max_tokens": 200}
     pieces: list[dict[str, Any]] = []
-    with http.stream("POST", CHAT, json=body | fields | {"stream": True}) as response:
+    with http.stream("POST", CHAT, json=BODY | fields | {"stream": True}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
