@@ -12,6 +12,7 @@ MODES = (
     instructor.Mode.TOOLS_STRICT,
     instructor.Mode.JSON,
     instructor.Mode.JSON_SCHEMA,
+    instructor.Mode.MD_JSON,
     instructor.Mode.RESPONSES_TOOLS,
 )
 

@@ -17,6 +17,7 @@ class Report(BaseModel):
 
     city: Literal["Paris", "Rome"]
     degrees: int
+    is_sunny: bool
 
 
 @tool

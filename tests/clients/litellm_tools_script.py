@@ -21,6 +21,7 @@ class Report(BaseModel):
 
     city: Literal["Paris", "Rome"]
     degrees: int
+    is_sunny: bool
 
 
 def check(provider: str, url: str) -> None:

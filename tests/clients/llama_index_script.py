@@ -18,6 +18,7 @@ class Report(BaseModel):
 
     city: Literal["Paris", "Rome"]
     degrees: int
+    is_sunny: bool
 
 
 def get_weather(city: str) -> str:

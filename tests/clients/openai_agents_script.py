@@ -26,6 +26,7 @@ class Report(BaseModel):
 
     city: Literal["Paris", "Rome"]
     degrees: int
+    is_sunny: bool
 
 
 @function_tool

@@ -18,6 +18,7 @@ class Report(BaseModel):
 
     city: Literal["Paris", "Rome"]
     degrees: int
+    is_sunny: bool
 
 
 def check_text(model: OpenAIChatModel | OpenAIResponsesModel) -> None:

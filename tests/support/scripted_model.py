@@ -21,19 +21,20 @@ THOUGHT = "I look outside."
 MAX_MODEL_LEN = 16384
 
 _END = "<|im_end|>"
-_MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
 # By the name of a script: its pieces, each one token.
 SCRIPTS: Mapping[str, Sequence[str]] = {
     "say": ("It is ", "sunny."),
+    "report": ('{"city": "Paris", ', '"degrees": 20, ', '"is_sunny": true}'),
     "think": ("<think>", "I look ", "outside.", "</think>", "\n\nIt is sunny."),
     "get_weather": (
         *("<tool_call>", '\n{"name": "get_weather", ', '"arguments": {"city": '),
         *(f'"{CITY}"}}}}\n', "</tool_call>"),
     ),
 }
-# The model calls the function that has a script, until it gets a result.
+# The model calls the function that has a script, until it gets a result, and writes a report if the
+# conversation has its schema.
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -51,6 +52,8 @@ CHAT_TEMPLATE = """\
 {%- if tools and messages[-1].role != 'tool' %}
 {%- for tool in tools if tool.function.name == 'get_weather' %}
 {%- set next.script = 'get_weather' %}{% endfor %}
+{%- elif not tools and 'is_sunny' in messages | map(attribute='content') | join %}
+{%- set next.script = 'report' %}
 {%- endif %}<|{{ next.script }}|>{% endif %}"""
 # The classes of tokens between which a grammar leaves the choice, the preferred one first.
 _PREFERRED = (_END, '"', "}", "]", ",", ":", "0123456789", "{[", "abcdefghijklmnopqrstuvwxyz")
@@ -91,15 +94,13 @@ def save_scripted_model(directory: Path) -> None:
 def _tokenizer() -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer of bytes, pieces and marks, and its special tokens."""
     texts = sorted(pre_tokenizers.ByteLevel.alphabet())
-    for piece in dict.fromkeys(piece for script in SCRIPTS.values() for piece in script):
-        if piece not in _MARKS:
-            texts.append(_byte_level(piece))
     tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer = _TO_BYTES
     tokenizer.decoder = decoders.ByteLevel()
     specials = [_END, "<|im_start|>", *(f"<|{name}|>" for name in SCRIPTS)]
     tokenizer.add_special_tokens([AddedToken(one, special=True) for one in specials])
-    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in _MARKS])
+    pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script)
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in pieces])
     return tokenizer, specials[1:]
 
 
