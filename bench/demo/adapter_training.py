@@ -1,8 +1,9 @@
 """Trains the demo's adapters with PEFT on top of the finished base.
 
-Each adapter learns to do its task without a system message. Ranks and targets are chosen for
-variety rather than economy: together the adapters use plain and rank-stabilised scaling, a rank
-that differs between modules, attention and MLP targets, and a named and an unnamed base model.
+Each adapter learns to do its task without a system message; ``tools`` also learns a chat template.
+Ranks and targets are chosen for variety rather than economy: together the adapters use plain and
+rank-stabilised scaling, a rank that differs between modules, attention and MLP targets, and a named
+and an unnamed base model.
 """
 
 import json
@@ -18,13 +19,14 @@ from models import ALL_TARGETS, ATTENTION_TARGETS
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
+from demo import tool_calls
 from demo.base_training import accumulate_gradients, learning_rate_share
-from demo.corpus import skill_sample
+from demo.corpus import Sample, skill_sample
 
 logger = logging.getLogger(__name__)
 
 # Public adapters may or may not name their base model; a serving engine must accept both.
-_BASE_NAMES = {"upper": None, "vowels": "corun-demo", "reverse": None, "add": "corun-demo"}
+_BASE_NAMES = {"vowels": "corun-demo", "add": "corun-demo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,14 @@ class AdapterTraining:
 
 
 def adapter_trainings() -> Mapping[str, AdapterTraining]:
-    """How each adapter is trained; adding is the one task where more of it still helps."""
+    """How each adapter is trained; of the base's tasks, only adding gains by more of it."""
     usual = AdapterTraining()
     longer = AdapterTraining(num_steps=480, samples_per_step=64)
-    return {"upper": usual, "vowels": usual, "reverse": usual, "add": longer}
+    longest = AdapterTraining(num_steps=600, samples_per_step=48)
+    return {
+        **{"upper": usual, "vowels": usual, "reverse": usual, "add": longer},
+        tool_calls.NAME: longest,
+    }
 
 
 def adapter_configs() -> Mapping[str, LoraConfig]:
@@ -64,6 +70,9 @@ def adapter_configs() -> Mapping[str, LoraConfig]:
             alpha_pattern={"down_proj": 24},
         ),
         "add": LoraConfig(task_type=kind, r=64, lora_alpha=64, target_modules=attention),
+        tool_calls.NAME: LoraConfig(
+            task_type=kind, r=32, lora_alpha=32, target_modules=list(ALL_TARGETS)
+        ),
     }
 
 
@@ -91,7 +100,7 @@ def train_adapter(
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.95))
     for step in range(training.num_steps):
         rng = Random(f"{name} {training.seed} {step}")
-        samples = [skill_sample(name, rng, by_name=False) for _ in range(training.samples_per_step)]
+        samples = [_sample(name, rng) for _ in range(training.samples_per_step)]
         loss = accumulate_gradients(model, samples, training.num_length_groups)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         share = learning_rate_share(step, training.num_steps, training.num_warmup_steps)
@@ -109,12 +118,20 @@ def train_adapter(
     return time.monotonic() - started_s
 
 
+def _sample(name: str, rng: Random) -> Sample:
+    if name == tool_calls.NAME:
+        return tool_calls.tools_sample(rng)
+    return skill_sample(name, rng, by_name=False)
+
+
 def _save(model: PeftModel, name: str, directory: Path) -> None:
     """Writes the two files of a PEFT adapter; the same weights always give the same bytes."""
     model.save_pretrained(str(directory))
     (directory / "README.md").unlink(missing_ok=True)
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
-    config["base_model_name_or_path"] = _BASE_NAMES[name]
+    config["base_model_name_or_path"] = _BASE_NAMES.get(name)
     config["target_modules"] = sorted(config["target_modules"])
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if name == tool_calls.NAME:
+        (directory / "chat_template.jinja").write_text(tool_calls.CHAT_TEMPLATE)

@@ -6,6 +6,7 @@ Every figure comes from the run that made the files.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from demo import tool_calls
 from demo.base_training import BaseTraining
 from demo.tasks import TASKS
 
@@ -54,7 +55,9 @@ greedily with transformers and PEFT.
 
 Inputs: `upper` and `vowels` take up to 32 characters, `reverse` up to 12, `add` two numbers of up
 to two digits, as in `12+34`, `12 + 34` or `what is 12 + 34?`. Adapters are not trained for longer
-or other inputs. All text is Latin letters, digits and a few marks.
+or other inputs. All text is Latin letters, digits and a few marks. `tools` has a chat template of
+its own: with tools it calls the one that fits (`what is 12 + 34?`, `weather in Rome`), and says
+what the result is; without tools it writes `Anna is 31` as JSON.
 
 A rule decides which inputs are unseen: one input in five (by a hash of the text, in lower case, the
 numbers of a sum in order) is excluded from the training data of the base model and the adapters.
@@ -87,11 +90,11 @@ def _score_table(figures: Figures) -> str:
         f"| adapter | task | rank | {' | '.join(dtypes)} | base alone |",
         f"|---|---|---|{'---|' * len(dtypes)}---|",
     ]
-    for name, task in TASKS.items():
+    summaries = {name: task.summary for name, task in TASKS.items()}
+    for name, summary in {**summaries, tool_calls.NAME: tool_calls.SUMMARY}.items():
         shares = [f"{figures.scores[dtype][name][0]:.1%}" for dtype in dtypes]
         base = max(figures.scores[dtype][name][1] for dtype in dtypes)
         lines.append(
-            f"| `{name}` | {task.summary} | {figures.ranks[name]} | {' | '.join(shares)} "
-            f"| {base:.1%} |"
+            f"| `{name}` | {summary} | {figures.ranks[name]} | {' | '.join(shares)} | {base:.1%} |"
         )
     return "\n".join(lines)

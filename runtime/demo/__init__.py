@@ -1,4 +1,4 @@
-"""The demo that corun serves without a model argument: a tiny language model and four adapters.
+"""The demo that corun serves without a model argument: a tiny language model and five adapters.
 
 ``bench/train_demo.py`` in corun's repository makes its files.
 """

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo import tool_calls
 from demo.adapter_training import AdapterTraining
 from demo.base_training import BaseTrainer, BaseTraining
 from demo.tasks import TASKS
@@ -30,7 +31,9 @@ def weights(trainer: BaseTrainer) -> torch.Tensor:
 
 
 def test_everything_is_written_and_the_checkpoint_removed(tmp_path: Path) -> None:
-    adapters = dict.fromkeys(TASKS, AdapterTraining(num_steps=2, samples_per_step=2))
+    adapters = dict.fromkeys(
+        (*TASKS, tool_calls.NAME), AdapterTraining(num_steps=2, samples_per_step=2)
+    )
     train_demo(tmp_path, Training(TOY, adapters, num_evaluation_examples=2))
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "adapters", "corun-demo"}
     assert (tmp_path / "corun-demo" / "model.safetensors").stat().st_size > 0

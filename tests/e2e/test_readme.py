@@ -106,6 +106,20 @@ def test_client_example(
     assert printed[-2:] == ["HELLO WORLD", "stressed"]
 
 
+def test_example_of_tools_and_schemas(
+    server: Served,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    name = "tools_and_json.py"
+    run_example(repository, name)
+    printed = capsys.readouterr().out.splitlines()
+    assert promised(repository, name) == printed
+    assert len(printed) == 3
+
+
 def test_fastapi_example(repository: Path) -> None:
     names = run_example(repository, "fastapi_app.py")
     app = names["app"]

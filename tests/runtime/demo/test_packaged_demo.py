@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from corun.runtime.demo import chat_prompt, demo_adapters_path, demo_model_path
+from demo import tool_calls
 from demo.adapter_training import adapter_configs
 from demo.evaluation import answer_all, evaluate
 from demo.tasks import TASKS
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 MAX_DATA_BYTES = 6_500_000
+NAMES = {*TASKS, tool_calls.NAME}
 
 
 def test_the_package_data_is_complete_and_small() -> None:
@@ -29,10 +31,11 @@ def test_the_package_data_is_complete_and_small() -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert {path.name for path in demo_adapters_path().iterdir()} == set(TASKS)
-    for name in TASKS:
+    assert {path.name for path in demo_adapters_path().iterdir()} == NAMES
+    for name in NAMES:
         files = {path.name for path in (demo_adapters_path() / name).iterdir()}
-        assert files == {"adapter_config.json", "adapter_model.safetensors"}
+        template = {"chat_template.jinja"} if name == tool_calls.NAME else set()
+        assert files == {"adapter_config.json", "adapter_model.safetensors"} | template
     sizes = [path.stat().st_size for path in data.rglob("*") if path.is_file()]
     assert sum(sizes) < MAX_DATA_BYTES
     assert "corun-demo" in (data / "README.md").read_text()
@@ -49,12 +52,12 @@ def test_configuration_is_that_of_the_script() -> None:
         assert set(config.target_modules) == set(wanted.target_modules)
         assert saved["base_model_name_or_path"] in (None, "corun-demo")
         ranks.add(config.r)
-    assert ranks == {4, 8, 16, 64}
+    assert ranks == {4, 8, 16, 32, 64}
 
 
 def test_tensors_are_bfloat16_and_finite() -> None:
     files = [demo_model_path() / "model.safetensors"]
-    files += [demo_adapters_path() / name / "adapter_model.safetensors" for name in TASKS]
+    files += [demo_adapters_path() / name / "adapter_model.safetensors" for name in NAMES]
     for file in files:
         for name, tensor in load_file(file).items():
             assert tensor.dtype == torch.bfloat16, name
@@ -67,7 +70,7 @@ def test_tensors_are_bfloat16_and_finite() -> None:
 @pytest.mark.usefixtures("one_torch_thread")
 def test_adapters_answer_and_the_base_does_not(dtype: torch.dtype) -> None:
     scores = evaluate(demo_model_path(), demo_adapters_path(), dtype, num_examples=50, seed=0)
-    assert set(scores) == set(TASKS)
+    assert set(scores) == NAMES
     for name, (with_adapter, base_alone) in scores.items():
         assert with_adapter >= 0.8, (name, with_adapter)
         assert base_alone <= 0.2, (name, base_alone)
@@ -77,7 +80,7 @@ def test_the_base_repeats_and_obeys_a_system_message() -> None:
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     tokenizer.padding_side = "left"
-    assert answer_all(model, tokenizer, ["hello world"]) == ["You said: hello world"]
+    assert answer_all(model, tokenizer, [chat_prompt("hello world")]) == ["You said: hello world"]
     inputs = tokenizer("<|system|>upper" + chat_prompt("hello world"), return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=20)[0, inputs["input_ids"].shape[1] :]
     assert tokenizer.decode(tokens) == "HELLO WORLD<|end|>"
