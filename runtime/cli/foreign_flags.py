@@ -43,11 +43,8 @@ FOREIGN_FLAGS: Mapping[str, str] = {
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,
     "--threads": "is called --cpu-threads here",
-    **dict.fromkeys(
-        ("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"),
-        "is not needed: the form of calls and reasoning follows from the tokenizer's response "
-        "template or the chat template (else give --response-template FILE)",
-    ),
+    "--tool-call-parser": "is not needed: the form of calls follows from the tokenizer's response "
+    "template or from the chat template (else give --response-template FILE)",
 }
 
 

@@ -1,5 +1,6 @@
 """The meaning of the files beside an adapter's weights."""
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_a_file_of_its_own_goes_before_a_field() -> None:
     assert read(tokenizer_config=config)[0].template == "of the field"
     by_name = {"chat_template": [{"name": "default", "template": "x"}]}
     assert read(tokenizer_config=by_name)[0].template == {"default": "x"}
+
+
+def test_the_response_template_is_a_field_of_the_tokenizer() -> None:
+    described = {"start_anchor": "x", "fields": {"content": {}}}
+    found = read(tokenizer_config={"response_template": described})[0]
+    assert json.loads(found.response_template or "") == described
+    assert found.template is None and found.digest
+    with pytest.raises(ValueError, match="the response_template of tokenizer_config"):
+        read(tokenizer_config={"response_template": "x" * 1048577})
 
 
 def test_the_template_of_a_processor_is_the_last_that_is_taken() -> None:

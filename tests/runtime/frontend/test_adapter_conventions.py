@@ -68,6 +68,13 @@ def test_without_any_template_the_folder_is_named(template_less: Tokenizer) -> N
         text_of(Conventions(template_less))
 
 
+def test_templates_of_the_adapter_come_before_those_of_the_base(tokenizer: Tokenizer) -> None:
+    base = (tokenizer.codec.template.response_template, tokenizer.codec.template.text)
+    assert Conventions(tokenizer).templates() == [(None, None), base]
+    own = AdapterConventions(TEMPLATE, response_template="{}", digest="d")
+    assert made(tokenizer, own).templates() == [("{}", TEMPLATE), base]
+
+
 class Client:
     """An engine client that records what is sent."""
 

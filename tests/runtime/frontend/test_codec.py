@@ -1,5 +1,6 @@
 """A tokenizer made from an engine's data gives the results of transformers' own."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,25 @@ def test_a_given_chat_template_replaces_the_tokenizers(template_tokenizer: Any) 
         for codec in codecs:
             assert codec.has_chat_template
             assert codec.render([{"role": "user"}], add_generation_prompt=True) == expected
+
+
+def test_a_given_response_template_replaces_the_tokenizers(tmp_path: Path) -> None:
+    own_one, given_one = {"fields": {"content": {}}, "start_anchor": "own"}, '{"start_anchor": "x"}'
+    save_sample_tokenizer("sentencepiece", tmp_path, response_template=own_one)
+    hf = load_tokenizer(str(tmp_path))
+    spec = spec_of(hf)
+    assert spec is not None
+    for codec in (codec_from_spec(spec), codec_of(hf)):
+        assert codec.template.response_template == json.dumps(own_one)
+    for codec in (
+        codec_from_spec(spec, response_template=given_one),
+        codec_of(hf, response_template=given_one),
+    ):
+        assert codec.template.response_template == given_one
+
+
+def test_marks_are_added_tokens_that_are_special_or_in_brackets(pair: Pair) -> None:
+    marks = pair.made.mark_ids()
+    assert ("<tool>" in marks) == ("<tool>" in pair.hf.get_vocab())
+    assert marks == {text: pair.hf.convert_tokens_to_ids(text) for text in marks}
+    assert set(pair.hf.all_special_tokens) <= marks.keys()

@@ -93,6 +93,16 @@ def test_missing_chat_template(tmp_path: Path) -> None:
         asyncio.run(serve(EngineConfig(), config, make_client=no_client))
 
 
+def test_response_template_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    config = ServeConfig(port=0, response_template=str(path))
+    with pytest.raises(ConfigError, match=r"--response-template .*answers\.json' cannot be read"):
+        asyncio.run(serve(EngineConfig(), config, make_client=no_client))
+    path.write_text('{"start_anchor": "x"}')
+    with pytest.raises(ConfigError, match=r"answers\.json' cannot be used: it has no fields"):
+        asyncio.run(serve(EngineConfig(), config, make_client=no_client))
+
+
 def test_failed_start_closes_the_engine() -> None:
     clients = []
 
