@@ -71,6 +71,9 @@ class FakeTokenizer:
                     param="messages",
                 )
             text += f"<{message['role']}>{message['content']}"
+            if not self.leaves_tools_out:
+                calls = message.get("tool_calls", ())
+                text += "".join(f"<call>{call['function']}" for call in calls)
         if continue_final_message:
             assert not add_generation_prompt
             return text

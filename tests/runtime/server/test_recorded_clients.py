@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.fake_engine import FakeEngine
 
 RECORDED = Path(__file__).parents[2] / "clients" / "recorded"
 REQUESTS = [
@@ -22,13 +23,25 @@ def events_of(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def check_response(response: httpx.Response, *, is_stream: bool) -> None:
+    """An answer of /v1/responses has ended, with items."""
+    answer = response.text if not is_stream else response.text.rpartition("data: ")[2]
+    ended = json.loads(answer)
+    ended = ended["response"] if is_stream else ended
+    assert ended["status"] in ("completed", "incomplete") and ended["output"]
+
+
 @pytest.mark.parametrize("request_sent", REQUESTS)
-def test_recorded(http: httpx.Client, request_sent: dict[str, Any]) -> None:
+def test_recorded(http: httpx.Client, engine: FakeEngine, request_sent: dict[str, Any]) -> None:
+    engine.chat_template = "<tool_call> </tool_call> <think> </think>"
     body = request_sent["body"]
     if body:
         body["model"] = "upper"  # which the fake engine has
     response = http.request(request_sent["method"], request_sent["path"], json=body)
     assert response.status_code == 200, response.text
+    if request_sent["path"] == "/v1/responses":
+        check_response(response, is_stream=bool(body.get("stream")))
+        return
     if not request_sent["path"].endswith("/completions"):
         assert response.text
         return
