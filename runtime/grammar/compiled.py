@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from ...cpu_workers.affinity import place_thread
 from ..errors import OverloadedError, RequestError
@@ -18,7 +18,7 @@ from .tokenizer import TokenTree
 _MAX_KEPT = 64
 _MAX_WAIT_S = 10.0  # for the tree of tokens, or for a compilation and those before it
 
-_Compiled = tuple[LLMatcher, int]  # at its start, and the number of ids of its tokenizer
+_Compiled = tuple[LLMatcher, LLTokenizer]  # at its start
 
 
 class Grammars:
@@ -99,7 +99,7 @@ class Grammars:
     def _compile(self, structured: StructuredOutput) -> _Compiled:
         tokenizer = self._tree.get(_MAX_WAIT_S)
         try:
-            return start_matcher(structured, tokenizer), tokenizer.vocab_size
+            return start_matcher(structured, tokenizer), tokenizer
         except RequestError:
             raise
         except BaseException as error:  # a panic of llguidance is no Exception

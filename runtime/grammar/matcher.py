@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import StepFailedError
@@ -20,12 +20,13 @@ class Matcher:
     counts twice.
     """
 
-    def __init__(self, start: LLMatcher, num_ids: int) -> None:
-        """``start``: the compiled grammar, not changed; ``num_ids``: the ids of its tokenizer."""
+    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
+        """``start``: the grammar, compiled for ``tokenizer``; not changed."""
         self._start = start
+        self._tree_ends = tokenizer.eos_tokens
         self._state = start.deep_copy()
         self._consumed = np.empty(0, dtype=np.int64)
-        self._words = np.zeros(-(-num_ids // _WORD_BITS), dtype=np.int32)
+        self._words = np.zeros(-(-tokenizer.vocab_size // _WORD_BITS), dtype=np.int32)
 
     def advance(self, output: NDArray[np.int64]) -> None:
         """Consume the tokens of ``output`` that are new. Raises ``StepFailedError``."""
@@ -64,6 +65,7 @@ class Matcher:
         self._check()
         may_end = self.may_end
         before = _bits(words, ends)
+        _set_bits(words, self._tree_ends, is_set=False)
         _set_bits(words, ends, is_set=False)
         if may_end:
             _set_bits(words, drawable_ends, is_set=True)
