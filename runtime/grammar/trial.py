@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ _MAX_RESULTS = 1024
 _MAX_WAITING = 256  # different texts
 _MAX_WAIT_S = 10.0  # of one, with those before it
 _START_TIMEOUT_S = 30.0
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # of memory, and of the stack
 
 
 class _Process:
@@ -35,25 +37,27 @@ class _Process:
         self._reader, self._writer, self._popen = reader, writer, popen
 
     @classmethod
-    async def start(cls, vocabulary: GrammarTokens) -> "_Process":
+    async def start(cls, tokens: GrammarTokens) -> "_Process":
         """Start it and wait until it is ready. Raises ``OverloadedError`` if it takes too long."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", f"{__package__}.process"]
             command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-            with signals_held():
-                popen = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-                )
+            try:
+                with signals_held():
+                    popen = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                    )
+            except OSError as error:
+                ours.close()
+                raise _not_started(error) from None
         process = cls(*await asyncio.open_connection(sock=ours), popen)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await process.exchange(vocabulary)
+                await process.exchange(tokens)
         except (OSError, EOFError, TimeoutError) as error:
             await process.close()
-            raise OverloadedError(
-                f"the process that checks structured output has not started: {error!r}"
-            ) from None
+            raise _not_started(error) from None
         except BaseException:
             await process.close()
             raise
@@ -66,11 +70,15 @@ class _Process:
         payload = await self._reader.readexactly(length)
         return msgspec.msgpack.decode(payload, type=str | None)
 
-    async def close(self) -> None:
-        """Kill it. Idempotent."""
+    async def close(self) -> int:
+        """Kill it, if it has not ended, and return its status. Idempotent."""
         self._popen.kill()
         self._writer.close()
-        await asyncio.to_thread(self._popen.wait)  # the system frees its memory
+        return await asyncio.to_thread(self._popen.wait)  # the system frees its memory
+
+
+def _not_started(error: Exception) -> OverloadedError:
+    return OverloadedError(f"the process that tries structured output has not started: {error!r}")
 
 
 class _Trial:
@@ -85,11 +93,11 @@ class _Trial:
 class GrammarTrials:
     """Tries each text once. ``close`` it in the end."""
 
-    def __init__(self, vocabulary: Callable[[], GrammarTokens], *, timeout_s: float = 1.0) -> None:
-        """``vocabulary``: called when a process starts, which is at the first trial."""
-        self._vocabulary = vocabulary
+    def __init__(self, tokens: Callable[[], GrammarTokens], *, timeout_s: float = 0.8) -> None:
+        """``tokens``: called when a process starts, which is at the first trial."""
+        self._tokens = tokens
         self._timeout_s = timeout_s
-        self._process: _Process | None = None
+        self._starting: asyncio.Task[_Process] | None = None  # the process, perhaps started
         self._turn = asyncio.Lock()
         self._trials: dict[bytes, _Trial] = {}
         self._results: OrderedDict[bytes, str | None] = OrderedDict()  # reasons of refusals
@@ -111,9 +119,11 @@ class GrammarTrials:
         """End the process; waiting requests get ``EngineDeadError``. Idempotent."""
         self._is_closed = True
         await cancel_all(*(trial.task for trial in self._trials.values()))
-        if self._process is not None:
-            await self._process.close()
-            self._process = None
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()  # no effect once it has started
+            with contextlib.suppress(asyncio.CancelledError, OverloadedError):
+                await (await starting).close()
 
     async def _result_of(self, key: bytes, structured: StructuredOutput) -> str | None:
         trial = self._trials.get(key) or self._begin(key, structured)
@@ -159,39 +169,54 @@ class GrammarTrials:
         """Try a text when it is its turn, and cache the result."""
         async with self._turn:
             self._trials[key].has_begun = True
-            with contextlib.suppress(OSError, EOFError):  # the process was killed: once more
-                return self._cached(key, await self._try(structured))
             try:
                 reason = await self._try(structured)
-            except (OSError, EOFError):
-                reason = (
-                    f"{structured.field} cannot be served: compiling it needs too much memory, "
-                    "or it is nested too deeply"
-                )
-            return self._cached(key, reason)
+            except (OSError, EOFError):  # the process was killed, by no fault of the text
+                reason = await self._try(structured)
+            self._results[key] = reason
+            if len(self._results) > _MAX_RESULTS:
+                self._results.popitem(last=False)
+            return reason
 
     async def _try(self, structured: StructuredOutput) -> str | None:
-        """Return the reason of a refusal. Raises ``OSError`` or ``EOFError`` after a crash."""
-        if self._process is None:
-            self._process = await _Process.start(self._vocabulary())
-        process, self._process = self._process, None
+        """Return the reason of a refusal. Raises ``OSError`` or ``EOFError`` if it was killed."""
+        process = await self._started()
         try:
             async with asyncio.timeout(self._timeout_s):
-                reason = await process.exchange(structured)
+                return await process.exchange(structured)
         except TimeoutError:
-            await process.close()
+            await self._replace(process)
             return (
                 f"{structured.field} cannot be served: compiling it takes more than "
                 f"{self._timeout_s:g} s"
             )
+        except (OSError, EOFError):
+            if -await self._replace(process) not in _CRASHES:
+                raise
+            return (
+                f"{structured.field} cannot be served: compiling it needs too much memory, or it "
+                "is nested too deeply"
+            )
         except BaseException:
+            self._starting = None
             await process.close()
             raise
-        self._process = process
-        return reason
 
-    def _cached(self, key: bytes, reason: str | None) -> str | None:
-        self._results[key] = reason
-        if len(self._results) > _MAX_RESULTS:
-            self._results.popitem(last=False)
-        return reason
+    async def _started(self) -> _Process:
+        """Return the process. Raises ``OverloadedError`` if it does not start."""
+        if self._starting is None:
+            self._start()
+        assert self._starting is not None
+        try:
+            return await asyncio.shield(self._starting)
+        except OverloadedError:
+            self._starting = None  # the next trial starts another
+            raise
+
+    async def _replace(self, process: _Process) -> int:
+        """End the process and return its status; another one starts, for the next text."""
+        self._start()
+        return await process.close()
+
+    def _start(self) -> None:
+        self._starting = asyncio.get_running_loop().create_task(_Process.start(self._tokens()))

@@ -1,7 +1,6 @@
 """Trials of hostile texts: refused in time, cached, and nothing is left of them."""
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,45 +12,9 @@ from corun.runtime.errors import EngineDeadError, OverloadedError, RequestError
 from corun.runtime.grammar.messages import GrammarTokens
 from corun.runtime.grammar.trial import GrammarTrials
 from corun.runtime.sampling import StructuredOutput
+from support.hostile_structures import HOSTILE, SLOW, regex, schema, slow
 
 TIMEOUT_S = 1.0
-
-
-def regex(text: str) -> StructuredOutput:
-    return StructuredOutput("regex", text, "guided_regex")
-
-
-def schema(value: object) -> StructuredOutput:
-    return StructuredOutput("json_schema", json.dumps(value), "guided_json")
-
-
-SLOW = schema({"type": "integer", "multipleOf": 99_991})  # of an automaton with as many states
-HOSTILE = {
-    "slow": SLOW,
-    "optional": regex("a?" * 30_000),
-    "recursion": schema(
-        {"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(2500)}}
-    ),
-    "chain of references": schema({
-        "$ref": "#/$defs/d0",
-        "$defs": {
-            f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
-            for i in range(600)
-        } | {"d600": {"type": "string"}},
-    }),
-    "product": schema({
-        "allOf": [
-            {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(12)]}
-            for i in range(12)
-        ]
-    }),
-    "deep rules": StructuredOutput(
-        "grammar",
-        "start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2500))
-        + 'a2500: "y"', "guided_json",
-    ),
-    "parentheses": regex("(" * 30_000 + "a" + ")" * 30_000),
-}  # fmt: skip
 
 
 @asynccontextmanager
@@ -92,7 +55,6 @@ def test_hostile_texts_are_refused_in_time(name: str) -> None:
             await made.check(regex("a"))  # starts the process
             began_s = time.monotonic()
             error = await refusal(made, HOSTILE[name])
-            # Twice, as the crash of a process is no proof against a text.
             assert time.monotonic() - began_s < 10 * TIMEOUT_S
             assert error.param == HOSTILE[name].field and len(str(error)) < 500
             assert not isinstance(error, OverloadedError)
@@ -172,7 +134,7 @@ def test_clients_that_leave_leave_nothing() -> None:
     async def test() -> None:
         async with trials() as made:
             await made.check(regex("a"))
-            others = [schema({"type": "integer", "multipleOf": 99_989 + i}) for i in range(20)]
+            others = [slow(number) for number in range(20)]
             checks = [asyncio.create_task(made.check(one)) for one in others]
             await asyncio.sleep(0.05)
             for check in checks:
