@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import tokenizers
@@ -141,12 +141,15 @@ class TransformersCodec:
         from transformers import PreTrainedTokenizerBase
 
         self._hf = hf
-        self.template = _template_of(hf)
         # A tokenizer that renders conversations with code of its own is not limited.
         own = getattr(type(hf), "apply_chat_template", None)
         self.render: Render = self._render
         if own is PreTrainedTokenizerBase.apply_chat_template:
             self.render = self.template.render
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return _template_of(self._hf)
 
     @property
     def has_chat_template(self) -> bool:

@@ -145,7 +145,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "continue_final_message": RefusedField(_CHAT, (False,)),
     "chat_template_kwargs": RefusedField(_CHAT, ({},)),
     "tools": RefusedField(_CHAT, ([],)),
-    "tool_choice": RefusedField(_CHAT, ("none", "auto")),
+    "tool_choice": RefusedField(_CHAT, ("none",)),
     "parallel_tool_calls": RefusedField(_CHAT, (True, False)),
     **dict.fromkeys(("reasoning_effort", "verbosity", "enable_thinking"), RefusedField(_CHAT)),
     **dict.fromkeys(

@@ -13,12 +13,16 @@ from corun.runtime.server.chat_messages import ConversationFields
 from corun.runtime.server.completions import CompletionRequest
 from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
 from corun.runtime.server.route_docs import ROUTE_DOCS
+from corun.runtime.server.structure import StructureFields
+from corun.runtime.server.tool_fields import ToolFields
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
 # Fields that only the form of HTTP needs, and their counterparts in Python.
 OF_HTTP = {
     "model": "lora_request",
     **dict.fromkeys(("messages", *ConversationFields.model_fields), "Engine.apply_chat_template"),
+    **dict.fromkeys(ToolFields.model_fields, "Engine.apply_chat_template"),
+    **dict.fromkeys(StructureFields.model_fields, "structured_output"),
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "stream": "AsyncEngine.generate",
@@ -27,10 +31,14 @@ OF_HTTP = {
     "return_timing": "CompletionOutput.timing",
     "return_token_ids": "CompletionOutput.token_ids",
 }
-OF_PYTHON = {"bad_words_ids"}  # tokens, which HTTP gives as texts
+OF_PYTHON = {
+    "bad_words_ids",  # tokens, which HTTP gives as texts
+    "structured_output",  # one value, for which HTTP has many names
+}
 METHODS = {
     "/v1/completions": "generate",
     "/v1/chat/completions": "generate",
+    "/v1/responses": "generate",
     "/v1/models": "get_model_info",
     "/v1/models/{model}": "get_model_info",
     "/v1/lora_adapters": "list_loras",

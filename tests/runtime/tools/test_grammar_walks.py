@@ -60,7 +60,8 @@ def walk(first: LLMatcher, backend: tokenizers.Tokenizer, rng: random.Random) ->
 
 def answers(found: AnswerFormat, *, special: bool, forced: bool) -> Iterator[ParsedAnswer]:
     backend, rng = byte_tokenizer(special=special), random.Random(0)
-    mark_ids = {one: backend.token_to_id(one) for one in MARKS if special or one[0] == "<"}
+    ids = backend.get_vocab(with_added_tokens=True)
+    mark_ids = {one: ids[one] for one in MARKS if special or one[0] == "<"}
     assert found.calls is not None
     grammar = CallGrammar(
         calls=found.calls, functions={"add": ADD, "now": NOW}, is_parallel=True, mark_ids=mark_ids
