@@ -14,6 +14,7 @@ from support.gateways import (
     ScriptedEngine,
     answer_at_once,
     begin_stream,
+    entry_of,
     hang_up,
     in_cluster,
     refuse,
@@ -302,3 +303,32 @@ def test_pages_of_an_allowed_origin_may_call_a_gateway() -> None:
                 assert answer.headers["Access-Control-Allow-Origin"] == page["Origin"]
 
     in_cluster(work, allowed_origins=("http://localhost:3000",))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_responses_are_routed_by_model_and_counted(is_stream: bool) -> None:
+    usage = {"input_tokens": 50, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 3}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not is_stream:
+            return web.json_response({"object": "response", "usage": usage})
+        response = await begin_stream(request)
+        last = {"type": "response.completed", "response": {"usage": usage}}
+        await response.write(b'event: response.created\ndata: {"type": "response.created"}\n\n')
+        await response.write(b"event: response.completed\ndata: %b\n\n" % msgspec.json.encode(last))
+        return response
+
+    async def work(cluster: GatewayCluster) -> None:
+        body = {"model": "summer", "input": "Once upon a time", "tools": [], "stream": is_stream}
+        url = f"{cluster.url}/v1/responses"
+        async with cluster.session.post(url, json=body) as response:
+            assert response.status == 200 and b'"output_tokens"' in await response.read()
+        (got,) = cluster.engines[0].received
+        assert (got.path, msgspec.json.decode(got.body)) == ("/v1/responses", body)
+        assert [one.adapter.name for one in cluster.controller.asked] == ["summer"]
+        demand = cluster.controller.demand
+        await eventually(lambda: any(one.output_tokens == {"summer": 3} for one in demand))
+        async with cluster.session.post(url, json=body | {"model": "none"}) as response:
+            assert response.status == 404
+
+    in_cluster(work, ScriptedEngine("e0", answer), adapters=(entry_of("summer"),))
