@@ -138,7 +138,18 @@ def template_messages(messages: list[Any], max_json_items: int) -> list[dict[str
     """
     if not messages:
         raise HttpError(400, "messages is empty", code="empty_messages", param="messages")
-    return [_message(item, f"messages[{i}]", max_json_items) for i, item in enumerate(messages)]
+    read: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of called functions, by the id of the call
+    for index, item in enumerate(messages):
+        message = _message(item, f"messages[{index}]", max_json_items)
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            # Some templates need the function's name, which OpenAI's messages leave out.
+            message.setdefault("name", names[message["tool_call_id"]])
+        read.append(message)
+    return read
 
 
 def _message(value: object, path: str, max_json_items: int) -> dict[str, Any]:

@@ -154,6 +154,19 @@ _FAMILIES = (
             "transform": _NAMED,
         },
     ),
+    _Family(  # GLM-4.5
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        {
+            "open_pattern": rf"<tool_call>\s*{_NAME}",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)"
+                r"</arg_value>"
+            },
+            "transform": _NAMED,
+        },
+    ),
     _Family(  # Qwen 2.5, Qwen3, Hermes
         ("<tool_call>", "</tool_call>"),
         {"open": "<tool_call>", "close": "</tool_call>", "content": "json",

@@ -185,7 +185,7 @@ class TemplateParser:
         try:
             for name, arguments in call.rest(self._options.parameters or {}):
                 self._add_call(name, arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             shown = self._texts[PartKind.CONTENT].feed(f"{call.text}{mark}")
             self._parts.append(AnswerPart(PartKind.CONTENT, shown))
 

@@ -115,7 +115,10 @@ def read_template(text: str | bytes) -> ResponseTemplate:
     """Return the response template with this JSON. Raises ``ValueError``."""
     if len(text) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"it has {len(text)} bytes, and at most {MAX_TEMPLATE_BYTES} are read")
-    return template_of(json.loads(text))
+    try:
+        return template_of(json.loads(text))
+    except RecursionError:
+        raise ValueError("its objects and arrays are too deep") from None
 
 
 def template_of(value: object) -> ResponseTemplate:

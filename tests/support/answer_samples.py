@@ -51,6 +51,12 @@ SAMPLES = {
         "</parameter>\n</function>\n</tool_call>",
         "Now.", "", (_ADD_CALL,),
     ),
+    "glm": Sample(
+        "<tool_call> <arg_key> <arg_value> </think>", "<|assistant|>",
+        "\n<think>hm</think>\nNow.\n<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>"
+        "\n<arg_key>y</arg_key>\n<arg_value>a<b</arg_value>\n</tool_call>",
+        "Now.", "hm", (_ADD_CALL,),
+    ),
     "llama": Sample(
         '<|start_header_id|> "parameters"', "<|start_header_id|>assistant<|end_header_id|>\n\n",
         '{"name": "add", "parameters": {"x": 1, "y": "a<b"}}', "", "", (_ADD_CALL,),

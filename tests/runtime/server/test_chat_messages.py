@@ -55,6 +55,15 @@ def test_calls_and_results_are_written(hf: Any) -> None:
     assert text == hf.apply_chat_template(theirs, tokenize=False, add_generation_prompt=True)
 
 
+def test_results_have_the_name_of_their_function(hf: Any) -> None:
+    named = "{% for m in messages %}<{{ m.name }}>{{ m.content }}{% endfor %}" + WITH_CALLS
+    assert render(hf, named, QUESTION, CALLS, RESULT).startswith("<>1 + 2?<><add>3")
+    other = RESULT | {"name": "sum"}
+    assert render(hf, named, QUESTION, CALLS, other).startswith("<>1 + 2?<><sum>3")
+    other = RESULT | {"tool_call_id": "c2"}
+    assert render(hf, named, QUESTION, CALLS, other).startswith("<>1 + 2?<><>3")
+
+
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])
 def test_calls_without_arguments(hf: Any, arguments: Any) -> None:
     call = {"function": {"name": "now", "arguments": arguments}}

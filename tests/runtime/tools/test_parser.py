@@ -111,6 +111,15 @@ def test_usual_variants_of_calls(call: str, arguments: str, options: ParserOptio
     assert (found.head.name, json.loads(found.arguments)) == ("add", json.loads(arguments))
 
 
+def test_deep_arguments_are_content_or_a_call_but_no_error() -> None:
+    for depth in (100, 100_000):
+        deep = '{"x": ' * depth + "1" + "}" * depth
+        text = f'<tool_call>{{"arguments": {deep}, "name": "add"}}</tool_call>'
+        answer = parsed(text, parser_for(QWEN))
+        assert answer.content == ("" if answer.calls else text)
+        assert bool(answer.calls) == (depth == 100)
+
+
 def test_what_is_not_looked_for_is_content() -> None:
     without = parser_for(QWEN, ParserOptions(with_calls=False, with_reasoning=False))
     assert meaning(parsed(QWEN.text, without)) == (QWEN.text, "", ())

@@ -62,6 +62,8 @@ def test_texts_that_are_too_long_or_no_json_are_refused() -> None:
         read_template(" " * (MAX_TEMPLATE_BYTES + 1))
     with pytest.raises(ValueError, match="Expecting"):
         read_template("{")
+    with pytest.raises(ValueError, match="too deep"):
+        read_template("[" * 100_000)
 
 
 def test_the_form_of_calls_follows_from_a_template_with_json() -> None:
