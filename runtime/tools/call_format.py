@@ -27,7 +27,6 @@ class CallFormat:
     opens: str = ""  # before the first call
     closes: str = ""  # after the last one
     separator: str | None = None  # between calls; None = an answer has one call at most
-    follows_text: bool = True  # a grammar can distinguish it from text before it
 
     @property
     def trigger(self) -> str | None:
@@ -62,6 +61,7 @@ class CallGrammar:
     is_parallel: bool  # several calls in one answer
     reasoning: ReasoningMarks | None = None  # that may come before
     is_reasoning: bool = False  # the prompt has opened it already
+    opens_content: str = ""  # before content without calls
     mark_ids: Mapping[str, int]  # tokens that no free text matches, by their texts
 
     def forced(self) -> str:
@@ -71,8 +71,11 @@ class CallGrammar:
     def optional(self) -> str:
         """The grammar of an answer that is text, or text with calls after it.
 
-        Without a ``trigger``, text does not begin as calls do.
+        Without a ``trigger``, text does not begin as calls do; with ``opens_content``, no text
+        comes before calls.
         """
+        if self.opens_content:
+            return self.instead_of("ANY")
         trigger = self.calls.trigger
         if trigger is None:
             first = re.escape((self.calls.opens + self.calls.before_name)[:1])
@@ -87,11 +90,14 @@ class CallGrammar:
     def instead_of(self, content: str) -> str:
         """The grammar of an answer that is ``content``, a rule, or calls; with a ``trigger``."""
         assert self.calls.trigger is not None, "the beginnings of both must differ"
-        return self._grammar("(calls | plain)", [f"plain: {content}"])
+        return self._grammar("(calls | plain)", [self._plain(content)])
 
-    def without_calls(self, content: str, opens: str) -> str:
-        """The grammar of an answer that is ``content``, a rule, after the text ``opens``."""
-        return self._grammar("plain", [f"plain: {self._text(opens)} ({content})"])
+    def without_calls(self, content: str) -> str:
+        """The grammar of an answer that is ``content``, a rule."""
+        return self._grammar("plain", [self._plain(content)])
+
+    def _plain(self, content: str) -> str:
+        return f"plain: {self._text(self.opens_content)} ({content})"
 
     def _grammar(self, answer: str, rules: Iterable[str] = ()) -> str:
         lines = ["%llguidance {}", f"start: {self._lead()} {answer}", *self._reasoning_rules()]

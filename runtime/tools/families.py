@@ -81,8 +81,7 @@ _FAMILIES = (
             "transform": _NAMED,
         },
         CallFormat(
-            "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "",
-            follows_text=False,
+            "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
         ),
         {
             "reasoning_content": {
@@ -190,7 +189,7 @@ _REASONING = (
 )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def family_format(chat_template: str) -> AnswerFormat | None:
     """Return the format of the family with this chat template; None if it is not known."""
     described, family = family_fields(chat_template), _family_of(chat_template)

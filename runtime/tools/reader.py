@@ -140,22 +140,23 @@ class AnswerReader:
             is_parallel=tools is None or tools.is_parallel,
             reasoning=known.reasoning if has_reasoning else None,
             is_reasoning=parser.is_reasoning,
+            opens_content=known.opens_content,
             mark_ids=mark_ids,
         )
         if tools is None:
-            text = None if content is None else grammar.without_calls(content, known.opens_content)
+            text = None if content is None else grammar.without_calls(content)
         elif tools.mode is CallMode.REQUIRED:
             text = grammar.forced()
         elif given is not None:
             calls = known.calls
-            if content is None or not (calls and calls.follows_text and calls.trigger):
+            if content is None or calls is None or calls.trigger is None:
                 raise NotServedError(
                     f"{given.field} is not served beside tools for this model, whose calls can not "
                     'be distinguished from it; write tool_choice "required" or "none"',
                     param=given.field,
                 )
             text = grammar.instead_of(content)
-        elif tools.is_constrained and known.calls is not None and known.calls.follows_text:
+        elif tools.is_constrained and known.calls is not None:
             text = grammar.optional()
         else:
             text = None
@@ -187,7 +188,7 @@ def _mark_texts(template: ResponseTemplate) -> str:
     return "\n".join(texts)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _known_format(templates: Templates) -> AnswerFormat | str | None:
     """Return the format of the first of ``templates`` with one; a text = why it cannot be read."""
     for response_template, chat_template in templates:
