@@ -77,18 +77,18 @@ def drawn(result: StepResult) -> dict[int, str]:
 def begin(device: ExecutorDevice, *patterns: str, **params: Any) -> StepResult:
     """The first tokens of requests 1, 2, ... with these patterns; each has two blocks."""
     ids = range(1, 1 + len(patterns))
-    (result,) = device.run(
+    results: list[StepResult] = device.run(
         rows(*((one, 0, 4, True) for one in ids)),
         new_requests=tuple(
             constrained(one, pattern, **params) for one, pattern in zip(ids, patterns, strict=True)
         ),
         block_updates=tuple(blocks(one, 2 * one, 2 * one + 1) for one in ids),
     )  # fmt: skip
-    return result
+    return results[0]
 
 
 def step(device: ExecutorDevice, position: int, *ids: int) -> StepResult:
-    (result,) = device.run(rows(*((one, position, 1, True) for one in ids)))
+    result: StepResult = device.run(rows(*((one, position, 1, True) for one in ids)))[0]
     return result
 
 

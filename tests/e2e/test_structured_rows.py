@@ -1,0 +1,113 @@
+"""Answers with structure in a whole engine: beside free rows, and with little memory."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from corun import Engine, LoRARequest, RequestOutput, SamplingParams, StructuredOutput
+from corun.runtime.demo import chat_prompt, demo_adapters_path
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{2,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["new", "old"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+RECORD = StructuredOutput("json_schema", json.dumps(SCHEMA))
+DATE = StructuredOutput("regex", r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]")
+CHOICE = StructuredOutput("choice", '["yes", "no", "not now"]')
+# Long enough for all of these, but for an answer of whitespace.
+MAX_TOKENS = 120
+ADAPTERS = (None, "upper", "reverse")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(device="cpu", max_num_batched_tokens=16) as engine:  # prompts come in chunks
+        yield engine
+
+
+def params(seed: int, structured: StructuredOutput | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0, seed=seed, max_tokens=MAX_TOKENS, structured_output=structured, **fields
+    )
+
+
+def lora(name: str | None) -> LoRARequest | None:
+    if name is None:
+        return None
+    return LoRARequest(name, 1 + ADAPTERS.index(name), str(demo_adapters_path() / name))
+
+
+def check(text: str, structured: StructuredOutput) -> None:
+    """That an answer which has ended is valid."""
+    if structured is DATE:
+        assert re.fullmatch(DATE.text, text), text
+    elif structured is CHOICE:
+        assert text in json.loads(CHOICE.text)
+    else:
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"], text
+        assert re.fullmatch("[a-z]{2,8}", value["name"]), text
+        assert isinstance(value["age"], int) and 0 <= value["age"] <= 150, text
+        assert len(value["tags"]) <= 2 and set(value["tags"]) <= {"new", "old"}, text
+
+
+def check_all(outputs: list[RequestOutput], asked: list[StructuredOutput | None]) -> None:
+    """That answers are valid, and that enough of them have ended for this to say something."""
+    num_ended = 0
+    for output, structured in zip(outputs, asked, strict=True):
+        for choice in output.outputs:
+            if structured is not None and choice.finish_reason == "stop":
+                check(choice.text, structured)
+                num_ended += 1
+    assert num_ended > len(asked) // 3
+
+
+def ask(
+    engine: Engine, asked: list[StructuredOutput | None], **options: Any
+) -> list[RequestOutput]:
+    prompts = [chat_prompt(f"hello {number % 3}, and once more") for number in range(len(asked))]
+    loras = [lora(ADAPTERS[number % len(ADAPTERS)]) for number in range(len(asked))]
+    sampling = [params(number, structured) for number, structured in enumerate(asked)]
+    return engine.generate(prompts, sampling, loras, **options)
+
+
+MIXED: list[StructuredOutput | None] = [RECORD, None, DATE, None, CHOICE, None, RECORD, DATE] * 3
+
+
+def test_rows_of_all_kinds_beside_each_other(engine: Engine) -> None:
+    outputs = ask(engine, MIXED)
+    check_all(outputs, MIXED)
+    alone = ask(engine, [None] * len(MIXED))  # the same prompts, adapters and seeds
+    for number, structured in enumerate(MIXED):
+        if structured is None:
+            assert outputs[number].outputs[0].text == alone[number].outputs[0].text
+    again = ask(engine, MIXED)  # prefixes of the prompts are in memory now
+    check_all(again, MIXED)
+    assert any(one.outputs[0].num_cached_tokens for one in again)
+
+
+def test_each_choice_follows_the_grammar_alone(engine: Engine) -> None:
+    (output,) = engine.generate(chat_prompt("hello"), params(3, DATE, n=6))
+    texts = [choice.text for choice in output.outputs]
+    assert len(set(texts)) > 1
+    for choice in output.outputs:
+        assert choice.finish_reason == "stop"
+        check(choice.text, DATE)
+
+
+def test_preempted_rows_keep_to_their_grammars() -> None:
+    with Engine(
+        device="cpu", memory_gib=0.0011, max_model_len=192, growth_headroom=0.0,
+        max_num_batched_tokens=32, scheduling_policy="fcfs",
+    ) as engine:  # fmt: skip
+        outputs = ask(engine, MIXED, predicted_output_tokens=1)
+        assert engine.get_stats().num_preemptions > 2
+    check_all(outputs, MIXED)
