@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ..errors import RequestError
 from ..sampling import StructuredOutput
+from .gbnf import lark_of
 from .schema import exact_schema
 
 _MAX_DEPTH = 64  # of a schema
@@ -21,7 +21,7 @@ _MAX_SHOWN_CHARS = 300  # of llguidance's message
 # Whitespace between the parts of JSON is limited: a model would otherwise indent for ever.
 _JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 _ANY_TEXT = r"/(.|\n)*/"
-_LARK_START = re.compile(r"(?m)^\s*(%llguidance\b|start\s*[:\[])")
+_LARK_START = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:=))")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 # Parts of llguidance's messages that do not name the keyword of the schema.
 _KEYWORDS: Mapping[str, str] = {
@@ -141,7 +141,7 @@ def _grammar(text: str, field: str) -> str:
     """Lark of llguidance, or GBNF of llama.cpp."""
     if _LARK_START.search(text) is None:
         try:
-            text = gbnf_to_lark(text)
+            text = lark_of(text)
         except Exception as error:  # of any type, as it finds mistakes by chance
             what = str(error) or type(error).__name__
             raise _refused(field, f"it is neither Lark with start: nor GBNF: {what}") from None
