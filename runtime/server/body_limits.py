@@ -90,7 +90,7 @@ def _check_messages(name: str, value: object, limits: HttpLimits) -> None:
         len(field)
         for message in value
         if isinstance(message, dict)
-        for field in (message.get("content"), message.get("tool_calls"))
+        for field in map(message.get, ("content", "tool_calls", "output"))
         if isinstance(field, list)
     )
     if num_parts > limits.max_content_parts:

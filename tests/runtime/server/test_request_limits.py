@@ -40,7 +40,7 @@ class TemplateTokenizer(FakeTokenizer):
     ("path", "body", "param", "words"),
     [
         (COMPLETIONS, GOOD | {"x": [[[[]]]]}, None, "--max-json-depth"),
-        (CHAT, {"messages": MESSAGES * 4}, "messages", "4 messages, at most 3"),
+        (CHAT, {"messages": MESSAGES * 4}, "messages", "4 items, at most 3"),
         (COMPLETIONS, GOOD | {"n": 2, "max_tokens": 3000}, "max_tokens", "--max-request-tokens"),
         (CHAT, {"messages": MESSAGES, "n": 2}, "max_tokens", f"{2 * MAX_MODEL_LEN} tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 5, "max_tokens": 1000}, "max_tokens", "5 prompts"),
