@@ -71,7 +71,7 @@ def _json_call(before: str, arguments: str, after: str, separator: str | None) -
 # The first one whose marks are found counts.
 _FAMILIES = (
     _Family(  # gpt-oss
-        ("<|channel|>", "to=functions."),
+        ("<|channel|>", "<|message|>", "<|start|>"),
         {
             "open_pattern": r"(?:<\|start\|>assistant)?(?:"
             rf"<\|channel\|>\w+ to=functions\.{_NAME}| to=functions\.{_NAME}<\|channel\|>\w+"

@@ -27,7 +27,7 @@ class Sample:
 _ADD_CALL = ("add", '{"x": 1, "y": "a<b"}')
 _QWEN = "<|im_start|> <think></think> <tool_call> </tool_call>"
 _CHATML = "<|im_start|>user\nhi <tool_call> <think><|im_end|>\n<|im_start|>assistant\n"
-_GPT_OSS = "<|start|>assistant <|channel|> to=functions."
+_GPT_OSS = "<|start|> <|channel|> <|message|>"
 _GEMMA = "<|tool_call> <tool_call|> <|channel>thought <channel|>"
 
 SAMPLES = {
@@ -81,6 +81,11 @@ SAMPLES = {
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.add <|constrain|>json<|message|>{"x": 1, "y": "a<b"}',
         "", "hm", (_ADD_CALL,),
+    ),
+    "gpt-oss, recipient first": Sample(
+        _GPT_OSS, "<|start|>assistant",
+        ' to=functions.add<|channel|>commentary json<|message|>{"x": 1, "y": "a<b"}<|call|>',
+        "", "", (_ADD_CALL,),
     ),
     "gpt-oss, text": Sample(
         _GPT_OSS, "<|start|>assistant",
