@@ -21,6 +21,7 @@ from ..engine.messages import (
 )
 from ..errors import EngineDeadError, RequestError
 from ..grammar.messages import GrammarTokens
+from ..grammar.tags import with_trigger_ids
 from ..grammar.trial import GrammarTrials
 from ..limits import (
     check_bad_words,
@@ -114,7 +115,9 @@ class RequestClient:
             token_ids = prompt
         if params.structured_output is not None:
             assert self._trials is not None, "not begun"
-            await self._trials.check(params.structured_output)
+            structured = with_trigger_ids(params.structured_output, tokenizer.codec.added_tokens)
+            await self._trials.check(structured)
+            params = dataclasses.replace(params, structured_output=structured)
         if params.bad_words:
             ids = (*params.bad_words_ids, *await bad_words_ids(params.bad_words, tokenizer))
             params = dataclasses.replace(params, bad_words_ids=ids)

@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..sampling import StructuredOutput
 from .gbnf import lark_of
 from .schema import exact_schema
+from .tags import TRIGGER_IDS
 
 _MAX_DEPTH = 64  # of a schema
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
@@ -152,18 +153,20 @@ def _structural_tag(text: str, field: str) -> str:
     """Free text with tags, each of which begins, has JSON of a schema, and ends.
 
     The text is an object with ``structures`` (each ``begin``, ``schema`` and ``end``) and
-    ``triggers``, at each of which a structure begins.
+    ``triggers``, at each of which a structure begins. ``trigger_ids``: see ``tags.py``.
     """
     tag = _read_json(text, field)
     structures = _list_of(dict, tag, "structures", field)
     triggers = _list_of(str, tag, "triggers", field)
+    ids = tag.get(TRIGGER_IDS, {})
+    if not (isinstance(ids, dict) and all(type(one) is int for one in ids.values())):
+        raise _refused(field, f"{TRIGGER_IDS} is not an object with ids")
     rules = []
     for number, structure in enumerate(structures):
         begin, end = structure.get("begin"), structure.get("end", "")
         schema = structure.get("schema")
-        if not (
-            isinstance(begin, str) and isinstance(end, str) and isinstance(schema, dict | bool)
-        ):
+        is_schema = isinstance(schema, dict) or schema is True
+        if not (isinstance(begin, str) and isinstance(end, str) and is_schema):
             raise _refused(field, f"structures[{number}] needs begin, schema and end")
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
@@ -171,9 +174,10 @@ def _structural_tag(text: str, field: str) -> str:
         exact = {} if schema is True else _exact(schema, field)
         inline = json.dumps({**exact, "x-guidance": _JSON_OPTIONS})
         rest = f"{_literal(begin[len(trigger) :])} %json {inline} {_literal(end)}"
+        token = f" | TEXT <[{ids[trigger]}]>" if trigger in ids else ""
         rules.append(
             f"trigger_{number}[lazy]: TEXT {_literal(trigger)}\n"
-            f"tag_{number}: trigger_{number} {rest}"
+            f"tag_{number}: (trigger_{number}{token}) {rest}"
         )
     tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
     lark = f"start: ({tags})* last\nlast: TEXT\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules)

@@ -165,6 +165,16 @@ def test_a_lark_grammar_ignores_no_keyword_either() -> None:
             '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}',
             r"structures\[0\] begins with none of the triggers",
         ),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "<", "schema": false, "end": ""}], "triggers": ["<"]}',
+            r"structures\[0\] needs begin, schema and end",
+        ),
+        (
+            "structural_tag",
+            '{"structures": [{}], "triggers": ["<"], "trigger_ids": {"<": "1"}}',
+            "trigger_ids is not an object with ids",
+        ),
     ],
 )
 def test_texts_that_are_wrong(kind: str, text: str, message: str) -> None:
