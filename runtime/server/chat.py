@@ -12,7 +12,7 @@ from ..frontend.inputs import MadePrompt, text_limit
 from ..frontend.outputs import CompletionOutput, RequestOutput, TokenCandidates
 from ..frontend.template_time import render_in_time
 from ..sampling import SamplingParams
-from ..tools.parts import AnswerParser, parsed
+from ..tools.parts import AnswerParser, joined
 from ..tools.reader import AnswerReader
 from .body import given, is_large, parse_body
 from .chat_messages import ConversationFields
@@ -121,8 +121,9 @@ class ChatEndpoint(GenerationEndpoint):
         reader.check_prompt(text)
         tokenizer = conventions.tokenizer
         sampling = reader.begin(
-            text, sampling, conventions.templates(), tokenizer.mark_ids, tokenizer.hides
-        )
+            text, sampling, conventions.templates(), tokenizer.mark_ids, tokenizer.hides,
+            tokenizer.token_text,
+        )  # fmt: skip
         # The template has written the special tokens already, unless the request says otherwise.
         token_ids = await tokenizer.encode_async(
             text, add_special_tokens=bool(request.add_special_tokens),
@@ -140,7 +141,8 @@ class ChatEndpoint(GenerationEndpoint):
 
     def _choice(self, request: ParsedRequest, choice: CompletionOutput) -> ChatChoice:
         assert request.reader is not None, "not a chat"
-        answer = parsed(choice.text, request.reader.parser())
+        parser = request.reader.parser()
+        answer = joined([*parser.feed(choice.text), *request.reader.rest(parser, choice)])
         return ChatChoice(
             index=choice.index,
             message=ChatMessage.of(answer),
@@ -192,7 +194,7 @@ class _ChatChunks(ChunkEncoder):
         parts = parser.feed(choice.new_text)
         if has_ended:
             self._ended.add(index)
-            parts += parser.finish()
+            parts += self._reader.rest(parser, choice)
         self._num_calls[index] += sum(part.head is not None for part in parts)
         events = b"".join(
             self._event(ChatChunkChoice(index, ChatDelta.of(part), None, None)) for part in parts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..tools.parts import AnswerParser
+from ..tools.parts import AnswerParser, AnswerPart
 from .body import is_large, parse_body, read_model
 from .chat import ChatEndpoint, ChatRequest
 from .errors import ErrorReply
@@ -56,6 +56,11 @@ class ParsedResponse(ParsedRequest):
         assert self.reader is not None, "not a chat"
         return self.reader.parser()
 
+    def rest(self, parser: AnswerParser, choice: CompletionOutput) -> list[AnswerPart]:
+        """Return the last parts of the answer, once it has ended."""
+        assert self.reader is not None, "not a chat"
+        return self.reader.rest(parser, choice)
+
 
 class ResponsesEndpoint(ChatEndpoint):
     """Answers ``/v1/responses``."""
@@ -87,7 +92,7 @@ class ResponsesEndpoint(ChatEndpoint):
         assert isinstance(request, ParsedResponse)
         (choice,) = runs[0].latest.outputs
         items, parser = ItemAssembler(request.envelope.id), request.parser()
-        parts = [*parser.feed(choice.text), *parser.finish()]
+        parts = [*parser.feed(choice.text), *request.rest(parser, choice)]
         list(items.add(parts))  # its events are for streams
         list(items.end(is_complete=_is_complete(choice)))
         return _ended(request.response(), items, choice, usage_of(run.latest for run in runs))
@@ -115,7 +120,8 @@ class _ResponseEvents(StreamEncoder):
 
     def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
         assert self._parser is not None and self._latest is not None and usage is not None
-        events = encoded(self._items.add(self._parser.finish()))
+        rest = self._request.rest(self._parser, self._latest)
+        events = encoded(self._items.add(rest))
         events += encoded(self._items.end(is_complete=_is_complete(self._latest)))
         response = _ended(self._response, self._items, self._latest, usage)
         return events + encoded([self._items.finish(response)])

@@ -4,13 +4,15 @@ A family is recognised by the marks in its chat template, as fine-tuned models k
 other names. The formats are those of the models' cards.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from .call_format import PLAIN_CALLS, CallFormat, ReasoningMarks
-from .parser import CALLS_FIELD, REASONING_FIELDS, keys_of
+from .parser import CALLS_FIELD, REASONING_FIELDS, ParserOptions, TemplateParser, keys_of
+from .parts import parsed
 from .response_template import ResponseTemplate, TemplateField, template_of
 
 # The ends of generation prompts. The last one in a prompt begins the answer.
@@ -27,6 +29,7 @@ _ASSISTANT = [
     "[/INST]",
     "[/TOOL_RESULTS]",
 ]
+_END_MARK = re.compile(r"<[^<>\s]+>")  # a token that may end an answer
 _NAMED: Mapping[str, Any] = {"function": {"name": "{name}", "arguments": "{content}"}}
 _EACH: Mapping[str, Any] = {"function": {"name": "{name}", "arguments": "{arguments}"}}
 _NAME = r"(?P<name>[\w.:-]+)"
@@ -221,11 +224,51 @@ def family_fields(chat_template: str) -> dict[str, Any]:
     return {"start_anchor": _ASSISTANT, "fields": fields}
 
 
-def format_of(template: ResponseTemplate) -> AnswerFormat:
-    """Return the format that a model's own response template describes."""
+def format_of(template: ResponseTemplate, chat_template: str | None) -> AnswerFormat:
+    """Return the format that a model's own response template describes.
+
+    What only patterns describe is as in the family of ``chat_template``, if the response template
+    reads that.
+    """
+    family = None if chat_template is None else family_format(chat_template)
     field = template.fields.get(CALLS_FIELD)
     calls = None if field is None else _call_format(field)
-    return AnswerFormat(template, calls, _reasoning_marks(template))
+    reasoning = _reasoning_marks(template)
+    if calls is None and family is not None and _reads_calls(template, family.calls):
+        calls = family.calls
+    if reasoning is None and family is not None and _reads_reasoning(template, family.reasoning):
+        reasoning = family.reasoning
+    return AnswerFormat(template, calls, reasoning)
+
+
+def _reads_calls(template: ResponseTemplate, calls: CallFormat | None) -> bool:
+    if calls is None:
+        return False
+    name = f"{calls.opens}{calls.before_name}probe"
+    text = f"{name}{calls.before_arguments}{{}}{calls.after_arguments}{calls.closes}"
+    for end in ("", *_END_MARK.findall(mark_texts(template))):
+        answer = parsed(text + end, TemplateParser(template, ParserOptions(), ""))
+        if [(one.head.name, one.arguments) for one in answer.calls] == [("probe", "{}")]:
+            return True
+    return False
+
+
+def _reads_reasoning(template: ResponseTemplate, marks: ReasoningMarks | None) -> bool:
+    if marks is None:
+        return False
+    text = f"{marks.opens}probe{marks.closes}{marks.after}"
+    answer = parsed(text, TemplateParser(template, ParserOptions(), ""))
+    return answer.reasoning == "probe" and not answer.content
+
+
+def mark_texts(template: ResponseTemplate) -> str:
+    """Return the texts of all marks, one a line."""
+    texts: list[str] = []
+    for field in template.fields.values():
+        texts += [mark.text for mark in (field.opens, field.closes) if mark is not None]
+        for pair in (field.content_args or {}).get("string_delims", ()):
+            texts += pair
+    return "\n".join(texts)
 
 
 def plain_format(known: AnswerFormat | None) -> AnswerFormat:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from ..errors import NotServedError, RequestError
+from ..frontend.outputs import CompletionOutput
 from ..sampling import SamplingParams, StructuredOutput
 from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallGrammar, json_rule
-from .families import AnswerFormat, family_format, format_of, plain_format
+from .families import AnswerFormat, family_format, format_of, mark_texts, plain_format
 from .offer import CallMode, Tools
 from .parser import ParserOptions, TemplateParser
-from .parts import AnswerParser, PlainParser
-from .response_template import ResponseTemplate, read_template
+from .parts import AnswerParser, AnswerPart, PlainParser
+from .response_template import read_template
 
 # Pairs of a response template and a chat template, either of which may be missing.
 Templates = Sequence[tuple[str | None, str | None]]
@@ -41,7 +42,9 @@ class AnswerReader:
         self._is_live = is_live
         self._format: AnswerFormat | None = None
         self._options = ParserOptions()
-        self._prompt = ""
+        self._prompt = self._marks = ""
+        self._token_text: Callable[[int], str] = str
+        self._shows_end = False
 
     def check_prompt(self, prompt: str) -> None:
         """Raise ``NotServedError`` if the chat template has left out a function."""
@@ -57,6 +60,7 @@ class AnswerReader:
     def begin(
         self, prompt: str, sampling: SamplingParams, templates: Templates,
         mark_ids: Mapping[str, int], hides: Callable[[str], bool],
+        token_text: Callable[[int], str],
     ) -> SamplingParams:  # fmt: skip
         """Begin answers to ``prompt``, and return how they are sampled. Raises ``RequestError``.
 
@@ -66,9 +70,13 @@ class AnswerReader:
             templates: The adapter's before the base's.
             mark_ids: Added tokens that no free text of a grammar matches, by their texts.
             hides: Whether ``skip_special_tokens`` removes a part of a text.
+            token_text: The text of a token, also of a special one.
         """
         self._prompt = prompt
         self._format = self._format_of(templates)
+        self._marks = "" if self._format is None else mark_texts(self._format.template)
+        self._token_text = token_text
+        self._shows_end = sampling.include_stop_str_in_output
         if self._format is None:
             return sampling
         tools = self.tools
@@ -84,7 +92,7 @@ class AnswerReader:
         if structure is None and sampling.structured_output is not None:
             # It describes the whole answer, as there is no form of reasoning before it.
             self._format, structure = None, sampling.structured_output
-        elif sampling.skip_special_tokens and hides(_mark_texts(self._format.template)):
+        elif sampling.skip_special_tokens and hides(self._marks):
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         return dataclasses.replace(sampling, structured_output=structure)
 
@@ -93,6 +101,21 @@ class AnswerReader:
         if self._format is None:
             return PlainParser()
         return TemplateParser(self._format.template, self._options, self._prompt)
+
+    def rest(self, parser: AnswerParser, choice: CompletionOutput) -> list[AnswerPart]:
+        """Return the last parts of a choice that has ended, all of whose text ``parser`` has."""
+        return [*parser.feed(self._end_mark(choice)), *parser.finish()]
+
+    def _end_mark(self, choice: CompletionOutput) -> str:
+        """Return the text of the token that has ended a choice, if it is a mark; else "".
+
+        Texts are shown without it, and a response template may need it to end a field.
+        """
+        is_token = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+        if not self._marks or self._shows_end or not is_token:
+            return ""
+        text = self._token_text(choice.token_ids[-1])
+        return text if text in self._marks else ""
 
     @staticmethod
     def finish_reason(reason: str | None, *, num_calls: int) -> str | None:
@@ -178,23 +201,14 @@ def _content_rule(structure: StructuredOutput) -> str | None:
             return None
 
 
-def _mark_texts(template: ResponseTemplate) -> str:
-    """Return the texts of all marks."""
-    texts: list[str] = []
-    for field in template.fields.values():
-        texts += [mark.text for mark in (field.opens, field.closes) if mark is not None]
-        for pair in (field.content_args or {}).get("string_delims", ()):
-            texts += pair
-    return "\n".join(texts)
-
-
 @lru_cache(maxsize=1024)
 def _known_format(templates: Templates) -> AnswerFormat | str | None:
     """Return the format of the first of ``templates`` with one; a text = why it cannot be read."""
-    for response_template, chat_template in templates:
+    for index, (response_template, chat_template) in enumerate(templates):
         if response_template is not None:
             try:
-                return format_of(read_template(response_template))
+                chats = [one for _, one in templates[index:] if one is not None]
+                return format_of(read_template(response_template), chats[0] if chats else None)
             except ValueError as error:
                 reason = f"the model's response template cannot be read: {error}"
                 _logger.warning("%s; answers are not parsed, and tools are refused", reason)

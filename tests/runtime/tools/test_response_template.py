@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from corun.runtime.errors import NotServedError, RequestError
+from corun.runtime.frontend.outputs import ChoiceHistory, CompletionOutput
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.tools.call_format import CallFormat, arguments_schema
 from corun.runtime.tools.families import family_fields, family_format, format_of
 from corun.runtime.tools.offer import CallMode, Tools
-from corun.runtime.tools.parts import parsed
+from corun.runtime.tools.parts import joined, parsed
 from corun.runtime.tools.reader import AnswerReader, Templates
 from corun.runtime.tools.response_template import MAX_TEMPLATE_BYTES, read_template, template_of
 from support.answer_samples import ADD, SAMPLES
@@ -67,13 +68,13 @@ def test_texts_that_are_too_long_or_no_json_are_refused() -> None:
 
 
 def test_the_form_of_calls_follows_from_a_template_with_json() -> None:
-    assert format_of(template_of(OWN)).calls == CallFormat(
+    assert format_of(template_of(OWN), None).calls == CallFormat(
         '<call>{"tool": "', '", "with": ', "}</call>", separator=""
     )
     fields = family_fields(SAMPLES["mistral"].chat_template)["fields"]
     each = fields["tool_calls"] | {"open": "[TOOL_CALLS]"}
     del each["open_pattern"]
-    found = format_of(template_of(OWN | {"fields": {"tool_calls": each}})).calls
+    found = format_of(template_of(OWN | {"fields": {"tool_calls": each}}), None).calls
     family = family_format(SAMPLES["mistral"].chat_template)
     assert family is not None and found == family.calls
     for name in ("gemma", "qwen coder"):
@@ -91,7 +92,7 @@ def tools(mode: CallMode = CallMode.ALLOWED) -> Tools:
 
 def reader_for(offered: Tools | None, templates: Templates) -> AnswerReader:
     reader = AnswerReader(offered, splits_reasoning=True, shows_reasoning=True, is_live=False)
-    reader.begin("<a>", SamplingParams(), templates, {}, lambda text: False)
+    reader.begin("<a>", SamplingParams(), templates, {}, lambda text: False, str)
     return reader
 
 
@@ -121,6 +122,17 @@ def test_a_template_that_cannot_be_read_refuses_tools_alone(
         reader_for(tools(), broken)
 
 
+def output_of(text: str, reason: str) -> CompletionOutput:
+    """An answer that ended with token 7."""
+    history = ChoiceHistory(logprobs=None)
+    history.token_ids.append(7)
+    history.pieces.append(text)
+    return CompletionOutput(
+        index=0, new_text="", new_token_ids=[], new_logprobs=None, cumulative_logprob=None,
+        finish_reason=reason, stop_reason=None, history=history, num_pieces=1, num_tokens=1,
+    )  # fmt: skip
+
+
 def test_without_a_known_form_only_forced_calls_are_served() -> None:
     with pytest.raises(NotServedError, match="--response-template FILE"):
         reader_for(tools(), [(None, "no marks")])
@@ -128,3 +140,27 @@ def test_without_a_known_form_only_forced_calls_are_served() -> None:
     text = '[{"name": "add", "arguments": {"x": 1}}]'
     (call,) = parsed(text, reader.parser()).calls
     assert (call.head.name, call.arguments) == ("add", '{"x": 1}')
+
+
+def test_a_template_may_need_the_token_that_ends_an_answer() -> None:
+    calls = {
+        "open_pattern": r'\{"name": "(?P<name>\w+)", "parameters": ',
+        "close_pattern": r"\}<\|eot_id\|>\s*", "content": "json",
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    }  # fmt: skip
+    own = {"start_anchor": "<a>", "fields": {"content": {}, "tool_calls": calls}}
+    llama = SAMPLES["llama"]
+    templates: Templates = [(json.dumps(own), llama.chat_template)]
+    described = format_of(template_of(own), llama.chat_template)
+    family = family_format(llama.chat_template)
+    assert family is not None and described.calls == family.calls
+    for ended, expected in ((True, list(llama.calls)), (False, [])):
+        reader = AnswerReader(tools(), splits_reasoning=True, shows_reasoning=True, is_live=False)
+        reader.begin(
+            "<a>", SamplingParams(), templates, {}, lambda text: True, {7: "<|eot_id|>"}.__getitem__
+        )
+        parser = reader.parser()
+        output = output_of(llama.text, "stop" if ended else "length")
+        answer = joined([*parser.feed(llama.text), *reader.rest(parser, output)])
+        assert [(one.head.name, one.arguments) for one in answer.calls] == expected
+        assert answer.content == ("" if ended else llama.text)
