@@ -87,7 +87,7 @@ class Access:
         """
         if path in self.open_paths or not (self.api or self.admin):
             return False
-        key = _bearer(headers)
+        key = _key_of(headers)
         is_admin = key is not None and self.admin.have(key)
         is_user = key is not None and self.api.have(key)
         is_change = bool(self.admin) and method not in _READING and path.startswith(_ADAPTER_PATHS)
@@ -102,9 +102,10 @@ class Access:
         return is_admin
 
 
-def _bearer(headers: Mapping[bytes, bytes]) -> bytes | None:
+def _key_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return a request's key, which Anthropic's clients send in a header of its own."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else None
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
 
 
 def _read_keys(path: str | None, flag: str) -> list[str]:

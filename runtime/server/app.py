@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH
+from .anthropic_endpoint import AnthropicEndpoint
 from .basic_routes import BasicRoutes
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
@@ -27,6 +28,7 @@ def build_app(state: ServerState) -> ASGIApp:
         "/v1/completions": CompletionEndpoint(state),
         "/v1/chat/completions": ChatEndpoint(state),
         "/v1/responses": ResponsesEndpoint(state),
+        "/v1/messages": AnthropicEndpoint(state),
     }
     app = AuthMiddleware(
         plain_app(_routes(state, generating)),

@@ -22,7 +22,12 @@ from .minute_log import MinuteLog
 from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATING_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 _LONG_PATHS = (*GENERATING_PATHS, "/tokenize", "/detokenize")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value

@@ -9,6 +9,7 @@ from ..config.serve import ServeConfig
 from ..limits import MAX_BAD_WORDS
 from ..sampling import MAX_CHOICES, MAX_LOGPROBS
 from .adapter_listing import MAX_PAGE
+from .anthropic_fields import ANTHROPIC_ACCEPTED, ANTHROPIC_REFUSED
 from .body import RequestModel
 from .chat import ChatRequest
 from .errors import error_codes
@@ -83,6 +84,7 @@ def accepted_markdown() -> str:
     rows += [(f"`{path}.{name}`", why) for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, why in table.accepted.items()]  # fmt: skip
     rows += [(f"`{name}` of `/v1/responses`", why) for name, why in RESPONSES_ACCEPTED.items()]
+    rows += [(f"`{name}` of `/v1/messages`", why) for name, why in ANTHROPIC_ACCEPTED.items()]
     return _table(("field", "reason"), rows)
 
 
@@ -92,8 +94,10 @@ def refused_markdown() -> str:
     rows += [_refused_row(f"`{path}.{name}`", one)
              for path, table in _nested("messages[]", MESSAGE_FIELDS)
              for name, one in table.refused.items()]  # fmt: skip
-    rows += [_refused_row(f"`{name}` of `/v1/responses`", one)
-             for name, one in RESPONSES_REFUSED.items()]  # fmt: skip
+    for path, fields in (
+        ("/v1/responses", RESPONSES_REFUSED), ("/v1/messages", ANTHROPIC_REFUSED),
+    ):  # fmt: skip
+        rows += [_refused_row(f"`{name}` of `{path}`", one) for name, one in fields.items()]
     return _table(("field", "reason or replacement", "accepted values"), rows)
 
 

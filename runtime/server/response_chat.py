@@ -1,13 +1,13 @@
 """Translates the body of ``/v1/responses`` to that of a chat. Pure."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from ..errors import NotServedError, RequestError
+from ..errors import NotServedError
 from .errors import HttpError
 from .json_values import show, wrong_type
 from .response_fields import ResponsesRequest
+from .translation import string_of
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -17,12 +17,13 @@ _SAME_NAME = (
     *("cache_salt", "predicted_output_tokens", "chat_template_kwargs"),
 )
 # Fields of a chat, as errors name them, and the fields here that they come from.
-_NAMES = {
+FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
+    "messages": "input",
 }
 
 
@@ -45,33 +46,6 @@ def chat_body(request: ResponsesRequest) -> dict[str, Any]:
     if request.stream:
         body["stream_options"] = {"include_usage": True}
     return {name: value for name, value in body.items() if value is not None}
-
-
-@contextmanager
-def names_of_fields() -> Iterator[None]:
-    """In errors, replace the names of a chat's fields by those of this route."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param is not None:
-            param, text = _name_here(error.param), str(error)
-            if error.param.startswith("messages["):  # the input has no item of this number
-                text = f"input, as a chat: {text}"
-            elif text.startswith(error.param):
-                text = param + text.removeprefix(error.param)
-            error.param, error.args = param, (text, *error.args[1:])
-        raise
-
-
-def _name_here(param: str) -> str:
-    if param.startswith("messages"):
-        return "input"
-    if param.startswith("tools["):
-        return param.replace("].function", "]", 1)
-    for name, here in _NAMES.items():
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return here + param.removeprefix(name)
-    return param
 
 
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -142,7 +116,7 @@ def _add_item(messages: list[dict[str, Any]], item: object, path: str) -> None:
             messages[-1].setdefault("tool_calls", []).append(_call(item, path))
         case "function_call_output":
             output = _texts(item.get("output"), f"{path}.output")
-            call_id = _string(item.get("call_id"), f"{path}.call_id")
+            call_id = string_of(item.get("call_id"), f"{path}.call_id")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         case "reasoning":
             content = item.get("content")
@@ -166,8 +140,8 @@ def _message(item: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
-    function = {name: _string(item.get(name), f"{path}.{name}") for name in ("name", "arguments")}
-    call_id = _string(item.get("call_id"), f"{path}.call_id")
+    function = {name: string_of(item.get(name), f"{path}.{name}") for name in ("name", "arguments")}
+    call_id = string_of(item.get("call_id"), f"{path}.call_id")
     return {"type": "function", "id": call_id, "function": function}
 
 
@@ -185,19 +159,13 @@ def _part(part: object, path: str, kinds: tuple[str, ...]) -> dict[str, Any]:
         raise wrong_type(path, part, "an object with type and text")
     kind = part.get("type")
     if kind == "refusal":  # what the model wrote, all the same
-        return {"type": "text", "text": _string(part.get("refusal"), f"{path}.refusal")}
+        return {"type": "text", "text": string_of(part.get("refusal"), f"{path}.refusal")}
     if kind not in kinds:
         raise NotServedError(
             f"{path}.type is {show(kind)}: this server takes text only", param=f"{path}.type"
         )
-    return {"type": "text", "text": _string(part.get("text"), f"{path}.text")}
+    return {"type": "text", "text": string_of(part.get("text"), f"{path}.text")}
 
 
 def _joined(parts: list[dict[str, Any]]) -> str:
     return "\n".join(part["text"] for part in parts)
-
-
-def _string(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(path, value, "a string")
-    return value

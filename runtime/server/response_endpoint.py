@@ -14,12 +14,13 @@ from .errors import ErrorReply
 from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
 from .open_record import OpenRecord, PromptRun
-from .response_chat import chat_body, names_of_fields
+from .response_chat import FIELD_NAMES, chat_body
 from .response_fields import ResponsesRequest
 from .response_items import ItemAssembler, encoded
 from .response_objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
 from .responses import Timing, Usage, usage_of
 from .sse import ResponseWriter, StreamEncoder
+from .translation import names_of_fields
 
 _FAILURE_CODES = {429: "rate_limit_exceeded"}  # by status; else "server_error"
 
@@ -71,7 +72,7 @@ class ResponsesEndpoint(ChatEndpoint):
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedResponse:
         asked = await parse_body(ResponsesRequest, body, self.state.unknown_fields)
         record.read(asked.model, stream=bool(asked.stream))
-        with names_of_fields():
+        with names_of_fields(FIELD_NAMES):
             chat = read_model(ChatRequest, chat_body(asked))
             parsed = await self._parsed(chat, record.request_id, is_large=is_large(body))
         fields = {one.name: getattr(parsed, one.name) for one in dataclasses.fields(parsed)}
@@ -81,7 +82,7 @@ class ResponsesEndpoint(ChatEndpoint):
         self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
         record: OpenRecord,
     ) -> None:  # fmt: skip
-        with names_of_fields():
+        with names_of_fields(FIELD_NAMES):
             await super()._answer(request, writer, origin, record)
 
     def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:

@@ -10,6 +10,8 @@ from ..adapters.info import LEVEL_ALIASES, LEVELS
 from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH, EngineProfile, EngineState
 from .adapter_listing import MAX_PAGE, AdapterCard
 from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
+from .anthropic_blocks import AnthropicEvent, AnthropicMessage
+from .anthropic_fields import AnthropicRequest
 from .basic_routes import DetokenizeRequest, TokenizeRequest
 from .body import RequestModel
 from .chat import ChatRequest
@@ -81,6 +83,11 @@ ROUTE_DOCS: Mapping[tuple[str, str], RouteDoc] = {
         summary="Answer a text or items, in the form of OpenAI's responses; nothing is stored.",
         body=ResponsesRequest, answer=ResponseObject, event=ResponseEvent, ends_with_done=False,
         errors=_GENERATES,
+    ),
+    ("POST", "/v1/messages"): RouteDoc(
+        summary="Generate the next message of a conversation, in the form of Anthropic's API.",
+        body=AnthropicRequest, answer=AnthropicMessage, event=AnthropicEvent,
+        ends_with_done=False, errors=_GENERATES,
     ),
     ("GET", "/v1/models"): RouteDoc(
         summary="Names that a request can give as model: the base model's and the adapters'.",

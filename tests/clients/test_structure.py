@@ -20,6 +20,7 @@ CLIENTS = {
     "pydantic_ai": ("pydantic_ai", "pydantic-ai-slim[openai]==2.68.0"),
     "openai_agents": ("openai_agents", "openai-agents==0.24.0"),
     "litellm_tools": ("litellm", "litellm[proxy]==1.106.2"),
+    "anthropic": ("anthropic", "anthropic==2.14.0"),
     "inspect": ("inspect", "inspect-ai==0.3.285", "openai==3.57.0"),
 }
 PACKAGES = ("ai@6.0.325", "@ai-sdk/openai-compatible@2.0.92", "zod@4")

@@ -18,8 +18,13 @@ _QUOTES = 2
 # The responses route has other names, and vLLM puts details between the counts.
 _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"(?:prompt|input)_tokens":\s*(\d+)')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'"cache_read_input_tokens":\s*(\d+)')  # Anthropic's, beside the others
 # The field of a path's body with what the model reads; else "prompt".
-_TEXT_FIELDS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
+_TEXT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 
 
 class _Fields(msgspec.Struct):
@@ -30,6 +35,7 @@ class _Fields(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -98,14 +104,15 @@ def read_facts(body: bytes, path: str) -> BodyFacts:
         num_prompts, num_ids = (1, None) if is_chat else _count(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _UNREADABLE
-    before = bytes(fields.tools) + bytes(fields.instructions) if is_chat else b""
+    first = (fields.tools, fields.instructions, fields.system) if is_chat else ()
+    before = b"".join(map(bytes, first))
     limit = _count_or_none(fields.max_completion_tokens) if is_chat else None
     limit = limit or _count_or_none(fields.max_tokens) or _count_or_none(fields.max_output_tokens)
     return BodyFacts(
         model=_text_or_none(fields.model),
         text=before + text,
         is_chat=is_chat,
-        is_plain=field != "input" and not before,
+        is_plain=path not in ("/v1/responses", "/v1/messages") and not before,
         start=len(before),
         num_ids=num_ids,
         num_choices=num_prompts * (_count_or_none(fields.n) or 1),
@@ -125,8 +132,11 @@ def read_usage(body: bytes) -> tuple[int, int] | None:
     found = _USAGE.match(body, start) if start >= 0 else None
     if found is None:
         return None
-    output = _OUTPUT.search(body, found.end())
-    return int(found[1]), int(output[1]) if output is not None else 0
+    output, cached = (one.search(body, found.end()) for one in (_OUTPUT, _CACHED))
+    return (
+        int(found[1]) + (int(cached[1]) if cached is not None else 0),
+        int(output[1]) if output is not None else 0,
+    )
 
 
 def _count(prompt: bytes) -> tuple[int, int | None]:

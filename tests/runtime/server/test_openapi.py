@@ -22,6 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "model": "digits", "return_timing": True, "return_token_ids": True, "max_tokens": 3,
     },
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {
         "prompt": "hi", "logprobs": 2, "return_timing": True, "return_token_ids": True,
         "max_tokens": 3,

@@ -42,6 +42,10 @@ def test_recorded(http: httpx.Client, engine: FakeEngine, request_sent: dict[str
     if request_sent["path"] == "/v1/responses":
         check_response(response, is_stream=bool(body.get("stream")))
         return
+    if request_sent["path"] == "/v1/messages":
+        has_ended = "message_stop" in response.text if body.get("stream") else response.json()
+        assert has_ended and "stop_reason" in response.text
+        return
     if not request_sent["path"].endswith("/completions"):
         assert response.text
         return

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from corun.runtime.errors import NotServedError, RequestError
 from corun.runtime.server.body import read_model
-from corun.runtime.server.response_chat import chat_body, names_of_fields
+from corun.runtime.server.response_chat import FIELD_NAMES, chat_body
 from corun.runtime.server.response_fields import ResponsesRequest
+from corun.runtime.server.translation import names_of_fields
 
 TURN: list[Any] = [
     {"role": "user", "content": "hi"},
@@ -125,13 +126,13 @@ def test_refused(fields: dict[str, Any], param: str) -> None:
     ],
 )
 def test_errors_name_the_fields_of_this_route(param: str, here: str) -> None:
-    with pytest.raises(NotServedError) as caught, names_of_fields():
+    with pytest.raises(NotServedError) as caught, names_of_fields(FIELD_NAMES):
         raise NotServedError(f"{param} is wrong", param=param)
     assert (caught.value.param, str(caught.value)) == (here, f"{here} is wrong")
 
 
 def test_an_error_of_a_message_names_no_item() -> None:
-    with pytest.raises(RequestError) as caught, names_of_fields():
+    with pytest.raises(RequestError) as caught, names_of_fields(FIELD_NAMES):
         raise RequestError("messages[7].tool_calls is wrong", param="messages[7].tool_calls")
     assert caught.value.param == "input"
     assert str(caught.value) == "input, as a chat: messages[7].tool_calls is wrong"

@@ -79,6 +79,10 @@ def test_tools_and_instructions_are_read_before_the_conversation() -> None:
     assert (chat.is_chat, chat.is_plain) == (True, False)
     asked = _facts(RESPONSES, input="hi", instructions="be brief")
     assert (asked.text, asked.is_chat, asked.is_plain) == (b'"be brief""hi"', True, False)
+    spoken = _facts("/v1/messages", messages=messages, system="be brief", max_tokens=9)
+    assert spoken.text == b'"be brief"' + json.dumps(messages).encode()
+    assert (spoken.is_chat, spoken.is_plain, spoken.max_output_tokens) == (True, False, 9)
+    assert not _facts("/v1/messages", messages=messages).is_plain  # a block is no part of a chat
     assert _facts(CHAT, messages=messages).is_plain and _facts(prompt="hi", tools=tools).is_plain
     assert _facts("/tokenize", messages=messages).is_chat and not _facts("/tokenize").is_chat
 
@@ -107,6 +111,9 @@ def test_usage_is_read_where_no_text_can_pretend_to_be_it() -> None:
 def test_usage_of_responses_has_other_names() -> None:
     details = {"input_tokens_details": {"cached_tokens": 1}}
     usage = {"input_tokens": 7} | details | {"output_tokens": 3, "total_tokens": 10}
+    counts = {"input_tokens": 5, "output_tokens": 3, "cache_read_input_tokens": 2}
+    spoken = {"type": "message_delta", "usage": counts}
+    assert read_usage(b"data: %b\n\ndata: {}\n\n" % json.dumps(spoken).encode()) == (7, 3)
     last = {"type": "response.completed", "response": {"usage": usage, "user": None}}
     assert read_usage(json.dumps(last).encode()) == (7, 3)
 
