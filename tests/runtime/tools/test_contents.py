@@ -59,7 +59,8 @@ def test_values_are_put_into_a_shape() -> None:
     assert transformed(value, shape, {"name": "f"}, each=False) == expected
     assert transformed(value, None, {}, each=False) == value
     assert transformed([{"x": 1}, {"x": 2}], ["{x}"], {}, each=True) == [[1], [2]]
-    for wrong in ({"a": 1}, {"a": {}}, [1]):
+    wrongs: list[object] = [{"a": 1}, {"a": {}}, [1]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=r"it has no content\.a\.b"):
             transformed(wrong, shape, {"name": "f"}, each=False)
     with pytest.raises(ValueError, match="not a list of objects"):
