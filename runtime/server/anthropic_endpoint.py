@@ -51,9 +51,8 @@ class AnthropicEndpoint(ChatEndpoint):
 
     def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
         (choice,) = runs[0].latest.outputs
-        blocks, parser = AnthropicBlocks(), _parser(request)
-        parts = [*parser.feed(choice.text), *parser.finish()]
-        list(blocks.add(parts))  # its events are for streams
+        blocks = AnthropicBlocks()
+        list(blocks.add(request.answers.whole(choice)))  # its events are for streams
         list(blocks.end(is_complete=True))
         reason, sequence = _stop_of(choice, blocks)
         return msgspec.structs.replace(
@@ -76,7 +75,7 @@ class _MessageEvents(StreamEncoder):
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         events = b""
         if self._parser is None:
-            self._parser = _parser(self._request)
+            self._parser = self._request.answers.parser()
             message = _message(self._request, usage_of([output]))
             events = encoded_events([AnthropicEvent(type="message_start", message=message)])
         (self._latest,) = output.outputs
@@ -84,7 +83,8 @@ class _MessageEvents(StreamEncoder):
 
     def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
         assert self._parser is not None and self._latest is not None and usage is not None
-        events = [*self._blocks.add(self._parser.finish()), *self._blocks.end(is_complete=True)]
+        rest = self._request.answers.rest(self._parser, self._latest)
+        events = [*self._blocks.add(rest), *self._blocks.end(is_complete=True)]
         reason, sequence = _stop_of(self._latest, self._blocks)
         events.append(
             AnthropicEvent(
@@ -98,11 +98,6 @@ class _MessageEvents(StreamEncoder):
     def error_event(self, reply: ErrorReply) -> bytes:
         error = {"type": reply.type, "message": reply.message}
         return encoded_events([AnthropicEvent(type="error", error=error)])
-
-
-def _parser(request: ParsedRequest) -> AnswerParser:
-    assert request.reader is not None, "not a chat"
-    return request.reader.parser()
 
 
 def _message(request: ParsedRequest, usage: Usage) -> AnthropicMessage:

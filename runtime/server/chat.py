@@ -140,14 +140,12 @@ class ChatEndpoint(GenerationEndpoint):
         return [self._choice(request, choice) for choice in output.outputs]
 
     def _choice(self, request: ParsedRequest, choice: CompletionOutput) -> ChatChoice:
-        assert request.reader is not None, "not a chat"
-        parser = request.reader.parser()
-        answer = joined([*parser.feed(choice.text), *request.reader.rest(parser, choice)])
+        answer = joined(request.answers.whole(choice))
         return ChatChoice(
             index=choice.index,
             message=ChatMessage.of(answer),
             logprobs=_logprobs(choice.logprobs, request.sampling.logprobs),
-            finish_reason=request.reader.finish_reason(
+            finish_reason=request.answers.finish_reason(
                 choice.finish_reason, num_calls=len(answer.calls)
             ),
             stop_reason=choice.stop_reason,
@@ -168,9 +166,8 @@ class _ChatChunks(ChunkEncoder):
 
     def __init__(self, request: ParsedRequest) -> None:
         super().__init__(request)
-        assert request.reader is not None, "not a chat"
         self._num_top_logprobs = request.sampling.logprobs
-        self._reader = request.reader
+        self._reader = request.answers
         self._parsers: dict[int, AnswerParser] = {}  # by choice
         self._num_calls: Counter[int] = Counter()  # by choice
 

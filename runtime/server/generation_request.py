@@ -244,6 +244,12 @@ class ParsedRequest:
     echo: bool = False  # the answer's texts begin with the prompt
     reader: AnswerReader | None = None  # of a chat
 
+    @property
+    def answers(self) -> AnswerReader:
+        """The reader of a chat's answers."""
+        assert self.reader is not None, "not a chat"
+        return self.reader
+
 
 def _renamed(exc: RequestError, names: Mapping[str, str]) -> RequestError:
     """Return ``exc`` with the field's name as the request has it."""

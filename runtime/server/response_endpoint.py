@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..tools.parts import AnswerParser, AnswerPart
+from ..tools.parts import AnswerParser
 from .body import is_large, parse_body, read_model
 from .chat import ChatEndpoint, ChatRequest
 from .errors import ErrorReply
@@ -52,16 +52,6 @@ class ParsedResponse(ParsedRequest):
             metadata=asked.metadata or {},
         )
 
-    def parser(self) -> AnswerParser:
-        """Return the parser of the answer, once its prompt has been made."""
-        assert self.reader is not None, "not a chat"
-        return self.reader.parser()
-
-    def rest(self, parser: AnswerParser, choice: CompletionOutput) -> list[AnswerPart]:
-        """Return the last parts of the answer, once it has ended."""
-        assert self.reader is not None, "not a chat"
-        return self.reader.rest(parser, choice)
-
 
 class ResponsesEndpoint(ChatEndpoint):
     """Answers ``/v1/responses``."""
@@ -92,9 +82,8 @@ class ResponsesEndpoint(ChatEndpoint):
     def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
         assert isinstance(request, ParsedResponse)
         (choice,) = runs[0].latest.outputs
-        items, parser = ItemAssembler(request.envelope.id), request.parser()
-        parts = [*parser.feed(choice.text), *request.rest(parser, choice)]
-        list(items.add(parts))  # its events are for streams
+        items = ItemAssembler(request.envelope.id)
+        list(items.add(request.answers.whole(choice)))  # its events are for streams
         list(items.end(is_complete=_is_complete(choice)))
         return _ended(request.response(), items, choice, usage_of(run.latest for run in runs))
 
@@ -114,14 +103,14 @@ class _ResponseEvents(StreamEncoder):
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         events = b""
         if self._parser is None:
-            self._parser = self._request.parser()
+            self._parser = self._request.answers.parser()
             events = encoded(self._items.begin(self._response))
         (self._latest,) = output.outputs
         return events + encoded(self._items.add(self._parser.feed(self._latest.new_text)))
 
     def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
         assert self._parser is not None and self._latest is not None and usage is not None
-        rest = self._request.rest(self._parser, self._latest)
+        rest = self._request.answers.rest(self._parser, self._latest)
         events = encoded(self._items.add(rest))
         events += encoded(self._items.end(is_complete=_is_complete(self._latest)))
         response = _ended(self._response, self._items, self._latest, usage)

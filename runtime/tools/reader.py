@@ -102,6 +102,11 @@ class AnswerReader:
             return PlainParser()
         return TemplateParser(self._format.template, self._options, self._prompt)
 
+    def whole(self, choice: CompletionOutput) -> list[AnswerPart]:
+        """Return the parts of a choice that has ended."""
+        parser = self.parser()
+        return [*parser.feed(choice.text), *self.rest(parser, choice)]
+
     def rest(self, parser: AnswerParser, choice: CompletionOutput) -> list[AnswerPart]:
         """Return the last parts of a choice that has ended, all of whose text ``parser`` has."""
         return [*parser.feed(self._end_mark(choice)), *parser.finish()]
