@@ -107,15 +107,8 @@ def _json_schema(text: str, field: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _refused(field, "the schema is not an object")
-    exact = json.dumps(_exact(schema, field))
+    exact = json.dumps(exact_schema(schema))
     return LLMatcher.grammar_from_json_schema(exact, overrides=_JSON_OPTIONS)
-
-
-def _exact(schema: Any, field: str) -> Any:
-    try:
-        return exact_schema(schema)
-    except ValueError as error:
-        raise _refused(field, str(error)) from None
 
 
 def _json_object(text: str, field: str) -> str:
@@ -171,7 +164,7 @@ def _structural_tag(text: str, field: str) -> str:
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
-        exact = {} if schema is True else _exact(schema, field)
+        exact = {} if schema is True else exact_schema(schema)
         inline = json.dumps({**exact, "x-guidance": _JSON_OPTIONS})
         rest = f"{_literal(begin[len(trigger) :])} %json {inline} {_literal(end)}"
         token = f" | TEXT <[{ids[trigger]}]>" if trigger in ids else ""

@@ -10,6 +10,7 @@ from typing import Any
 _DATA = frozenset({"const", "enum", "default", "examples"})  # keywords whose values are no schemas
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _NO_LEAP_SECOND = "^[^:]*:[^:]*:[0-5]"  # a validator knows on which days there is one
+_STEP = 1e-9
 _PATTERNS = {
     "time": _NO_LEAP_SECOND,
     "date-time": _NO_LEAP_SECOND,
@@ -18,7 +19,7 @@ _PATTERNS = {
 
 
 def exact_schema(schema: Any) -> Any:
-    """Return a schema that llguidance follows exactly. Raises ``ValueError`` with a keyword.
+    """Return a schema for llguidance, whose answers all validate for ``schema``.
 
     ``schema``: of any JSON type, up to a few hundred levels deep.
     """
@@ -35,30 +36,28 @@ def exact_schema(schema: Any) -> Any:
     pattern, others = _PATTERNS.get(str(exact.get("format"))), exact.get("allOf", [])
     if pattern is not None and isinstance(others, list):
         exact["allOf"] = [*others, {"pattern": pattern}]
-    _check_range(exact)
+    if "number" in str(exact.get("type", "number")):
+        _narrow_range(exact)
     return exact
 
 
-def _check_range(schema: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for numbers near an integer that is itself excluded.
+def _narrow_range(schema: dict[str, Any]) -> None:
+    """Move an excluded integer out of a range that is shorter than 1.
 
-    llguidance allows the integer if the other bound is less than 1 away.
+    llguidance would allow it there. A few numbers next to it are lost.
     """
-    if "number" not in str(schema.get("type", "number")):
-        return
-    for keyword, others in (
-        ("exclusiveMinimum", ("maximum", "exclusiveMaximum")),
-        ("exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    for excluded, included, others, step in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), _STEP),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -_STEP),
     ):
-        bound = _number(schema, keyword)
-        for other in others:
-            far = _number(schema, other)
-            if bound is None or far is None:
-                continue
-            if bound == int(bound) and abs(far - bound) < 1:
-                raise ValueError(
-                    f"{keyword} {bound} with {other} {far}: numbers within 1 of an excluded integer"
-                )
+        bound = _number(schema, excluded)
+        far = [one for other in others if (one := _number(schema, other)) is not None]
+        if bound is None or bound != int(bound) or all(abs(one - bound) >= 1 for one in far):
+            continue
+        near = _number(schema, included)
+        moved = [bound + step] if near is None else [bound + step, near]
+        schema[included] = max(moved) if step > 0 else min(moved)
+        del schema[excluded]
 
 
 def _number(schema: Mapping[str, Any], keyword: str) -> int | float | None:

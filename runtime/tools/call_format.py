@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..grammar.schema import exact_schema
+
 # JSON as chat templates write it: with these separators and no other white space.
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -167,4 +169,4 @@ def arguments_schema(parameters: object) -> dict[str, Any]:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return the rule of JSON with ``schema``."""
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_FORM})
+    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": _JSON_FORM})
