@@ -117,9 +117,10 @@ class AnswerReader:
         Texts are shown without it, and a response template may need it to end a field.
         """
         is_token = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
-        if not self._marks or self._shows_end or not is_token:
+        tokens = choice.token_ids if is_token and not self._shows_end else []
+        if not self._marks or not tokens:
             return ""
-        text = self._token_text(choice.token_ids[-1])
+        text = self._token_text(tokens[-1])
         return text if text in self._marks else ""
 
     @staticmethod
@@ -193,17 +194,19 @@ class AnswerReader:
 
 
 def _content_rule(structure: StructuredOutput) -> str | None:
-    """Return the rule of a grammar for ``structure``; None if it has no such rule."""
-    match structure.kind:
-        case "json_schema":
-            schema = json.loads(structure.text)
-            return json_rule(schema) if isinstance(schema, dict) else None
-        case "json_object":
-            return json_rule(ANY_ARGUMENTS)
-        case "choice":
-            return " | ".join(json.dumps(one) for one in json.loads(structure.text))
-        case _:
-            return None
+    """Return the rule of a grammar for ``structure``; None if it has no such rule, or is wrong."""
+    if structure.kind == "json_object":
+        return json_rule(ANY_ARGUMENTS)
+    if structure.kind not in ("json_schema", "choice"):
+        return None
+    try:
+        value = json.loads(structure.text)
+    except (ValueError, RecursionError):  # the engine's client names the mistake
+        return None
+    if structure.kind == "json_schema":
+        return json_rule(value) if isinstance(value, dict) else None
+    is_texts = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+    return " | ".join(map(json.dumps, value)) if is_texts else None
 
 
 @lru_cache(maxsize=1024)

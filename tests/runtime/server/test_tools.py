@@ -215,6 +215,25 @@ def test_structured_output_beside_reasoning_and_tools(
     assert param == "structured_outputs.regex" and "not served beside tools" in message
 
 
+@pytest.mark.parametrize(
+    "given", [{"guided_json": "{"}, {"structured_outputs": {"json": "[" * 9999}}]
+)
+def test_structure_that_is_no_json_is_left_to_its_own_check(
+    http: httpx.Client, engine: FakeEngine, given: dict[str, Any]
+) -> None:
+    post(http, **given)
+    structured = engine.seen[-1][1].structured_output
+    assert structured is not None and structured.kind == "json_schema"
+
+
+def test_an_empty_answer(http: httpx.Client, engine: FakeEngine) -> None:
+    engine.answer = "\n"
+    for fields in ({"tools": TOOLS}, {}):
+        (choice,) = post(http, **fields)["choices"]
+        assert choice["message"] == {"role": "assistant", "content": ""}
+        assert choice["finish_reason"] == "stop"
+
+
 def test_models_whose_calls_are_not_known(http: httpx.Client, engine: FakeEngine) -> None:
     engine.chat_template = None
     param, message = refused(http, tools=TOOLS)
