@@ -11,8 +11,6 @@ _FRACTION = "is called --memory-fraction here: a share of the memory that is fre
 _LENGTH = "is called --max-model-len here"
 _REQUESTS = "is called --max-num-seqs here"
 _ONE_DEVICE = "is not there: an engine has one device, and corun cluster --engines N has several"
-_GRAMMARS = "is not needed: llguidance follows schemas and grammars of requests"
-_IN_REQUESTS = "is not there: requests have response_format, guided_json and grammar"
 _LAYERS = "is not there: all layers of the base model are on one device (--device)"
 
 FOREIGN_FLAGS: Mapping[str, str] = {
@@ -45,11 +43,6 @@ FOREIGN_FLAGS: Mapping[str, str] = {
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,
     "--threads": "is called --cpu-threads here",
-    "--structured-outputs-config": _GRAMMARS,
-    "--guided-decoding-backend": _GRAMMARS,
-    "--grammar-backend": _GRAMMARS,
-    "--grammar": _IN_REQUESTS,
-    "--json-schema": _IN_REQUESTS,
     "--tool-call-parser": "is not needed: the form of calls follows from the tokenizer's response "
     "template or from the chat template (else give --response-template FILE)",
 }
