@@ -4,16 +4,18 @@ A row's mask depends only on its tokens so far. So it is filled from the end of 
 awaited when the next one samples the row.
 """
 
+import queue
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...cpu_workers.affinity import place_thread
 from .request_table import RequestState
-from .row_grammar import MakeMatcher, RowGrammar
+from .row_grammar import Filling, MakeMatcher, RowGrammar
+
+_Work = list[tuple[RowGrammar, NDArray[np.int64]]]  # rows, and copies of their outputs
 
 
 class GrammarThread:
@@ -25,7 +27,11 @@ class GrammarThread:
         """``make``: called by the thread; ``cpus``: its cores, () = those of the caller."""
         self._make = make
         self._eos_token_ids = eos_token_ids
-        self._thread = ThreadPoolExecutor(1, "corun-grammars", partial(place_thread, cpus))
+        self._cpus = cpus
+        self._work: queue.SimpleQueue[tuple[Filling, _Work] | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="corun-grammars", daemon=True)
+        self._thread.start()
 
     def begin(self, states: Iterable[RequestState]) -> None:
         """Begin to make the matchers of new requests."""
@@ -46,15 +52,21 @@ class GrammarThread:
         ]
         if not work:
             return
-        filling = self._thread.submit(_fill, work)
+        filling = Filling()
         for grammar, _ in work:
             grammar.filling = filling
+        self._work.put((filling, work))
 
     def close(self) -> None:
         """End the thread, without what it has not begun. Idempotent."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._is_closed = True
+        self._work.put(None)
+        self._thread.join()
 
-
-def _fill(work: Sequence[tuple[RowGrammar, NDArray[np.int64]]]) -> None:
-    for grammar, output in work:
-        grammar.fill(output)
+    def _run(self) -> None:
+        place_thread(self._cpus)
+        while (taken := self._work.get()) is not None and not self._is_closed:
+            filling, work = taken
+            for grammar, output in work:
+                grammar.fill(output)
+            filling.end()

@@ -17,9 +17,16 @@ _NOTHING = float("-inf")
 
 
 class LogitInputs:
-    """Collects the inputs of the rows of one step."""
+    """Collects the inputs of the rows of one step, and applies them; used again for each step.
+
+    A step must have waited for the device before the next one applies its inputs.
+    """
 
     def __init__(self) -> None:
+        self._buffer = torch.empty((0, 0), dtype=torch.int32)  # of masks
+        self._begin()
+
+    def _begin(self) -> None:
         self._masks: list[Sequence[NDArray[np.int32]]] = []  # of each row in ``_mask_rows``
         self._mask_rows: list[int] = []
         self._rows: list[int] = []
@@ -46,17 +53,13 @@ class LogitInputs:
         self.add(row, token_ids, [_NOTHING] * len(token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change ``logits``, float32 [rows, vocabulary] without gaps, in place.
+        """Change ``logits``, float32 [rows, vocabulary] without gaps, in place; forget the inputs.
 
         Tokens beyond the vocabulary are ignored.
         """
         is_cuda = logits.is_cuda
         num_words = -(-logits.shape[1] // WORD_BITS)
-        masks = torch.zeros(
-            (len(self._masks), num_words), dtype=torch.int32, pin_memory=is_cuda
-        )  # fmt: skip
-        for target, parts in zip(masks.numpy(), self._masks, strict=True):
-            _intersect(target, parts)
+        masks = self._joined(num_words, is_cuda=is_cuda)
         mask_rows = torch.tensor(self._mask_rows, dtype=torch.int32, pin_memory=is_cuda)
         entries = torch.empty((3, len(self._rows)), dtype=torch.int32, pin_memory=is_cuda)
         array = entries.numpy()
@@ -67,12 +70,25 @@ class LogitInputs:
 
             copies = [x.to(logits.device, non_blocking=True) for x in (masks, mask_rows, entries)]
             adjust_logits_on_cuda(logits, *copies)
+            self._begin()
             return
         assert logits.is_contiguous() and logits.dtype == torch.float32
         adjust_logits(
             logits.data_ptr(), logits.shape[1], masks.data_ptr(), mask_rows.data_ptr(),
             len(mask_rows), num_words, entries.data_ptr(), entries.shape[1],
         )  # fmt: skip
+        self._begin()
+
+    def _joined(self, num_words: int, *, is_cuda: bool) -> torch.Tensor:
+        """One mask a row: int32 [masks, num_words], in memory that the next step uses again."""
+        num_masks = len(self._masks)
+        if self._buffer.shape[0] < num_masks or self._buffer.shape[1] != num_words:
+            shape = (max(num_masks, 2 * self._buffer.shape[0]), num_words)
+            self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=is_cuda)
+        masks = self._buffer[:num_masks]
+        for target, parts in zip(masks.numpy(), self._masks, strict=True):
+            _intersect(target, parts)
+        return masks
 
 
 def warm_up_inputs(logits: torch.Tensor) -> None:
@@ -84,8 +100,9 @@ def warm_up_inputs(logits: torch.Tensor) -> None:
 
 
 def _intersect(target: NDArray[np.int32], masks: Sequence[NDArray[np.int32]]) -> None:
-    """Write the bits that are in all ``masks`` to ``target``, which is zero."""
+    """Write the bits that are in all ``masks`` to ``target``."""
     num_words = min(len(target), *(len(mask) for mask in masks))
     target[:num_words] = masks[0][:num_words]
+    target[num_words:] = 0
     for mask in masks[1:]:
         target[:num_words] &= mask[:num_words]

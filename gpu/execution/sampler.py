@@ -4,6 +4,7 @@ Log-probabilities are those of the model, before penalties and temperature. Draw
 number per (seed, position), so a request's tokens do not depend on its neighbours.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         """``make_matcher``: called by a thread on ``cpus``; None = no structured output."""
         self._eos_token_ids = tuple(eos_token_ids)
+        self._inputs = LogitInputs()
         self._grammars: GrammarThread | None = None
         if make_matcher is not None:
             self._grammars = GrammarThread(make_matcher, eos_token_ids, cpus)
@@ -77,12 +79,19 @@ class Sampler:
             One entry per row. A row with NaN or infinite logits, or with parameters that exclude
             every token, has an error and token -1; other rows are not affected.
         """
-        # NaN and +inf survive a maximum; a row of -inf alone has -inf.
-        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        largest = logits.amax(dim=-1)  # NaN and +inf survive; a row of -inf alone has -inf
         logprobs = _report_logprobs_source(logits, states)
         errors = self._adjust(logits, states)
-        errors.update((i, _NOT_FINITE_ROW) for i, is_finite in enumerate(finite) if not is_finite)
-        token_ids = logits.argmax(dim=-1).tolist()
+        best = logits.argmax(dim=-1)
+        left = logits.gather(1, best[:, None])[:, 0]
+        # One copy, so that the device is waited for once; float64 has all token ids.
+        facts = torch.stack((largest.double(), best.double(), left.double())).tolist()
+        token_ids = [int(token) for token in facts[1]]
+        for i, (before, after) in enumerate(zip(facts[0], facts[2], strict=True)):
+            if not math.isfinite(before):
+                errors[i] = _NOT_FINITE_ROW
+            elif not math.isfinite(after):
+                errors.setdefault(i, _NOTHING_LEFT_ROW)
         drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0 and i not in errors]
         if drawn:
             tokens = _draw(logits[drawn], [states[i] for i in drawn])
@@ -121,45 +130,34 @@ class Sampler:
     def _adjust(
         self, logits: torch.Tensor, states: Sequence[RequestState]
     ) -> dict[int, SampledRow]:
-        """Apply masks, rules and penalties; return the errors of rows that can draw no token.
+        """Apply masks, rules and penalties; return the errors of grammars, by row.
 
-        A request can forbid its whole vocabulary, or give a penalty that overflows.
+        A row may have no finite logit left: a request can forbid its whole vocabulary, or give a
+        penalty that overflows.
         """
-        inputs, errors = LogitInputs(), {}
-        adjusted = set()
+        errors = {}
         for row, state in enumerate(states):
             try:
-                if self._collect(inputs, row, state):
-                    adjusted.add(row)
-            except CorunError as error:  # of its grammar
+                self._collect(row, state)
+            except CorunError as error:
                 errors[row] = _failed_row(error)
-        if inputs:
-            inputs.apply(logits)
+        if self._inputs:
+            self._inputs.apply(logits)
         for row, state in enumerate(states):
             sampling = state.sampling
             if sampling.repetition_penalty != 1.0:
                 _penalise_repetition(logits[row], state)
-                adjusted.add(row)
             if sampling.presence_penalty or sampling.frequency_penalty:
                 _penalise_frequency(logits[row], state)
-        if not adjusted:
-            return errors
-        rows = sorted(adjusted)
-        alive = torch.isfinite(logits[rows].amax(dim=-1)).tolist()
-        dead = [row for row, is_alive in zip(rows, alive, strict=True) if not is_alive]
-        return dict.fromkeys(dead, _NOTHING_LEFT_ROW) | errors
+        return errors
 
-    def _collect(self, inputs: LogitInputs, row: int, state: RequestState) -> bool:
-        """Collect the inputs of one row; return whether it has any.
-
-        Raises ``CorunError`` if its grammar has failed.
-        """
+    def _collect(self, row: int, state: RequestState) -> None:
+        """Collect the inputs of one row. Raises ``CorunError`` if its grammar has failed."""
         sampling, rules, grammar = state.sampling, state.token_rules, state.grammar
-        held: list[int] = []
+        inputs = self._inputs
         if grammar is None and state.num_tokens - state.num_prompt_tokens < sampling.min_tokens:
             ends = () if sampling.ignore_eos else self._eos_token_ids
-            held = [*ends, *sampling.stop_token_ids]
-            inputs.forbid(row, held)
+            inputs.forbid(row, [*ends, *sampling.stop_token_ids])
         masks = [] if grammar is None else [grammar.mask(state.output)]
         if rules is not None:
             if rules.mask is not None:
@@ -168,13 +166,12 @@ class Sampler:
             inputs.forbid(row, rules.forbidden(state.output))
         if masks:
             inputs.allow(row, *masks)
-        return bool(masks or held or rules)
 
 
 def _checked(row: SampledRow, grammar: RowGrammar, output: NDArray[np.int64]) -> SampledRow:
     """Have the row's grammar consume its token, the last one of ``output``."""
     try:
-        return replace(row, is_last=grammar.take(output))
+        return replace(row, is_last=True) if grammar.take(output) else row
     except CorunError as error:
         return _failed_row(error)
 

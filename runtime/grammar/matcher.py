@@ -25,21 +25,22 @@ class Matcher:
         self._start = start
         self._tree_ends = tokenizer.eos_tokens
         self._state = start.deep_copy()
-        self._consumed = np.empty(0, dtype=np.int64)
+        self._consumed = b""  # the tokens as bytes, which compare fast
         self._words = np.zeros(-(-tokenizer.vocab_size // _WORD_BITS), dtype=np.int32)
 
     def advance(self, output: NDArray[np.int64]) -> None:
         """Consume the tokens of ``output`` that are new. Raises ``StepFailedError``."""
-        num_consumed = len(self._consumed)
-        if not np.array_equal(output[:num_consumed], self._consumed):
+        known = output.tobytes()
+        num_consumed = len(self._consumed) // output.itemsize
+        if not known.startswith(self._consumed):
             self._state, num_consumed = self._start.deep_copy(), 0
         self._state.consume_tokens(output[num_consumed:].tolist())
-        self._consumed = output.copy()
+        self._consumed = known
         self._check()
 
     def is_at(self, output: NDArray[np.int64]) -> bool:
         """Whether just ``output`` has been consumed."""
-        return np.array_equal(output, self._consumed)
+        return output.tobytes() == self._consumed
 
     @property
     def may_end(self) -> bool:

@@ -251,4 +251,4 @@ def test_a_thread_fills_the_masks(device: ExecutorDevice, monkeypatch: pytest.Mo
     step(device, 4, 1, 2)
     step(device, 5, 1)
     # Before the first token, and after each that does not end its answer.
-    assert threads[:5] == ["corun-grammars_0"] * 5
+    assert threads[:5] == ["corun-grammars"] * 5

@@ -1,0 +1,209 @@
+"""What does structured output cost: in the engine's thread, in a batch, and until a first token?
+
+- ``mask``: time of the engine's thread for a row with a grammar, beside a free one, with a
+  vocabulary of 151,640 tokens: waiting for its mask, applying it, and consuming the token. The mask
+  is filled by a thread during a pause, as during a forward pass.
+- ``rows``: 8 rows with grammars beside 8 free ones, against 16 free ones, in a model of 150 M.
+- ``first``: first tokens of requests with schemas that were never seen, against free requests.
+
+The last line is JSON.
+
+    python bench/structure.py [--parts mask rows first] [--pairs 7]
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corun import Engine, SamplingParams, StructuredOutput
+from corun.gpu.execution.request_table import RequestState
+from corun.gpu.execution.sampler import Sampler
+from corun.runtime.grammar.compile import start_matcher
+from corun.runtime.grammar.matcher import Matcher
+from corun.runtime.grammar.tokenizer import make_ll_tokenizer
+from corun.runtime.plan import BASE_ADAPTER, NewRequest, RequestId
+from models import VOCAB_SIZE, llama_config, one_torch_thread, save_model
+from paired import compare, report, seconds
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+LARGE_VOCAB_SIZE = 151_640
+MAX_ROW_US, MIN_ROWS_RATIO, MAX_FIRST_MS = 60.0, 0.97, 30.0
+MAX_ROWS_CONTROL = 0.02
+NUM_TOKENS = 48
+END = "<end>"
+_PAUSE_S = 0.004  # of a forward pass
+
+
+def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of bytes, pairs and longer pieces of printable characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    frequent = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    pairs = [(a, b) for a in frequent for b in frequent]
+    longer = ((a + b, c) for (a, b), c in itertools.product(pairs, frequent))
+    num_merges = vocab_size - len(letters) - 1
+    merges = list(itertools.islice(itertools.chain(pairs, longer), num_merges))
+    pieces = [*letters, *(a + b for a, b in merges)]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def schema(number: int = 0) -> StructuredOutput:
+    """Return an endless list of records; each number is another schema."""
+    record = {
+        "type": "object",
+        "properties": {
+            f"name_{number}": {"type": "string"}, "count": {"type": "integer"},
+            "kind": {"enum": ["new", "old", "lost"]},
+            "place": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+        "required": [f"name_{number}", "count", "kind"], "additionalProperties": False,
+    }  # fmt: skip
+    text = json.dumps({"type": "array", "items": record, "minItems": 1000})
+    return StructuredOutput("json_schema", text)
+
+
+@one_torch_thread()
+def measure_mask(num_steps: int) -> dict[str, Any]:
+    """Return microseconds of a row with a grammar, beyond those of a free row."""
+    tokenizer = byte_level_tokenizer(LARGE_VOCAB_SIZE)
+    end = tokenizer.token_to_id(END)
+    tree = make_ll_tokenizer(
+        tokenizer.to_str(), num_ids=LARGE_VOCAB_SIZE, eos_token_ids=[end]
+    )  # fmt: skip
+    start = start_matcher(schema(), tree)
+    sampler = Sampler([end], lambda _: Matcher(start, tree))
+    rng = torch.Generator().manual_seed(0)
+    num_rows = 8
+    logits = torch.randn(num_rows, LARGE_VOCAB_SIZE, generator=rng)
+
+    def step_us(states: list[RequestState]) -> float:
+        time.sleep(_PAUSE_S)
+        given = logits.roll(len(states[0].output), dims=1)
+        began_s = time.thread_time()  # of this thread alone, also on a busy machine
+        rows = sampler.sample(given, states)
+        sampler.take(list(zip(states, rows, strict=True)))
+        return 1e6 * (time.thread_time() - began_s) / num_rows
+
+    def states_of(structured: StructuredOutput | None) -> list[RequestState]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=2 * num_steps, structured_output=structured, ignore_eos=True
+        )
+        states = [
+            RequestState(NewRequest(RequestId(one), (1, 2), sampling, BASE_ADAPTER), one, 4096)
+            for one in range(num_rows)
+        ]
+        sampler.begin(states)
+        return states
+
+    bound, free = states_of(schema()), states_of(None)
+    taken = [(step_us(bound), step_us(free)) for _ in range(num_steps)][4:]
+    added = np.array([a - b for a, b in taken])
+    sampler.close()
+    return {
+        "row_us": round(float(np.median(added)), 1),
+        "row_us, 95 %": round(float(np.quantile(added, 0.95)), 1),
+        "free_row_us": round(statistics.median(b for _, b in taken), 1),
+    }
+
+
+def save_bench_model(directory: Path) -> Path:
+    """Save a Llama of 150 M with a tokenizer of bytes and pieces."""
+    save_model(llama_config(), directory)
+    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(directory)
+    return directory
+
+
+def measure_rows(engine: Engine, num_pairs: int) -> dict[str, Any]:
+    """Return the speed of a mixed batch relative to a free one, and of two free ones."""
+    prompts = [[(7 * row + at) % 250 for at in range(24)] for row in range(16)]
+
+    def batch_s(num_bound: int) -> float:
+        sampling = [
+            SamplingParams(
+                temperature=1.0, seed=row, max_tokens=NUM_TOKENS, ignore_eos=True,
+                structured_output=schema() if row % 2 and row // 2 < num_bound else None,
+            )
+            for row in range(16)
+        ]  # fmt: skip
+        return seconds(lambda: engine.generate(prompts, sampling))
+
+    for num_bound in (0, 8):
+        batch_s(num_bound)
+    mixed, _, _ = compare(lambda: batch_s(0), lambda: batch_s(8), num_pairs, progress="rows")
+    control, _, _ = compare(lambda: batch_s(0), lambda: batch_s(0), num_pairs, progress="control")
+    return {"mixed_over_free": mixed.to_json(), "control": control.to_json()}
+
+
+def measure_first(engine: Engine, num_pairs: int) -> dict[str, Any]:
+    """Return milliseconds that an unseen schema adds to a first token."""
+    numbers = itertools.count(1)
+    prompt = list(range(40, 64))
+
+    def first_s(*, is_bound: bool) -> float:
+        structured = schema(next(numbers)) if is_bound else None
+        sampling = SamplingParams(temperature=0, max_tokens=1, structured_output=structured)
+        return seconds(lambda: engine.generate([prompt], sampling))
+
+    first_s(is_bound=True)
+    _, bound, free = compare(
+        lambda: first_s(is_bound=True), lambda: first_s(is_bound=False), num_pairs
+    )
+    added = sorted(1e3 * (a - b) for a, b in zip(bound, free, strict=True))
+    return {"added_ms": round(statistics.median(added), 2), "added_ms, most": round(added[-1], 2)}
+
+
+def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
+    """Return which bounds are kept; None = the machine varies too much to tell."""
+    bounds: dict[str, bool | None] = {}
+    if "mask" in figures:
+        bounds[f"a row <= {MAX_ROW_US:g} us"] = figures["mask"]["row_us"] <= MAX_ROW_US
+    if "rows" in figures:
+        control = figures["rows"]["control"]
+        is_steady = control["high"] - control["low"] <= MAX_ROWS_CONTROL * control["median"]
+        is_kept = figures["rows"]["mixed_over_free"]["median"] >= MIN_ROWS_RATIO
+        bounds[f"8 rows of 16 >= {MIN_ROWS_RATIO}"] = is_kept if is_steady else None
+    if "first" in figures:
+        bounds[f"first token <= {MAX_FIRST_MS:g} ms more"] = (
+            figures["first"]["added_ms"] <= MAX_FIRST_MS
+        )
+    return bounds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parts = ["mask", "rows", "first"]
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {}
+    if "mask" in arguments.parts:
+        figures["mask"] = measure_mask(60)
+        print(figures["mask"], flush=True)
+    if {"rows", "first"} & set(arguments.parts):
+        with tempfile.TemporaryDirectory() as directory:
+            model = save_bench_model(Path(directory) / "model")
+            with Engine(model=str(model), device="cpu", dtype="bfloat16") as engine:
+                if "rows" in arguments.parts:
+                    figures["rows"] = measure_rows(engine, arguments.pairs)
+                if "first" in arguments.parts:
+                    figures["first"] = measure_first(engine, 3 * arguments.pairs)
+    workload = {"vocabulary": LARGE_VOCAB_SIZE, "tokens": NUM_TOKENS, "pairs": arguments.pairs}
+    report("structure", workload, figures, judge(figures))
+
+
+if __name__ == "__main__":
+    main()
