@@ -41,6 +41,7 @@ class Mark:
         """``literals``: all texts that ``pattern`` matches, if they are known."""
         self.literals = literals
         self._pattern = regex.compile(pattern, regex.DOTALL)
+        self._first = frozenset(one[0] for one in literals)
         # A literal that is complete cannot become a longer one, unless one begins another.
         self._is_final = bool(literals) and not any(
             one != other and other.startswith(one) for one in literals for other in literals
@@ -61,6 +62,8 @@ class Mark:
 
         Raises ``RequestError`` if that takes too long.
         """
+        if self._first and self._first.isdisjoint(text[start:]):  # usual case, and quick
+            return None
         try:
             found = self._pattern.search(text, start, partial=not is_end, timeout=_MATCH_TIMEOUT_S)
         except TimeoutError:
