@@ -121,7 +121,8 @@ class AnswerReader:
         if not self._marks or not tokens:
             return ""
         text = self._token_text(tokens[-1])
-        return text if text in self._marks else ""
+        is_shown = choice.text.endswith(text)  # a grammar has ended with it, not an end token
+        return text if text in self._marks and not is_shown else ""
 
     @staticmethod
     def finish_reason(reason: str | None, *, num_calls: int) -> str | None:

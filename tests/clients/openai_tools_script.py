@@ -69,6 +69,7 @@ def check_tools(client: openai.OpenAI, model: str) -> None:
         (call,) = forced.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert json.loads(call.function.arguments).keys() == {"city"}, forced
+        assert not forced.choices[0].message.content, forced
     quiet = client.chat.completions.create(
         model=model, messages=ASKED, tools=TOOLS, tool_choice="none"
     )
