@@ -8,7 +8,15 @@ import pytest
 from corun.runtime.demo import chat_prompt
 from demo.tasks import unseen_examples
 from openai import NotFoundError, OpenAI
-from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions, share_right
+from support.demo_answers import (
+    ADAPTERS,
+    ALL_ADAPTERS,
+    BASE,
+    Question,
+    ask_all,
+    questions,
+    share_right,
+)
 from support.serving import Served
 
 NUM_EXAMPLES = 50
@@ -46,8 +54,8 @@ def test_streams_of_many_adapters_at_once(server: Served) -> None:
 
 def test_models(client: OpenAI) -> None:
     models = {model.id: model for model in client.models.list()}
-    assert set(models) == {BASE, *ADAPTERS}
-    for name in ADAPTERS:
+    assert set(models) == {BASE, *ALL_ADAPTERS}
+    for name in ALL_ADAPTERS:
         fields = models[name].to_dict()
         assert fields["parent"] == BASE
         assert str(fields["root"]).endswith(name)
@@ -165,4 +173,4 @@ def test_metrics_move(server: Served) -> None:
     assert after["corun:engine_alive"] == 1
     assert after["corun:num_requests_running"] == 0
     assert after["corun:kv_cache_usage_perc"] == 0
-    assert after["corun:lora_adapter_loaded"] == len(ADAPTERS)
+    assert after["corun:lora_adapter_loaded"] == len(ALL_ADAPTERS)

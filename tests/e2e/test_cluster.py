@@ -16,7 +16,7 @@ import psutil
 import pytest
 from corun.runtime.cluster.wire import STATUS_PATH, ClusterStatus
 from corun.runtime.demo import chat_prompt, demo_adapters_path
-from support.demo_answers import ADAPTERS, BASE, MAX_TOKENS, questions
+from support.demo_answers import ADAPTERS, ALL_ADAPTERS, BASE, MAX_TOKENS, questions
 from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wait_until
 
 ADMIN_KEY, API_KEY = "the-admin's", "a-client's"
@@ -120,7 +120,7 @@ def load(client: httpx.Client, name: str, path: Path, **fields: Any) -> httpx.Re
 def test_it_looks_like_one_server(cluster: CommandedCluster) -> None:
     with cluster.client(API_KEY) as client:
         models = {one["id"] for one in client.get("/v1/models").json()["data"]}
-        assert models == {BASE, *ADAPTERS}
+        assert models == {BASE, *ALL_ADAPTERS}
         for adapter in ADAPTERS:
             for question in questions(adapter, adapter, 4):
                 assert answer(client, adapter, question.text) == question.answer
@@ -194,7 +194,7 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
         # Engines are known from the saved state, agents once they have reported.
         wait_until(lambda: cluster.num_engines() == 2 and bool(cluster.status().agents), 20)
         names = {one["id"] for one in client.get("/v1/models").json()["data"]}
-    assert {one.name for one in cluster.status().adapters} == set(ADAPTERS) == names - {BASE}
+    assert {one.name for one in cluster.status().adapters} == set(ALL_ADAPTERS) == names - {BASE}
 
 
 @pytest.mark.full  # an engine that hangs and a server that is started again have tests of their own

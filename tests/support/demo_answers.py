@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corun.runtime.demo import demo_model_path
+from demo import tool_calls
 from demo.tasks import TASKS, unseen_examples
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
@@ -14,7 +15,8 @@ from .serving import ANSWER_TIMEOUT_S
 
 MAX_TOKENS = 48  # longer than any right answer
 BASE = demo_model_path().name
-ADAPTERS = tuple(sorted(TASKS))
+ADAPTERS = tuple(sorted(TASKS))  # of one task each; ``tools`` has a form of its own
+ALL_ADAPTERS = (*ADAPTERS, tool_calls.NAME)
 
 
 @dataclass(frozen=True)
