@@ -39,6 +39,7 @@ METHODS = {
     "/v1/completions": "generate",
     "/v1/chat/completions": "generate",
     "/v1/responses": "generate",
+    "/v1/messages": "generate",
     "/v1/models": "get_model_info",
     "/v1/models/{model}": "get_model_info",
     "/v1/lora_adapters": "list_loras",
