@@ -164,3 +164,14 @@ def test_a_template_may_need_the_token_that_ends_an_answer() -> None:
         answer = joined([*parser.feed(llama.text), *reader.rest(parser, output)])
         assert [(one.head.name, one.arguments) for one in answer.calls] == expected
         assert answer.content == ("" if ended else llama.text)
+
+
+def test_an_end_mark_that_is_shown_is_read_once() -> None:
+    """A grammar can end an answer with a mark, before any end token."""
+    reader = AnswerReader(tools(), splits_reasoning=True, shows_reasoning=True, is_live=False)
+    templates: Templates = [(None, QWEN.chat_template)]
+    names = {7: "</tool_call>"}
+    reader.begin("<a>", SamplingParams(), templates, {}, lambda text: False, names.__getitem__)
+    answer = joined(reader.whole(output_of(QWEN.text, "stop")))
+    assert answer.content == QWEN.content
+    assert [(one.head.name, one.arguments) for one in answer.calls] == list(QWEN.calls)
