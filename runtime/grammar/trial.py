@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
+import psutil
 
 from ...cpu_workers.process_life import signals_held
 from ..errors import EngineDeadError, OverloadedError, RequestError
@@ -26,6 +27,7 @@ _MAX_RESULTS = 1024
 _MAX_WAITING = 256  # different texts
 _MAX_WAIT_S = 10.0  # of one, with those before it
 _START_TIMEOUT_S = 30.0
+_WORKED_SHARE = 1 / 16  # of the deadline: with less processor time, the machine is busy
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # of memory, and of the stack
 
 
@@ -70,6 +72,14 @@ class _Process:
         payload = await self._reader.readexactly(length)
         return msgspec.msgpack.decode(payload, type=str | None)
 
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that it has had; it may have ended."""
+        try:
+            times = psutil.Process(self._popen.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
+
     async def close(self) -> int:
         """Kill it, if it has not ended, and return its status. Idempotent."""
         self._popen.kill()
@@ -104,7 +114,10 @@ class GrammarTrials:
         self._is_closed = False
 
     async def check(self, structured: StructuredOutput) -> None:
-        """Raise ``RequestError`` if it cannot be served, ``OverloadedError`` if too many wait."""
+        """Raise ``RequestError`` if it cannot be served.
+
+        Raises ``OverloadedError`` if too many wait, or the machine is too busy.
+        """
         text = f"{structured.kind}\0{structured.field}\0{structured.text}"
         key = hashlib.blake2b(text.encode(), digest_size=16).digest()
         if key in self._results:
@@ -179,13 +192,24 @@ class GrammarTrials:
             return reason
 
     async def _try(self, structured: StructuredOutput) -> str | None:
-        """Return the reason of a refusal. Raises ``OSError`` or ``EOFError`` if it was killed."""
+        """Return the reason of a refusal.
+
+        Raises ``OSError`` or ``EOFError`` if the process was killed, ``OverloadedError`` if it does
+        not start, or had no time.
+        """
         process = await self._started()
+        began_cpu_s = process.cpu_s()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await process.exchange(structured)
         except TimeoutError:
+            has_worked = process.cpu_s() - began_cpu_s > self._timeout_s * _WORKED_SHARE
             await self._replace(process)
+            if not has_worked:  # by no fault of the text
+                raise OverloadedError(
+                    f"the machine is too busy to compile {structured.field} within "
+                    f"{self._timeout_s:g} s; retry later"
+                ) from None
             return (
                 f"{structured.field} cannot be served: compiling it takes more than "
                 f"{self._timeout_s:g} s"

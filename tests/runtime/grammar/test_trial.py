@@ -120,12 +120,27 @@ def test_a_killed_process_refuses_no_text() -> None:
 
 def test_a_text_that_is_too_slow_ends_its_process() -> None:
     async def test() -> None:
-        async with trials(timeout_s=0.05) as made:
+        async with trials(timeout_s=0.3) as made:
             await made.check(regex("a"))
             (process,) = processes()
             error = await refusal(made, SLOW)
-            assert "takes more than 0.05 s" in str(error)
+            assert "takes more than 0.3 s" in str(error)
             assert not process.is_running()
+
+    run(test)
+
+
+def test_a_busy_machine_refuses_no_text_for_ever() -> None:
+    async def test() -> None:
+        async with trials(timeout_s=0.2) as made:
+            await made.check(regex("a"))
+            (process,) = processes()
+            process.send_signal(signal.SIGSTOP)
+            error = await refusal(made, regex("b"))
+            assert isinstance(error, OverloadedError)
+            assert "too busy to compile guided_regex within 0.2 s" in str(error)
+            assert not process.is_running()
+            await made.check(regex("b"))
 
     run(test)
 
