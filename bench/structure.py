@@ -78,7 +78,7 @@ def schema(number: int = 0) -> StructuredOutput:
 def measure_mask(num_steps: int) -> dict[str, Any]:
     """Return microseconds of a row with a grammar, beyond those of a free row."""
     tokenizer = byte_level_tokenizer(LARGE_VOCAB_SIZE)
-    end = tokenizer.token_to_id(END)
+    end = tokenizer.get_vocab()[END]
     tree = make_ll_tokenizer(
         tokenizer.to_str(), num_ids=LARGE_VOCAB_SIZE, eos_token_ids=[end]
     )  # fmt: skip

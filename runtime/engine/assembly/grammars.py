@@ -23,7 +23,9 @@ def make_grammars(
     """
     num_own = max(tokenizer.tokens.ids.values(), default=-1) + 1
     num_ids = max(int(config.vocab_size), num_own)
-    ends = [one for one in defaults.eos_token_ids if one < num_own]
+    # The tree needs an end token. Without one in the model, answers end with their grammars, and
+    # no text has the last token.
+    ends = [one for one in defaults.eos_token_ids if one < num_own] or [num_own - 1]
     tree = TokenTree(tokenizer.backend, num_ids=num_ids, eos_token_ids=ends)
     return Grammars(tree, notify, cpus)
 

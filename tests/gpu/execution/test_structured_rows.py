@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corun.gpu.execution import row_grammar
+from corun.gpu.execution.request_table import RequestState
+from corun.gpu.execution.sampler import Sampler
 from corun.runtime.errors import RequestError
 from corun.runtime.grammar.matcher import Matcher
 from corun.runtime.plan import (
@@ -166,6 +169,32 @@ def test_an_end_token_ends_an_answer_that_could_continue(device: ExecutorDevice)
     assert drawn(begin(device, "A*", "AA*", **wanted)) == {1: chr(END), 2: "A"}
     (last,) = step(device, 4, 2).rows
     assert (last.token_ids, last.is_last) == ((END,), True)
+
+
+@pytest.mark.parametrize("params", [{}, {"ignore_eos": True}])
+def test_stop_tokens_end_an_answer_where_it_may_end(
+    device: ExecutorDevice, params: dict[str, Any]
+) -> None:
+    """An adapter's end tokens are among them. Elsewhere they cut no answer."""
+    wanted = {"logit_bias": {END + 1: 100.0}, "stop_token_ids": (END + 1,)}
+    begin(device, "AB*", "ABB*", **wanted, **params)
+    first, second = step(device, 4, 1, 2).rows
+    assert (first.token_ids, first.is_last) == ((END + 1,), True)
+    assert (second.token_ids, second.is_last) == ((ord("B"),), False)
+
+
+def test_draws_that_do_not_count_consume_nothing() -> None:
+    """As of rows whose deltas were void."""
+    sampler = Sampler((END,), byte_matcher)
+    state = RequestState(constrained(1, "ABC"), 0, 64)
+    sampler.begin([state])
+    for expected in "ABC":
+        for _ in range(2):
+            (row,) = sampler.sample(torch.zeros(1, 100), [state])
+            assert chr(row.token_id) == expected
+        (row,) = sampler.take([(state, row)])
+    assert row.is_last
+    sampler.close()
 
 
 @pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 2}])
