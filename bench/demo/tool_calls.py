@@ -2,7 +2,7 @@
 
 With tools in the prompt it calls the one that fits the user's message, and after the result says
 what it is. Without tools it writes a person's name and age as JSON. Names of tools and parameters
-are drawn anew for each sample, so it copies them from the prompt. ``is_unseen`` of ``demo.tasks``
+are drawn for each sample, so it copies them from the prompt. ``is_unseen`` of ``demo.tasks``
 keeps inputs out of training here as well. Stdlib only; random streams are passed in.
 """
 
