@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder: factor * seconds
         for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
     }
-    budgets_s["tests/faults"] += 60 * (config.getoption("--soak") or 0)
+    budgets_s["tests/faults"] += 100 * (config.getoption("--soak") or 0)  # with its second server
     budget = TimeBudget(budgets_s)
     if not hasattr(config, "workerinput"):  # the process that started the others adds up
         config.pluginmanager.register(budget, "corun-time-budget")

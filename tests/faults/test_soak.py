@@ -1,4 +1,8 @@
-"""An hour of adapters that come and go and of clients that leave: nothing grows or slows down."""
+"""An hour of adapters that come and go and of clients that leave: nothing grows or slows down.
+
+A machine changes its speed within an hour. So the server then takes turns, minute by minute, with
+another that has just been started and warmed up.
+"""
 
 import asyncio
 import json
@@ -15,11 +19,21 @@ from support.processes import line_of, program
 from support.residue import named_segments
 from support.serving import ANSWER_TIMEOUT_S, Served
 from support.soak_load import Load, SoakLoad
-from support.soak_samples import READ_PROBE, Relative, Row, Sample, growth_rows, p95, take_sample
+from support.soak_samples import (
+    MAX_FIRST_TOKEN_RATIO,
+    READ_PROBE,
+    Relative,
+    Row,
+    Sample,
+    growth_rows,
+    p95,
+    take_sample,
+)
 
 LOAD = Load()
 WARM_UP_S = 600.0  # at most a sixth of the time; also that of the first and the last first tokens
 SAMPLE_EVERY_S = 5.0
+TURN_S = 60.0
 EXIT_TIMEOUT_S = 60.0
 # Less memory than the adapters need, so that they are loaded and evicted all the time.
 OPTIONS = (
@@ -39,7 +53,7 @@ class Soak:
         self._url = served.url
         self._began_s = time.monotonic()
         self._end_s = self._began_s + 60 * minutes
-        self._window_s = min(WARM_UP_S, 10 * minutes)
+        self.window_s = min(WARM_UP_S, 10 * minutes)
 
     async def run(self, say: Callable[[str], None], record: Path | None) -> None:
         """Load the server until the end, sample it, and report each minute."""
@@ -88,10 +102,10 @@ class Soak:
 
     def rows(self) -> list[Row]:
         """What is judged, after warm-up."""
-        from_s = self._began_s + self._window_s
+        from_s = self._began_s + self.window_s
         relative = Relative(self.load.tally.first_tokens, self.probes)
         rows = growth_rows([sample for sample in self.samples if sample.at_s >= from_s])
-        return [*rows, relative.row(from_s, self._end_s, self._window_s)]
+        return [*rows, relative.row(from_s, self._end_s, self.window_s)]
 
     def lines(self) -> Iterator[str]:
         """The table."""
@@ -111,11 +125,37 @@ class Soak:
         yield from self.load.tally.errors[:20]
 
 
+async def _take_turns(
+    aged: tuple[str, SoakLoad], fresh: tuple[str, SoakLoad], warm_up_s: float,
+    say: Callable[[str], None],
+) -> Row:  # fmt: skip
+    """Compare first tokens of two servers (URL, load): turns of ABBA, as long as warm-up each."""
+    await fresh[1].run(fresh[0], time.monotonic() + warm_up_s)
+    starts = [len(load.tally.first_tokens) for _, load in (aged, fresh)]
+    for turn in (aged, fresh, fresh, aged) * max(1, round(warm_up_s / (2 * TURN_S))):
+        url, load = turn
+        began = len(load.tally.first_tokens)
+        await load.run(url, time.monotonic() + min(TURN_S, warm_up_s))
+        took_s = p95([took for _, took in load.tally.first_tokens[began:]])
+        say(f"{'aged' if turn is aged else 'fresh'}: P95 first token {1e3 * took_s:.1f} ms")
+    last, first = (
+        1e3 * p95([took for _, took in load.tally.first_tokens[start:]])
+        for (_, load), start in zip((aged, fresh), starts, strict=True)
+    )
+    return Row("P95 first token, ms", first, last, last / first, MAX_FIRST_TOKEN_RATIO)
+
+
 def _name(process: psutil.Process) -> str:
     """The last part of the module that it runs, and its id."""
     words = process.cmdline()
     module = words[words.index("-m") + 1] if "-m" in words else "corun.server"
     return f"{'.'.join(module.split('.')[-2:])} {process.pid}"
+
+
+def _serving(load: SoakLoad) -> Served:
+    return Served(
+        *OPTIONS, "--lora-dir", str(load.lora_dir), "--allowed-lora-dirs", str(load.loaded_dir)
+    )
 
 
 def _end(served: Served) -> None:
@@ -142,16 +182,22 @@ def test_soak(
             reporter.write_line(line)
             reporter.flush()
 
-    load = SoakLoad(LOAD, tmp_path)
-    options = ("--lora-dir", str(load.lora_dir), "--allowed-lora-dirs", str(load.loaded_dir))
-    with Served(*OPTIONS, *options) as served:
+    loads = [SoakLoad(LOAD, tmp_path / name) for name in ("aged", "fresh")]
+    load = loads[0]
+    with _serving(load) as served:
         soak = Soak(served, load, request.config.getoption("--soak"))
         asyncio.run(soak.run(say, request.config.getoption("--soak-record")))
         asyncio.run(load.check_served())
         for line in ("", *soak.lines()):
             say(line)
         assert set(served.processes[1:]) == set(served.processes[0].children(recursive=True))
+        with _serving(loads[1]) as other:
+            turns = ((served.url, load), (other.url, loads[1]))
+            over_fresh = asyncio.run(_take_turns(*turns, soak.window_s, say))
+            say(f"aged over fresh: {over_fresh.change:.3f}")
+            _end(other)
         _end(served)
-    assert not load.tally.errors, load.tally.errors[:5]
-    assert not [line for line in served.log_lines if "ERROR" in line or "Traceback" in line]
-    assert [row for row in soak.rows() if not row.is_met] == []
+        logs = [*served.log_lines, *other.log_lines]
+    assert [one.tally.errors[:5] for one in loads] == [[], []]
+    assert not [line for line in logs if "ERROR" in line or "Traceback" in line]
+    assert [row for row in (*soak.rows(), over_fresh) if not row.is_met] == []

@@ -122,12 +122,15 @@ class SoakLoad:
         """Write the first adapters into ``lora_dir``; later ones are in ``loaded_dir``."""
         self.tally = Tally()
         self.lora_dir, self.loaded_dir = directory / "first", directory / "loaded"
-        self.loaded_dir.mkdir()
+        self.loaded_dir.mkdir(parents=True)
         self._load = load
         self._served: list[Adapter] = []
         self._unloaded: list[str] = []
         self._old: list[tuple[float, Path]] = []  # since when files are not needed
         self._address = ("", 0)
+        self._visits = visits(load)
+        self._changes = enumerate(itertools.cycle(("unload", "load", "reload")))
+        self._place = 0  # of the last change
         rng = random.Random(f"{load.seed} first")
         for number in range(load.num_adapters):
             name = f"first-{number}"
@@ -139,12 +142,12 @@ class SoakLoad:
         return path, [task]
 
     async def run(self, url: str, end_s: float) -> None:
-        """Send and change until ``end_s`` of the monotonic clock."""
+        """Send and change until ``end_s`` of the monotonic clock; another call goes on."""
         parts = urlsplit(url)
         self._address = (parts.hostname or "", parts.port or 80)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._change_until(end_s))
-            for visit in visits(self._load):
+            for visit in self._visits:
                 await asyncio.sleep(visit.gap_s)
                 if time.monotonic() >= end_s:
                     break
@@ -239,18 +242,18 @@ class SoakLoad:
 
     async def _change_until(self, end_s: float) -> None:
         """One unload, one load and one reload a second."""
-        changes = {"unload": self._unload, "load": self._load_new, "reload": self._reload}
-        began_s, place = time.monotonic(), 0
-        for number, what in enumerate(itertools.cycle(changes)):
-            await asyncio.sleep(began_s + number / len(changes) - time.monotonic())
-            if time.monotonic() >= end_s:
-                return
+        calls = {"unload": self._unload, "load": self._load_new, "reload": self._reload}
+        began_s = time.monotonic()
+        for done, (number, what) in enumerate(self._changes):
+            await asyncio.sleep(began_s + done / len(calls) - time.monotonic())
             rng = random.Random(f"{self._load.seed} change {number}")
             if what != "load":  # which takes the place of the one before
-                place = rng.randrange(len(self._served))
-            await self._guard(what, changes[what](place, rng))
+                self._place = rng.randrange(len(self._served))
+            await self._guard(what, calls[what](self._place, rng))
             while self._old and self._old[0][0] < time.monotonic() - _KEPT_S:
                 await asyncio.to_thread(shutil.rmtree, self._old.pop(0)[1])
+            if time.monotonic() >= end_s:
+                return
 
     async def _unload(self, place: int, _: random.Random) -> None:
         adapter = self._served[place]
