@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not _BELOW, reason="this machine has the lowest 
 
 def test_an_engine_of_its_own_process_is_held_to_a_level() -> None:
     async def ask() -> tuple[str, str]:
-        # Kernels of this level are compiled again: few of them take less time; others test them all.
+        # Kernels of this level are compiled first. Other tests are for those that are left out.
         async with AsyncEngine(
             own_process=True, device="cpu", cpu_isa=_LOWER,
             attention_backend="torch", fused_kernels="off",
