@@ -120,11 +120,11 @@ def test_a_killed_process_refuses_no_text() -> None:
 
 def test_a_text_that_is_too_slow_ends_its_process() -> None:
     async def test() -> None:
-        async with trials(timeout_s=0.3) as made:
+        async with trials(timeout_s=0.5) as made:
             await made.check(regex("a"))
             (process,) = processes()
             error = await refusal(made, SLOW)
-            assert "takes more than 0.3 s" in str(error)
+            assert "takes more than 0.5 s" in str(error)
             assert not process.is_running()
 
     run(test)
@@ -132,13 +132,13 @@ def test_a_text_that_is_too_slow_ends_its_process() -> None:
 
 def test_a_busy_machine_refuses_no_text_for_ever() -> None:
     async def test() -> None:
-        async with trials(timeout_s=0.2) as made:
+        async with trials() as made:
             await made.check(regex("a"))
             (process,) = processes()
             process.send_signal(signal.SIGSTOP)
             error = await refusal(made, regex("b"))
             assert isinstance(error, OverloadedError)
-            assert "too busy to compile guided_regex within 0.2 s" in str(error)
+            assert "too busy to compile guided_regex within 1 s" in str(error)
             assert not process.is_running()
             await made.check(regex("b"))
 
