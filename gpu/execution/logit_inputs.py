@@ -24,9 +24,10 @@ class LogitInputs:
 
     def __init__(self) -> None:
         self._buffer = torch.empty((0, 0), dtype=torch.int32)  # of masks
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Forget the inputs of an earlier step."""
         self._masks: list[Sequence[NDArray[np.int32]]] = []  # of each row in ``_mask_rows``
         self._mask_rows: list[int] = []
         self._rows: list[int] = []
@@ -53,7 +54,7 @@ class LogitInputs:
         self.add(row, token_ids, [_NOTHING] * len(token_ids))
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change ``logits``, float32 [rows, vocabulary] without gaps, in place; forget the inputs.
+        """Change ``logits``, float32 [rows, vocabulary] without gaps, in place.
 
         Tokens beyond the vocabulary are ignored.
         """
@@ -70,14 +71,12 @@ class LogitInputs:
 
             copies = [x.to(logits.device, non_blocking=True) for x in (masks, mask_rows, entries)]
             adjust_logits_on_cuda(logits, *copies)
-            self._begin()
             return
         assert logits.is_contiguous() and logits.dtype == torch.float32
         adjust_logits(
             logits.data_ptr(), logits.shape[1], masks.data_ptr(), mask_rows.data_ptr(),
             len(mask_rows), num_words, entries.data_ptr(), entries.shape[1],
         )  # fmt: skip
-        self._begin()
 
     def _joined(self, num_words: int, *, is_cuda: bool) -> torch.Tensor:
         """One mask a row: int32 [masks, num_words], in memory that the next step uses again."""

@@ -136,6 +136,7 @@ class Sampler:
         penalty that overflows.
         """
         errors = {}
+        self._inputs.begin()
         for row, state in enumerate(states):
             try:
                 self._collect(row, state)

@@ -151,6 +151,8 @@ def test_a_pass_that_fails_changes_nothing(
     forward = device.runner.forward
     monkeypatch.setattr(device.runner, "forward", lambda *_: 1 // 0)
     assert step(device, 4, 1).rows[0].cause is RetryCause.FORWARD
+    monkeypatch.setattr(device.runner, "forward", lambda *_: torch.zeros(1, 96, dtype=torch.half))
+    assert step(device, 4, 1).rows[0].cause is RetryCause.FORWARD  # in the sampler
     monkeypatch.setattr(device.runner, "forward", forward)
     assert drawn(step(device, 4, 1)) == {1: "B"}
     assert drawn(step(device, 5, 1)) == {1: "C"}
