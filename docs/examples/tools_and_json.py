@@ -28,14 +28,24 @@ key = os.environ.get("OPENAI_API_KEY", "none")
 with OpenAI(base_url=url, api_key=key) as client:
     question: ChatCompletionMessageParam = {"role": "user", "content": "weather in Rome"}
     answer = client.chat.completions.create(model="tools", messages=[question], tools=[WEATHER])
-    call = answer.choices[0].message.tool_calls[0]
-    print(call.function.name, json.loads(call.function.arguments))  # get_weather {'city': 'Rome'}
+    calls = answer.choices[0].message.tool_calls
+    assert calls and calls[0].type == "function"
+    name, arguments = calls[0].function.name, calls[0].function.arguments
+    print(name, json.loads(arguments))  # get_weather {'city': 'Rome'}
 
-    asked = {
+    asked: ChatCompletionMessageParam = {
         "role": "assistant",
-        "tool_calls": [{"id": call.id, "type": "function", "function": call.function.to_dict()}],
+        "tool_calls": [
+            {
+                "id": calls[0].id,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        ],
     }
-    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    result: ChatCompletionMessageParam = {
+        "role": "tool", "tool_call_id": calls[0].id, "content": "sunny",
+    }  # fmt: skip
     answer = client.chat.completions.create(
         model="tools", messages=[question, asked, result], tools=[WEATHER]
     )
