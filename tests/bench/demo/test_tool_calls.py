@@ -46,7 +46,7 @@ def test_a_prompt_is_what_the_template_writes() -> None:
 
 def test_a_call_and_its_result_are_written_as_trained() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "1+2"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "x"},
