@@ -11,7 +11,8 @@ from corun.cpu_workers.kernels.simd import isa
 _ROOT = Path(__file__).parent.parent
 _KERNELS = (
     "tests/cpu_workers/deltas", "tests/cpu_workers/kernels", "tests/gpu/attention",
-    "tests/gpu/fused", "tests/gpu/linear", "tests/gpu/lora",
+    "tests/gpu/execution/test_logit_inputs.py", "tests/gpu/fused", "tests/gpu/linear",
+    "tests/gpu/lora",
 )  # fmt: skip
 _PARITY = ("tests/parity", "tests/e2e/test_answers.py")
 _LEVELS = [level.name for level in isa.LEVELS]
