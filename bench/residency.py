@@ -120,7 +120,10 @@ class Engine:
             self.manager.add_now(_name(number), f"/adapters/{number}")
         self._mirror = LoraDirectory(self.manager.infos())
         info = SimpleNamespace(max_queue_s=None)  # all that a host looks at
-        assembly = SimpleNamespace(core=self._core, adapters=self.manager, info=info)
+        grammars = SimpleNamespace(must_wait=lambda structured: False)  # no request has one
+        assembly = SimpleNamespace(
+            core=self._core, adapters=self.manager, info=info, grammars=grammars
+        )
         self._host = EngineHost(assembly, clock=self._clock)
         self.encode = encode_frame
         self._request_ids = itertools.count(1)

@@ -25,7 +25,7 @@ from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import LinkTransfer, PacedLink
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
-from corun.gpu.execution.sampler import SampledRow
+from corun.gpu.execution.sampler import SampledRow, Sampler
 from corun.gpu.forward.batch import DeltaPass, StepContext
 from corun.gpu.forward.lower import ForwardInputs
 from corun.gpu.lora.adapter_layout import AdapterLayout
@@ -200,7 +200,7 @@ class _Runner:
         return torch.isclose(y, wanted, rtol=1e-3, atol=1e-4).all(dim=1)
 
 
-class _Sampler:
+class _Sampler(Sampler):
     def sample(self, logits: torch.Tensor, states: Sequence[object]) -> list[SampledRow]:
         return [SampledRow(3, None) for _ in states]
 
@@ -261,7 +261,7 @@ class LoadingEngine:
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
         self._runner = _Runner(self)
         self.executor = DeviceExecutor(
-            self._runner, _Sampler(), self.table,  # type: ignore[arg-type]
+            self._runner, _Sampler(()), self.table,  # type: ignore[arg-type]
             AdapterFetch(self._fetch, self.host.evict),
             max_model_len=64, assistant=assistant,
         )  # fmt: skip
