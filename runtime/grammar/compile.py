@@ -21,8 +21,12 @@ _MAX_DEPTH = 64  # of a schema
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
 # Whitespace between the parts of JSON is limited: a model would otherwise indent for ever.
 _JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+# Text without a choice would otherwise be tokenized, and a special token in it is then refused.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _ANY_TEXT = r"/(.|\n)*/"
 _LARK_START = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:=))")
+_PICTURE = re.compile(r"\n +\d+ \|")
+_PLACE_OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 # Parts of llguidance's messages that do not name the keyword of the schema.
 _KEYWORDS: Mapping[str, str] = {
@@ -52,7 +56,8 @@ def compile_grammar(structured: StructuredOutput) -> str:
 
     Only ``check_structure`` finds all errors.
     """
-    return _COMPILERS[structured.kind](structured.text, structured.field)
+    lark = _COMPILERS[structured.kind](structured.text, structured.field)
+    return f"{lark}\n{_NO_FORCING}"
 
 
 def check_structure(structured: StructuredOutput, tokenizer: LLTokenizer) -> None:
@@ -89,8 +94,8 @@ def start_matcher(structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMat
 def _explained(message: str) -> str:
     """Return llguidance's message on one line, with the keyword that it is about."""
     # The list of all special tokens, and a picture of the place, are too long.
-    text = message.partition("; following special tokens")[0].partition("\n   1 |")[0]
-    text = " ".join(text.split())
+    text = _PICTURE.split(message.partition("; following special tokens")[0])[0]
+    text = " ".join(_PLACE_OF_SCHEMA.sub("", text).split())
     if len(text) > _MAX_SHOWN_CHARS:
         text = text[:_MAX_SHOWN_CHARS] + "…"
     found = [keyword for part, keyword in _KEYWORDS.items() if part in message]
@@ -107,8 +112,11 @@ def _json_schema(text: str, field: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _refused(field, "the schema is not an object")
-    exact = json.dumps(exact_schema(schema))
-    return LLMatcher.grammar_from_json_schema(exact, overrides=_JSON_OPTIONS)
+    return f"start: {_json_rule(schema)}"
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": _JSON_OPTIONS})
 
 
 def _json_object(text: str, field: str) -> str:
@@ -121,14 +129,15 @@ def _regex(text: str, field: str) -> str:
     text = text.removeprefix("^")
     if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2 == 1:
         text = text[:-1]
-    return LLMatcher.grammar_from_regex(text)
+    made: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+    return made
 
 
 def _choice(text: str, field: str) -> str:
     choices = _read_json(text, field)
     if not (isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices)):
         raise _refused(field, "choices are a list of strings, at least one")
-    return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_literal, choices))}")
+    return f"start: {' | '.join(map(_literal, choices))}"
 
 
 def _grammar(text: str, field: str) -> str:
@@ -139,7 +148,7 @@ def _grammar(text: str, field: str) -> str:
         except Exception as error:  # of any type, as it finds mistakes by chance
             what = str(error) or type(error).__name__
             raise _refused(field, f"it is neither Lark with start: nor GBNF: {what}") from None
-    return LLMatcher.grammar_from_lark(text)
+    return text
 
 
 def _structural_tag(text: str, field: str) -> str:
@@ -164,17 +173,15 @@ def _structural_tag(text: str, field: str) -> str:
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
-        exact = {} if schema is True else exact_schema(schema)
-        inline = json.dumps({**exact, "x-guidance": _JSON_OPTIONS})
-        rest = f"{_literal(begin[len(trigger) :])} %json {inline} {_literal(end)}"
+        inline = _json_rule({} if schema is True else schema)
+        rest = f"{_literal(begin[len(trigger) :])} {inline} {_literal(end)}"
         token = f" | TEXT <[{ids[trigger]}]>" if trigger in ids else ""
         rules.append(
             f"trigger_{number}[lazy]: TEXT {_literal(trigger)}\n"
             f"tag_{number}: (trigger_{number}{token}) {rest}"
         )
     tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
-    lark = f"start: ({tags})* last\nlast: TEXT\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules)
-    return LLMatcher.grammar_from_lark(lark)
+    return f"start: ({tags})* last\nlast: TEXT\nTEXT: {_ANY_TEXT}\n" + "\n".join(rules)
 
 
 def _list_of(kind: type, tag: Any, name: str, field: str) -> list[Any]:

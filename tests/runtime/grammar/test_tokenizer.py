@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
 from corun.runtime.errors import OverloadedError, RequestError
+from corun.runtime.grammar.compile import start_matcher
 from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
+from corun.runtime.sampling import StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
 from support.tokenizers import save_sample_tokenizer
 
@@ -50,6 +52,34 @@ def test_bits_are_the_ids_of_the_model(kind: str, tmp_path: Path) -> None:
     assert allowed(tree, 'start: <[399]> "H"') == {399}  # an id that only an adapter names
     free = allowed(tree, r"start: /(.|\n)*/")
     assert ids["Hello"] in free and ids["<tool>"] not in free and 399 not in free
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "ab<tool>b"),
+        ("json_schema", '{"enum": ["<tool> <|end|>"]}'),
+        ("choice", '["<tool>", "<|begin|>x"]'),
+        ("grammar", '%llguidance {"no_forcing": false}\nstart: "<tool>" "a"'),
+        ("grammar", 'root ::= "<tool>a"'),
+    ],
+)
+def test_the_text_of_an_added_token_is_written_in_others(
+    kind: str, text: str, tmp_path: Path
+) -> None:
+    tokenizer = sample("byte level", tmp_path)
+    end = tokenizer.tokens.eos_token_id
+    assert end is not None
+    tree = made(tree_of(tokenizer, end))
+    matcher = start_matcher(StructuredOutput(kind, text), tree)
+    tokens = list[int]()
+    while not matcher.is_accepting():
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        token = int(np.flatnonzero(np.unpackbits(words, bitorder="little"))[-1])
+        assert matcher.consume_token(token), matcher.get_error()
+        tokens.append(token)
+    assert tokenizer.tokens.ids["<tool>"] not in tokens
+    assert "<" in tree.decode_str(tokens)
 
 
 @pytest.mark.parametrize(
