@@ -21,6 +21,19 @@ def text_of(answer: Answer) -> str:
     return "".join(map(chr, answer.token_ids))
 
 
+def byte_tree(engine: ColdEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a token stand for the byte of its id; the model's own are words."""
+    tree = SimpleNamespace(get=lambda _: trial_tokenizer(96, {}))
+    monkeypatch.setattr(engine.parts.grammars, "_tree", tree)
+
+
+def check_all(answers: list[Answer]) -> None:
+    for answer in answers:
+        assert (answer.error, answer.finish_reason) == (None, "stop")
+        assert len(answer.token_ids) == NUM_TOKENS
+        assert re.fullmatch(PATTERN, text_of(answer)), text_of(answer)
+
+
 @pytest.mark.parametrize("memory_bytes", [MEMORY_BYTES, 4 * MEMORY_BYTES])
 def test_cold_rows_follow_their_grammars(
     tmp_path: Path, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -32,9 +45,7 @@ def test_cold_rows_follow_their_grammars(
         case.directory, adapters, tmp_path, delta_backend="numpy",
         memory_gib=memory_bytes / 2**30, max_model_len=48,
     ) as engine:  # fmt: skip
-        # The model's tokens are words; a token below 96 is here the byte of its id.
-        tree = SimpleNamespace(get=lambda _: trial_tokenizer(96, {}))
-        monkeypatch.setattr(engine.parts.grammars, "_tree", tree)
+        byte_tree(engine, monkeypatch)
         with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 9)):
             asked = [
                 engine.ask(name, prompt, max_tokens=12, **params)
@@ -48,7 +59,29 @@ def test_cold_rows_follow_their_grammars(
         assert engine.num_assisted_rows > 0
         warm = engine.ask(PAIR[0], prompts(1, seed=10, num_tokens=16)[0], max_tokens=12, **params)
         engine.run()
-    for answer in (*asked, warm):
-        assert (answer.error, answer.finish_reason) == (None, "stop")
-        assert len(answer.token_ids) == NUM_TOKENS
-        assert re.fullmatch(PATTERN, text_of(answer)), text_of(answer)
+    check_all([*asked, warm])
+
+
+def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(tmp_path / "deep")
+    adapters = {PAIR[0]: case.adapters[PAIR[0]]}
+    with ColdEngine(
+        case.directory, adapters, tmp_path, delta_backend="numpy", load_strategy="async_load",
+        memory_gib=MEMORY_BYTES / 2**30, max_model_len=48, prefix_cache="on",
+        host_kv_bytes="4MiB", link_gib_per_s=1.0, memory_policy="lru",
+    ) as engine:  # fmt: skip
+        byte_tree(engine, monkeypatch)
+        answers: list[Answer] = []
+        for _ in range(3):
+            answers += [
+                engine.ask(
+                    PAIR[0], prompt, max_tokens=12, predicted_output_tokens=1,
+                    structured_output=regex(PATTERN),
+                )
+                for prompt in prompts(12, seed=11, num_tokens=24)
+            ]  # fmt: skip
+            engine.run()
+        assert engine.num_host_cached_tokens > 0 and engine.core.stats().num_preemptions > 0
+    check_all(answers)
