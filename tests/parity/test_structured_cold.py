@@ -2,11 +2,10 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from corun.runtime.grammar.tokenizer import trial_tokenizer
+from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
 from support.byte_grammars import regex
 from support.cold_engine import Answer, ColdEngine
 from support.cold_parity import NUM_LAYERS, make_case, prompts, split_at
@@ -21,10 +20,10 @@ def text_of(answer: Answer) -> str:
     return "".join(map(chr, answer.token_ids))
 
 
-def byte_tree(engine: ColdEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _byte_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a token stand for the byte of its id; the model's own are words."""
-    tree = SimpleNamespace(get=lambda _: trial_tokenizer(96, {}))
-    monkeypatch.setattr(engine.parts.grammars, "_tree", tree)
+    monkeypatch.setattr(TokenTree, "get", lambda *_: trial_tokenizer(96, {}))
 
 
 def check_all(answers: list[Answer]) -> None:
@@ -35,9 +34,7 @@ def check_all(answers: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [MEMORY_BYTES, 4 * MEMORY_BYTES])
-def test_cold_rows_follow_their_grammars(
-    tmp_path: Path, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cold_rows_follow_their_grammars(tmp_path: Path, memory_bytes: int) -> None:
     case = make_case(tmp_path / "deep")
     params: dict[str, Any] = {"predicted_output_tokens": 1, "structured_output": regex(PATTERN)}
     adapters = {name: case.adapters[name] for name in PAIR}
@@ -45,7 +42,6 @@ def test_cold_rows_follow_their_grammars(
         case.directory, adapters, tmp_path, delta_backend="numpy",
         memory_gib=memory_bytes / 2**30, max_model_len=48,
     ) as engine:  # fmt: skip
-        byte_tree(engine, monkeypatch)
         with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 9)):
             asked = [
                 engine.ask(name, prompt, max_tokens=12, **params)
@@ -62,9 +58,7 @@ def test_cold_rows_follow_their_grammars(
     check_all([*asked, warm])
 
 
-def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(tmp_path: Path) -> None:
     case = make_case(tmp_path / "deep")
     adapters = {PAIR[0]: case.adapters[PAIR[0]]}
     with ColdEngine(
@@ -72,7 +66,6 @@ def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(
         memory_gib=MEMORY_BYTES / 2**30, max_model_len=48, prefix_cache="on",
         host_kv_bytes="4MiB", link_gib_per_s=1.0, memory_policy="lru",
     ) as engine:  # fmt: skip
-        byte_tree(engine, monkeypatch)
         answers: list[Answer] = []
         for _ in range(3):
             answers += [
