@@ -48,7 +48,7 @@ def adjust_logits_on_cuda(
 ) -> None:
     """Change ``logits`` in place, without waiting for the device.
 
-    logits: float32 [rows, columns]; masks: int32 [masks, words], whose bits cover all columns;
+    logits: float32 [rows, columns]; masks: int32 [masks, words], a bit for each column;
     mask_rows: int32 [masks]; entries: int32 [3, entries], the last row the bits of float32.
     """
     assert logits.is_contiguous() and logits.dtype == torch.float32

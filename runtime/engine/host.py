@@ -332,7 +332,7 @@ class EngineHost:
             self._refusals.append(_failed(request.request_id, error))
 
     def _release_held(self) -> None:
-        """Add the held requests whose adapters and grammars are there, or have failed."""
+        """Add the held requests that wait no more for adapters and grammars."""
         for request, arrival_s in self._held.release():
             self._admit(request, arrival_s)
             self._has_messages = True

@@ -7,7 +7,7 @@ Each correction is for a fault of llguidance that random schemas have shown
 from collections.abc import Mapping
 from typing import Any
 
-_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords whose values are no schemas
+_DATA = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _NO_LEAP_SECOND = "^[^:]*:[^:]*:[0-5]"  # a validator knows on which days there is one
 _STEP = 1e-9
@@ -19,7 +19,7 @@ _PATTERNS = {
 
 
 def exact_schema(schema: Any) -> Any:
-    """Return a schema for llguidance, whose answers all validate for ``schema``.
+    """Return a schema for llguidance: each answer that it allows is valid for ``schema``.
 
     ``schema``: of any JSON type, up to a few hundred levels deep.
     """

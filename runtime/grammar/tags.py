@@ -1,4 +1,4 @@
-"""Structural tags whose triggers are tokens of their own. Pure.
+"""Structural tags with triggers that are tokens of their own. Pure.
 
 Free text has no special tokens, so a grammar must name a trigger that is one by its id.
 """

@@ -16,35 +16,25 @@ from .anthropic_blocks import (
 )
 from .anthropic_chat import FIELD_NAMES, chat_body_of
 from .anthropic_fields import AnthropicRequest
-from .body import is_large, parse_body, read_model
-from .chat import ChatEndpoint, ChatRequest
+from .body import is_large, parse_body
 from .errors import ErrorReply
-from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
 from .open_record import OpenRecord, PromptRun
 from .responses import Timing, Usage, usage_of
-from .sse import ResponseWriter, StreamEncoder
-from .translation import names_of_fields
+from .sse import StreamEncoder
+from .translation import TranslatedEndpoint
 
 
-class AnthropicEndpoint(ChatEndpoint):
+class AnthropicEndpoint(TranslatedEndpoint):
     """Answers ``/v1/messages``."""
 
     id_prefix = "msg"
+    field_names = FIELD_NAMES
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedRequest:
         asked = await parse_body(AnthropicRequest, body, self.state.unknown_fields)
         record.read(asked.model, stream=bool(asked.stream))
-        with names_of_fields(FIELD_NAMES):
-            chat = read_model(ChatRequest, chat_body_of(asked))
-            return await self._parsed(chat, record.request_id, is_large=is_large(body))
-
-    async def _answer(
-        self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
-        record: OpenRecord,
-    ) -> None:  # fmt: skip
-        with names_of_fields(FIELD_NAMES):
-            await super()._answer(request, writer, origin, record)
+        return await self._as_chat(chat_body_of, asked, record, is_large=is_large(body))
 
     def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
         return _MessageEvents(request)

@@ -1,26 +1,21 @@
 """The body of ``/v1/messages``: its fields, and which of them are accepted or refused."""
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
 from .body import RequestModel, given
-from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, RefusedField
+from .fields import NO_HOSTED_TOOLS, FieldTable, RefusedField
 
-_NO_HOSTED = "this server runs no tools; the client runs functions"
-_TEXT_ALONE = "this server takes text only"
-
-# Beside those that all routes accept or refuse.
 ANTHROPIC_ACCEPTED: Mapping[str, str] = {
     "cache_control": "KV is always cached",
     "inference_geo": "the server is where it is",
     "betas": "what a body may contain does not depend on it",
 }
 ANTHROPIC_REFUSED: Mapping[str, RefusedField] = {
-    "container": RefusedField(_NO_HOSTED),
-    "mcp_servers": RefusedField(_NO_HOSTED, ([],)),
+    "container": RefusedField(NO_HOSTED_TOOLS),
+    "mcp_servers": RefusedField(NO_HOSTED_TOOLS, ([],)),
     "context_management": RefusedField("messages are not left out; send fewer", ({},)),
     "input": RefusedField("write messages, or send input to /v1/responses"),
     "stop": RefusedField("write stop_sequences"),
@@ -84,6 +79,8 @@ class OutputOptions(RequestModel):
 class AnthropicRequest(RequestModel):
     """A conversation that the model continues, in Anthropic's form."""
 
+    accepted: ClassVar = ANTHROPIC_ACCEPTED
+    refused: ClassVar = ANTHROPIC_REFUSED
     nested: ClassVar = {
         "messages": _MESSAGE,
         "tools": _TOOL,
@@ -134,13 +131,3 @@ class AnthropicRequest(RequestModel):
     output_config: OutputOptions | None = given("The form of the answer.")
     cache_salt: str | None = given("Only requests with the same salt share KV.")
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
-
-    @classmethod
-    @cache
-    def field_table(cls) -> FieldTable:
-        return FieldTable(
-            served=tuple(cls.model_fields),
-            accepted={**ACCEPTED_FIELDS, **ANTHROPIC_ACCEPTED},
-            refused={**REFUSED_FIELDS, **ANTHROPIC_REFUSED},
-            nested=cls.nested,
-        )

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 from ..errors import OverloadedError
 from .body_limits import check_body, check_num_items
 from .errors import ClientGoneError, HttpError
-from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, UnknownFields
+from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, RefusedField, UnknownFields
 from .json_values import field_path, kind_of, wrong_type
 
 _MAX_INLINE_BYTES = 1 << 16  # of a body that the event loop parses itself
@@ -31,6 +31,9 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     nested: ClassVar[Mapping[str, FieldTable]] = {}  # of the objects in it, by field
+    # Beside those that all routes accept or refuse.
+    accepted: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, RefusedField]] = {}
 
     @classmethod
     @cache
@@ -38,8 +41,8 @@ class RequestModel(BaseModel):
         """Return the table of its fields, those of nested objects included."""
         return FieldTable(
             served=tuple(cls.model_fields),
-            accepted=ACCEPTED_FIELDS,
-            refused=REFUSED_FIELDS,
+            accepted={**ACCEPTED_FIELDS, **cls.accepted},
+            refused={**REFUSED_FIELDS, **cls.refused},
             nested=cls.nested,
         )
 

@@ -173,7 +173,7 @@ class GenerationEndpoint(ABC):
         await writer.write_json(msgspec.json.encode(self.answer(request, runs)))
 
     def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
-        """Return the answer of a request whose prompts have ended."""
+        """Return the answer of a request at the end of all its prompts."""
         envelope = request.envelope
         return Answer(
             id=envelope.id,

@@ -44,7 +44,8 @@ class FieldTable:
     nested: Mapping[str, "FieldTable"] = field(default_factory=dict)  # of objects, by served name
 
 
-_TEXT_ALONE = "this server takes text only"
+TEXT_ALONE = "this server takes text only"
+NO_HOSTED_TOOLS = "this server runs no tools; the client runs functions"
 _NO_REASONING = "write the template's own variable into chat_template_kwargs"
 _NO_SAMPLER = "there is no such sampler"
 _ADAPTER_IN_MODEL = "write the adapter's name as model"
@@ -74,8 +75,8 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "function_call": RefusedField("write tool_choice", ("none",)),
     "best_of": RefusedField("choices are not ranked; write n", (1,)),
     "suffix": RefusedField("fill-in-the-middle is not served", ("",)),
-    "audio": RefusedField(_TEXT_ALONE),
-    "modalities": RefusedField(_TEXT_ALONE, (["text"],)),
+    "audio": RefusedField(TEXT_ALONE),
+    "modalities": RefusedField(TEXT_ALONE, (["text"],)),
     "prediction": RefusedField(
         "predicted outputs are not served; write their length as predicted_output_tokens"
     ),
@@ -90,7 +91,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "length_penalty": RefusedField("beam search is not served", (1.0, 1)),
     "chat_template": RefusedField("templates come from the model or from --chat-template"),
     "documents": RefusedField("write them into the messages", ([],)),
-    "mm_processor_kwargs": RefusedField(_TEXT_ALONE, ({},)),
+    "mm_processor_kwargs": RefusedField(TEXT_ALONE, ({},)),
     "prompt_embeds": RefusedField("write the prompt as text or token ids"),
     "logits_processors": RefusedField("requests cannot carry code", ([],)),
     "return_tokens_as_token_ids": RefusedField("write return_token_ids", (False,)),
@@ -130,7 +131,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "top_a": RefusedField(_NO_SAMPLER, (0.0, 0)),
     "tfs_z": RefusedField(_NO_SAMPLER, (1.0, 1)),
     "options": RefusedField(_ONE_LEVEL, ({},)),
-    "images": RefusedField(_TEXT_ALONE, ([],)),
+    "images": RefusedField(TEXT_ALONE, ([],)),
     "system": RefusedField("write a message with the role system"),
     # Anthropic's, and fields that client libraries should have removed.
     "max_tokens_to_sample": RefusedField("write max_tokens"),
@@ -161,7 +162,7 @@ _TEXT_PART = FieldTable(
         "id": "names the part",
     },
     refused={
-        name: RefusedField(_TEXT_ALONE)
+        name: RefusedField(TEXT_ALONE)
         for name in ("image_url", "image", "input_audio", "audio_url", "video_url", "file")
     },
 )
@@ -177,8 +178,8 @@ MESSAGE_FIELDS = FieldTable(
         "provider_specific_fields": "no chat template uses it",
     },
     refused={
-        "audio": RefusedField(_TEXT_ALONE, ({},)),
-        "images": RefusedField(_TEXT_ALONE, ([],)),
+        "audio": RefusedField(TEXT_ALONE, ({},)),
+        "images": RefusedField(TEXT_ALONE, ([],)),
         "function_call": RefusedField("write tool_calls", ({},)),
         "prefix": RefusedField("write continue_final_message beside the messages", (False,)),
         "partial": RefusedField("write continue_final_message beside the messages", (False,)),

@@ -8,10 +8,8 @@ import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..tools.parts import AnswerParser
-from .body import is_large, parse_body, read_model
-from .chat import ChatEndpoint, ChatRequest
+from .body import is_large, parse_body
 from .errors import ErrorReply
-from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
 from .open_record import OpenRecord, PromptRun
 from .response_chat import FIELD_NAMES, chat_body
@@ -19,8 +17,8 @@ from .response_fields import ResponsesRequest
 from .response_items import ItemAssembler, encoded
 from .response_objects import IncompleteDetails, ResponseFailure, ResponseObject, ResponseUsage
 from .responses import Timing, Usage, usage_of
-from .sse import ResponseWriter, StreamEncoder
-from .translation import names_of_fields
+from .sse import StreamEncoder
+from .translation import TranslatedEndpoint
 
 _FAILURE_CODES = {429: "rate_limit_exceeded"}  # by status; else "server_error"
 
@@ -53,27 +51,19 @@ class ParsedResponse(ParsedRequest):
         )
 
 
-class ResponsesEndpoint(ChatEndpoint):
+class ResponsesEndpoint(TranslatedEndpoint):
     """Answers ``/v1/responses``."""
 
     id_prefix = "resp"
     prompt_field = "input"
+    field_names = FIELD_NAMES
 
     async def parse(self, body: bytes, record: OpenRecord) -> ParsedResponse:
         asked = await parse_body(ResponsesRequest, body, self.state.unknown_fields)
         record.read(asked.model, stream=bool(asked.stream))
-        with names_of_fields(FIELD_NAMES):
-            chat = read_model(ChatRequest, chat_body(asked))
-            parsed = await self._parsed(chat, record.request_id, is_large=is_large(body))
+        parsed = await self._as_chat(chat_body, asked, record, is_large=is_large(body))
         fields = {one.name: getattr(parsed, one.name) for one in dataclasses.fields(parsed)}
         return ParsedResponse(**fields, asked=asked)
-
-    async def _answer(
-        self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
-        record: OpenRecord,
-    ) -> None:  # fmt: skip
-        with names_of_fields(FIELD_NAMES):
-            await super()._answer(request, writer, origin, record)
 
     def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
         assert isinstance(request, ParsedResponse)

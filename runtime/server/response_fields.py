@@ -1,20 +1,16 @@
 """The body of ``/v1/responses``: its fields, and which of them are accepted or refused."""
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
 from .body import RequestModel, given
-from .fields import ACCEPTED_FIELDS, REFUSED_FIELDS, FieldTable, RefusedField
+from .fields import NO_HOSTED_TOOLS, TEXT_ALONE, FieldTable, RefusedField
 from .generation_request import StopField
 
 _STATELESS = "nothing is stored; send the whole conversation as input"
-_TEXT_ALONE = "this server takes text only"
-_NO_HOSTED = "this server runs no tools; the client runs functions"
 
-# Beside those that all routes accept or refuse.
 RESPONSES_ACCEPTED: Mapping[str, str] = {
     "include": "results of hosted tools do not occur, and reasoning is not encrypted",
     "max_tool_calls": "limits hosted tools, which are not served",
@@ -58,7 +54,7 @@ _ITEM_FIELDS = FieldTable(
                 "cache_control": "KV is always cached",
             },
             refused={
-                source: RefusedField(_TEXT_ALONE)
+                source: RefusedField(TEXT_ALONE)
                 for source in ("image_url", "file_id", "file_data", "file_url", "input_audio")
             },
         )
@@ -69,7 +65,7 @@ _TOOL_FIELDS = FieldTable(
     served=("type", "name", "description", "parameters", "strict"),
     accepted={"defer_loading": "all functions are shown to the model at once"},
     refused={
-        name: RefusedField(_NO_HOSTED)
+        name: RefusedField(NO_HOSTED_TOOLS)
         for name in ("server_label", "vector_store_ids", "container", "environment")
     },
 )  # fmt: skip
@@ -116,6 +112,8 @@ class TextOptions(RequestModel):
 class ResponsesRequest(RequestModel):
     """A text or a list of items that the model answers. Nothing is stored."""
 
+    accepted: ClassVar = RESPONSES_ACCEPTED
+    refused: ClassVar = RESPONSES_REFUSED
     nested: ClassVar = {
         "input": _ITEM_FIELDS,
         "tools": _TOOL_FIELDS,
@@ -165,13 +163,3 @@ class ResponsesRequest(RequestModel):
         "The client's estimate of the output's tokens; default: the engine's own."
     )
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
-
-    @classmethod
-    @cache
-    def field_table(cls) -> FieldTable:
-        return FieldTable(
-            served=tuple(cls.model_fields),
-            accepted={**ACCEPTED_FIELDS, **RESPONSES_ACCEPTED},
-            refused={**REFUSED_FIELDS, **RESPONSES_REFUSED},
-            nested=cls.nested,
-        )

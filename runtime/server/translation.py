@@ -1,10 +1,40 @@
-"""What the routes share whose bodies are translated to that of a chat."""
+"""What ``/v1/responses`` and ``/v1/messages`` share: their bodies become that of a chat."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import RequestError
+from .body import RequestModel, read_model
+from .chat import ChatEndpoint, ChatRequest
+from .gateways import GatewayRequest
+from .generation_request import ParsedRequest
 from .json_values import wrong_type
+from .open_record import OpenRecord
+from .sse import ResponseWriter
+
+_Asked = TypeVar("_Asked", bound=RequestModel)
+
+
+class TranslatedEndpoint(ChatEndpoint):
+    """Answers as a chat; errors name the fields of the body that the client sent."""
+
+    field_names: ClassVar[Mapping[str, str]]  # see ``names_of_fields``
+
+    async def _as_chat(
+        self, translate: Callable[[_Asked], dict[str, Any]], asked: _Asked, record: OpenRecord,
+        *, is_large: bool,
+    ) -> ParsedRequest:  # fmt: skip
+        with names_of_fields(self.field_names):
+            chat = read_model(ChatRequest, translate(asked))
+            return await self._parsed(chat, record.request_id, is_large=is_large)
+
+    async def _answer(
+        self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
+        record: OpenRecord,
+    ) -> None:  # fmt: skip
+        with names_of_fields(self.field_names):
+            await super()._answer(request, writer, origin, record)
 
 
 @contextmanager

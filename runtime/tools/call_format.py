@@ -38,7 +38,7 @@ class CallFormat:
         return None if mark is None else mark[0]
 
 
-# Of models whose own format is not known, or has no JSON.
+# For models without a known format, and for formats without JSON.
 PLAIN_CALLS = CallFormat(
     before_name='{"name": "', before_arguments='", "arguments": ', after_arguments="}",
     opens="[", closes="]", separator=", ",

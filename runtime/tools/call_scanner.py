@@ -17,8 +17,8 @@ class CallKeys:
 class CallScanner:
     """Reads the JSON of one call, or of a list of calls, piece by piece.
 
-    It does not check the JSON. It shows nothing of a call whose arguments come before its name, or
-    are no object.
+    It does not check the JSON. It shows nothing of a call that has its arguments before its name,
+    or arguments that are no object.
     """
 
     def __init__(self, keys: CallKeys, name: str | None = None) -> None:
@@ -32,7 +32,7 @@ class CallScanner:
         self._is_value = keys.arguments is None  # a value follows, not a key
         self._name = name
         self._in_arguments = False
-        self.num_complete = 0  # calls whose arguments have ended
+        self.num_complete = 0  # calls with complete arguments
 
     def feed(self, text: str) -> Iterator[tuple[str | None, str]]:
         """Yield pieces of arguments; with the first one of a call, its name."""

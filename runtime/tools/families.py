@@ -1,4 +1,4 @@
-"""Response templates of model families whose tokenizers have none.
+"""Response templates of model families that have none in their tokenizers.
 
 A family is recognised by the marks in its chat template, as fine-tuned models keep them under
 other names. The formats are those of the models' cards.
@@ -71,7 +71,7 @@ def _json_call(before: str, arguments: str, after: str, separator: str | None) -
     )
 
 
-# The first one whose marks are found counts.
+# The first one with marks in the chat template counts.
 _FAMILIES = (
     _Family(  # gpt-oss
         ("<|channel|>", "<|message|>", "<|start|>"),

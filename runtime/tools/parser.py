@@ -48,7 +48,7 @@ class TemplateParser:
         self, template: ResponseTemplate, options: ParserOptions, prompt: str,
         call_id: Callable[[], str] = new_call_id,
     ) -> None:  # fmt: skip
-        """``prompt``: the text before the answer, whose end may have begun a field."""
+        """``prompt``: the text before the answer; its end may have begun a field."""
         self._options = options
         self._call_id = call_id
         self._fields = [one for one in template.fields.values() if self._is_read(one)]

@@ -29,7 +29,7 @@ class AnswerPart:
     kind: PartKind
     text: str  # of a call: a piece of the JSON of its arguments
     index: int = 0  # of the call, from 0
-    head: CallHead | None = None  # in the first part of a call, whose text is empty
+    head: CallHead | None = None  # in the first part of a call, which has no text
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class AnswerReader:
         return [*parser.feed(choice.text), *self.rest(parser, choice)]
 
     def rest(self, parser: AnswerParser, choice: CompletionOutput) -> list[AnswerPart]:
-        """Return the last parts of a choice that has ended, all of whose text ``parser`` has."""
+        """Return the last parts of a choice that has ended; ``parser`` has all of its text."""
         return [*parser.feed(self._end_mark(choice)), *parser.finish()]
 
     def _end_mark(self, choice: CompletionOutput) -> str:

@@ -16,7 +16,7 @@ def make_grammars(
     tokenizer: ModelTokenizer, config: Any, defaults: "GenerationDefaults",
     notify: Callable[[], None], cpus: tuple[int, ...],
 ) -> Grammars:  # fmt: skip
-    """Return the grammars for a model, whose tree of tokens is not begun yet.
+    """Return the grammars for a model. Their tree of tokens is not begun yet.
 
     ``config``: transformers' configuration of the text model; ``notify``, ``cpus``: see
     ``Grammars``.
