@@ -27,6 +27,7 @@ _MAX_RESULTS = 1024
 _MAX_WAITING = 256  # different texts
 _MAX_WAIT_S = 10.0  # of one, with those before it
 _START_TIMEOUT_S = 30.0
+_KILL_WAIT_S = 5.0
 _WORKED_SHARE = 1 / 16  # of the deadline: with less processor time, the machine is busy
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # of memory, and of the stack
 
@@ -84,7 +85,10 @@ class _Process:
         """Kill it, if it has not ended, and return its status. Idempotent."""
         self._popen.kill()
         self._writer.close()
-        return await asyncio.to_thread(self._popen.wait)  # the system frees its memory
+        try:  # the system frees its memory
+            return await asyncio.to_thread(self._popen.wait, _KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
 
 
 def _not_started(error: Exception) -> OverloadedError:

@@ -77,15 +77,8 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = given("Token counts in every chunk, with include_usage.")
 
 
-class GenerationFields(StructureFields):
-    """The fields that both endpoints serve."""
-
-    nested: ClassVar = {
-        **StructureFields.nested,
-        "stream_options": FieldTable(
-            served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
-        ),
-    }
+class SamplingFields(RequestModel):
+    """The fields that completions, chats and responses serve."""
 
     model: str | None = given(
         "An adapter's name, base:adapter, or a name of the base model; default: the base model."
@@ -99,15 +92,33 @@ class GenerationFields(StructureFields):
         "Sample from tokens with at least this share of the highest probability."
     )
     repetition_penalty: float | None = given("Divides the logits of tokens that occurred; 1 = off.")
+    presence_penalty: float | None = given("Subtracted from the logits of generated tokens.")
+    frequency_penalty: float | None = given("Subtracted for each time a token was generated.")
+    seed: int | None = given("The same seed gives the same tokens.")
+    stop: StopField = given("Texts that end an answer; its text is cut before them.")
+    stream: bool | None = given("Answer with server-sent events.")
+    cache_salt: str | None = given("Only requests with the same salt share KV.")
+    predicted_output_tokens: int | None = given(
+        "The client's estimate of the output's tokens; default: the engine's own."
+    )
+
+
+class GenerationFields(StructureFields, SamplingFields):
+    """The fields that completions and chats serve."""
+
+    nested: ClassVar = {
+        **StructureFields.nested,
+        "stream_options": FieldTable(
+            served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
+        ),
+    }
+
     logit_bias: dict[str, float] | None = given("Added to the logits of tokens, by token id.")
     bad_words: list[str] | None = given("Texts that no choice contains, as token sequences.")
     allowed_token_ids: TokenIdsField = given("Sample from these tokens only.")
     prompt_logprobs: int | None = given(
         "Return the log-probability of each prompt token and of this many alternatives."
     )
-    presence_penalty: float | None = given("Subtracted from the logits of generated tokens.")
-    frequency_penalty: float | None = given("Subtracted for each time a token was generated.")
-    seed: int | None = given("The same seed gives the same tokens.")
     n: int | None = given("Choices for each prompt; default: 1.")
     max_tokens: int | None = given(
         "Most tokens of each choice; default: 16 for prompts, what fits for messages. "
@@ -115,19 +126,13 @@ class GenerationFields(StructureFields):
     )
     max_completion_tokens: int | None = given("Another name for max_tokens.")
     min_tokens: int | None = given("Fewest tokens of each choice.")
-    stop: StopField = given("Texts that end a choice; its text is cut before them.")
     stop_token_ids: TokenIdsField = given("Tokens that end a choice.")
     ignore_eos: bool | None = given("Continue after an end-of-sequence token.")
     include_stop_str_in_output: bool | None = given(
         "Keep the text that ended a choice, including special tokens of a stop string."
     )
     skip_special_tokens: bool | None = given("Remove special tokens from texts; default: true.")
-    stream: bool | None = given("Answer with server-sent events.")
     stream_options: StreamOptions | None = given("What the stream reports beside its text.")
-    cache_salt: str | None = given("Only requests with the same salt share KV.")
-    predicted_output_tokens: int | None = given(
-        "The client's estimate of the output's tokens; default: the engine's own."
-    )
     return_timing: bool | None = given("Return where the time went.")
     return_token_ids: bool | None = given("Return the token ids of prompt and choices.")
     add_special_tokens: bool | None = given(

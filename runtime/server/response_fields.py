@@ -7,7 +7,7 @@ from pydantic import WithJsonSchema
 
 from .body import RequestModel, given
 from .fields import NO_HOSTED_TOOLS, TEXT_ALONE, FieldTable, RefusedField
-from .generation_request import StopField
+from .generation_request import SamplingFields
 
 _STATELESS = "nothing is stored; send the whole conversation as input"
 
@@ -109,7 +109,7 @@ class TextOptions(RequestModel):
     verbosity: str | None = given("A variable of the chat template, such as low.")
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingFields):
     """A text or a list of items that the model answers. Nothing is stored."""
 
     accepted: ClassVar = RESPONSES_ACCEPTED
@@ -133,33 +133,12 @@ class ResponsesRequest(RequestModel):
 
     input: InputField
     instructions: str | None = given("A system message before the input.")
-    model: str | None = given(
-        "An adapter's name, base:adapter, or a name of the base model; default: the base model."
-    )
     tools: list[dict[str, Any]] | None = given("Functions that the model may call.")
     tool_choice: str | dict[str, Any] | None = given("auto, none, required, or one function.")
     parallel_tool_calls: bool | None = given("Allow several calls; default: true.")
     text: TextOptions | None = given("The form of the text.")
     reasoning: ReasoningOptions | None = given("How much the model reasons.")
     max_output_tokens: int | None = given("Most tokens of the answer; default: what fits.")
-    stream: bool | None = given("Answer with server-sent events.")
     stream_options: dict[str, Any] | None = given("Nothing in it has an effect.")
     metadata: dict[str, Any] | None = given("Returned with the answer.")
-    temperature: float | None = given("0 is greedy; default, also of the next four: the model's.")
-    top_p: float | None = given(
-        "Sample from the most likely tokens that together have this probability."
-    )
-    top_k: int | None = given("Sample from this many of the most likely tokens; 0 or -1 = all.")
-    min_p: float | None = given(
-        "Sample from tokens with at least this share of the highest probability."
-    )
-    repetition_penalty: float | None = given("Divides the logits of tokens that occurred; 1 = off.")
-    presence_penalty: float | None = given("Subtracted from the logits of generated tokens.")
-    frequency_penalty: float | None = given("Subtracted for each time a token was generated.")
-    seed: int | None = given("The same seed gives the same tokens.")
-    stop: StopField = given("Texts that end the answer; its text is cut before them.")
-    cache_salt: str | None = given("Only requests with the same salt share KV.")
-    predicted_output_tokens: int | None = given(
-        "The client's estimate of the output's tokens; default: the engine's own."
-    )
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
