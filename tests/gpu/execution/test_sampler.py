@@ -37,6 +37,15 @@ def test_greedy_takes_the_largest_logit() -> None:
     assert [row.token_id for row in rows] == [1, 0]
 
 
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    logits = torch.full((3, 4099), -1.0)
+    logits[0, 70:] = 5.0
+    logits[1, [4098, 4097]] = 5.0
+    logits[2, 3], logits[2, 2000] = -0.0, 0.0
+    rows = Sampler([]).sample(logits, [make_state(temperature=0)] * 3)
+    assert [row.token_id for row in rows] == [70, 4097, 3]
+
+
 def test_draws_follow_the_softmax() -> None:
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     tokens = np.array(draw(probs.log()[None], 8000, temperature=1.0))
