@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
+# Tests start hundreds of processes: each would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TYPING := $(VENV)/typing
 NEWEST := $(VENV)/newest
