@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from models import llama_config, make_adapters, save_model
+from models import SIZES, make_adapters, save_model
 from neighbours.cells import (
     Figures,
     Kept,
@@ -48,17 +48,6 @@ from paired import report, setup
 from safetensors import safe_open
 from transformers import LlamaConfig
 
-SIZES: Mapping[str, LlamaConfig] = {
-    "tiny": llama_config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    ),
-    "150m": llama_config(),
-    "1b": llama_config(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
-    ),
-}  # fmt: skip
 KINDS = ("bfloat16", "int8", "int4")
 _SPINNERS_PER_CORE = (0, 1, 2)
 _BUSY_LOADS = (8, 1)

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,19 @@ def llama_config(**options: Any) -> LlamaConfig:
         "tie_word_embeddings": False,
     }
     return LlamaConfig(**(values | options))
+
+
+SIZES: Mapping[str, LlamaConfig] = {
+    "tiny": llama_config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    ),
+    "150m": llama_config(),
+    "1b": llama_config(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 
 @one_torch_thread()

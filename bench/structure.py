@@ -4,11 +4,13 @@
   vocabulary of 151,640 tokens: waiting for its mask, applying it, and consuming the token. The mask
   is filled by a thread during a pause, as during a forward pass.
 - ``rows``: 8 rows with grammars beside 8 free ones, against 16 free ones, in a model of 150 M.
+- ``forced``: tokens/s of whole records whose forced tokens are computed at once, over the same with
+  all tokens drawn, for one client and eight, in a model of 150 M (``--size 1b``: 1.1 B).
 - ``first``: first tokens of requests with schemas that were never seen, against free requests.
 
 The last line is JSON.
 
-    python bench/structure.py [--parts mask rows first] [--pairs 7]
+    python bench/structure.py [--parts mask rows forced first] [--pairs 7] [--size 1b]
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,14 @@ from corun.runtime.grammar.compile import start_matcher
 from corun.runtime.grammar.matcher import Matcher
 from corun.runtime.grammar.tokenizer import make_ll_tokenizer
 from corun.runtime.plan import BASE_ADAPTER, NewRequest, RequestId
-from models import VOCAB_SIZE, llama_config, one_torch_thread, save_model
+from models import SIZES, one_torch_thread, save_model
 from paired import compare, report, seconds
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 LARGE_VOCAB_SIZE = 151_640
 MAX_ROW_US, MIN_ROWS_RATIO, MAX_FIRST_MS = 60.0, 0.97, 30.0
+MIN_FORCED_RATIO = 1.3
 MAX_ROWS_CONTROL = 0.02
 NUM_TOKENS = 48
 END = "<end>"
@@ -72,6 +76,38 @@ def schema(number: int = 0) -> StructuredOutput:
     }  # fmt: skip
     text = json.dumps({"type": "array", "items": record, "minItems": 1000})
     return StructuredOutput("json_schema", text)
+
+
+_TEXT, _COUNT = (
+    {"type": "string", "minLength": 3, "maxLength": 12},
+    {"type": "integer", "minimum": 0, "maximum": 999},
+)
+_RECORDS: tuple[dict[str, Any], ...] = (
+    {"first_name": _TEXT, "last_name": _TEXT, "age": _COUNT, "email": _TEXT},
+    {"label": {"enum": ["positive", "negative", "neutral"]}, "confidence": _COUNT},
+    {
+        "order_number": _COUNT, "status": {"enum": ["open", "shipped", "returned"]},
+        "items": {
+            "type": "array", "minItems": 2, "maxItems": 2,
+            "items": {
+                "type": "object", "properties": {"product": _TEXT, "quantity": _COUNT},
+                "required": ["product", "quantity"], "additionalProperties": False,
+            },
+        },
+    },
+    {"title": _TEXT, "location": _TEXT, "is_online": {"type": "boolean"}, "participants": _COUNT},
+)  # fmt: skip
+
+
+def records() -> list[StructuredOutput]:
+    """Return schemas of records as extraction and classification have them; each answer ends."""
+    return [
+        StructuredOutput("json_schema", json.dumps({
+            "type": "object", "properties": properties, "required": list(properties),
+            "additionalProperties": False,
+        }))
+        for properties in _RECORDS
+    ]  # fmt: skip
 
 
 @one_torch_thread()
@@ -118,10 +154,11 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
     }
 
 
-def save_bench_model(directory: Path) -> Path:
-    """Save a Llama of 150 M with a tokenizer of bytes and pieces."""
-    save_model(llama_config(), directory)
-    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+def save_bench_model(directory: Path, size: str = "150m") -> Path:
+    """Save a Llama with a tokenizer of bytes and pieces; ``size``: one of ``SIZES``."""
+    config = SIZES[size]
+    save_model(config, directory)
+    tokenizer = byte_level_tokenizer(config.vocab_size)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(directory)
     return directory
 
@@ -145,6 +182,41 @@ def measure_rows(engine: Engine, num_pairs: int) -> dict[str, Any]:
     mixed, _, _ = compare(lambda: batch_s(0), lambda: batch_s(8), num_pairs, progress="rows")
     control, _, _ = compare(lambda: batch_s(0), lambda: batch_s(0), num_pairs, progress="control")
     return {"mixed_over_free": mixed.to_json(), "control": control.to_json()}
+
+
+def measure_forced(engine: Engine, num_pairs: int) -> dict[str, Any]:
+    """Return tokens/s with forced tokens over those with drawn ones, by clients, and a control."""
+    figures: dict[str, Any] = {}
+    structures = records()
+
+    def token_s(num_clients: int, *, is_forced: bool) -> float:
+        """Seconds for each token of answers with all schemas."""
+        began_s, num_tokens = time.perf_counter(), 0
+        for first in range(0, max(len(structures), num_clients), num_clients):
+            rows = range(first, first + num_clients)
+            outputs = engine.generate(
+                [[(7 * row + at) % 250 for at in range(24)] for row in rows],
+                [
+                    SamplingParams(
+                        temperature=1.0, seed=row, max_tokens=400,
+                        structured_output=structures[row % len(structures)],
+                        structured_forced_tokens=is_forced,
+                    )
+                    for row in rows
+                ],
+            )  # fmt: skip
+            assert all(one.outputs[0].finish_reason == "stop" for one in outputs)
+            num_tokens += sum(len(one.outputs[0].token_ids) for one in outputs)
+        return (time.perf_counter() - began_s) / num_tokens
+
+    for num_clients in (1, 8):
+        forced, drawn = (partial(token_s, num_clients, is_forced=one) for one in (True, False))
+        forced(), drawn()
+        name = f"{num_clients} clients"
+        ratio, _, _ = compare(drawn, forced, num_pairs, progress=name)
+        control, _, _ = compare(drawn, drawn, num_pairs, progress="control")
+        figures[name] = {"forced_over_drawn": ratio.to_json(), "control": control.to_json()}
+    return figures
 
 
 def measure_first(engine: Engine, num_pairs: int) -> dict[str, Any]:
@@ -175,6 +247,9 @@ def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
         is_steady = control["high"] - control["low"] <= MAX_ROWS_CONTROL * control["median"]
         is_kept = figures["rows"]["mixed_over_free"]["median"] >= MIN_ROWS_RATIO
         bounds[f"8 rows of 16 >= {MIN_ROWS_RATIO}"] = is_kept if is_steady else None
+    for name, row in figures.get("forced", {}).items():
+        is_kept = row["forced_over_drawn"]["median"] >= MIN_FORCED_RATIO
+        bounds[f"forced tokens, {name} >= {MIN_FORCED_RATIO}"] = is_kept
     if "first" in figures:
         bounds[f"first token <= {MAX_FIRST_MS:g} ms more"] = (
             figures["first"]["added_ms"] <= MAX_FIRST_MS
@@ -185,20 +260,23 @@ def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parts = ["mask", "rows", "first"]
+    parts = ["mask", "rows", "forced", "first"]
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--size", choices=sorted(SIZES), default="150m", help="of the model")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     if "mask" in arguments.parts:
         figures["mask"] = measure_mask(60)
         print(figures["mask"], flush=True)
-    if {"rows", "first"} & set(arguments.parts):
+    if {"rows", "forced", "first"} & set(arguments.parts):
         with tempfile.TemporaryDirectory() as directory:
-            model = save_bench_model(Path(directory) / "model")
+            model = save_bench_model(Path(directory) / "model", arguments.size)
             with Engine(model=str(model), device="cpu", dtype="bfloat16") as engine:
                 if "rows" in arguments.parts:
                     figures["rows"] = measure_rows(engine, arguments.pairs)
+                if "forced" in arguments.parts:
+                    figures["forced"] = measure_forced(engine, arguments.pairs)
                 if "first" in arguments.parts:
                     figures["first"] = measure_first(engine, 3 * arguments.pairs)
     workload = {"vocabulary": LARGE_VOCAB_SIZE, "tokens": NUM_TOKENS, "pairs": arguments.pairs}

@@ -161,7 +161,7 @@ class RowResult:
 
     request_id: RequestId
     outcome: Outcome
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # the sampled one, and those that its grammar forces after it
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if requested
     error: str | None = None  # why, for RETRY and FAILED
     error_kind: str | None = None  # a class in errors, for FAILED; None = the step failed
@@ -228,8 +228,8 @@ class Executor(Protocol):
           load's place on the host.
         - Adapters are evicted first on the device, then on the host. Then transfers begin, then
           rows. ASSISTED rows may use layer groups of loads that have not ended.
-        - A sampled token has position ``start_position + num_tokens`` and is stored there. A row
-          that is computed again replaces it and all later tokens.
+        - A sampled token has position ``start_position + num_tokens`` and is stored there, and
+          forced tokens after it. A row that is computed again replaces it and all later tokens.
         - ``ended_requests`` may be unknown.
         - Failures inside the step are results; ``submit`` does not raise for them.
         """

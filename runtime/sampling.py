@@ -112,6 +112,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # alternatives per prompt token; 0 = the token only
     truncate_prompt_tokens: int | None = None  # the last ones kept; -1 = as many as fit
     structured_output: StructuredOutput | None = None  # None = any text
+    structured_forced_tokens: bool = True  # text without a choice is computed at once, not drawn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _string_tuple(self.stop))

@@ -346,8 +346,8 @@ def _result_of(
         )
     logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
     return RowResult(
-        request_id, Outcome.TOKENS, (sampled.token_id,), logprobs=logprobs, prompt_logprobs=prompt,
-        is_last=sampled.is_last,
+        request_id, Outcome.TOKENS, (sampled.token_id, *sampled.forced), logprobs=logprobs,
+        prompt_logprobs=prompt, is_last=sampled.is_last,
     )  # fmt: skip
 
 

@@ -54,6 +54,11 @@ class RequestState:
             self.tokens[self.num_tokens] = token_id
             self.num_tokens += 1
 
+    @property
+    def room(self) -> int:
+        """Tokens until its length limit."""
+        return len(self.tokens) - 1 - self.num_tokens
+
     def seen_tokens(self) -> NDArray[np.int64]:
         """The distinct tokens of prompt and output."""
         self._seen_counts.catch_up(self.tokens[: self.num_tokens])

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ...runtime.errors import CorunError, StepFailedError
 from ...runtime.grammar.matcher import Matcher
 from ...runtime.sampling import SamplingParams, StructuredOutput
+from .token_rules import TokenRules
 
 MakeMatcher = Callable[[StructuredOutput], Matcher]  # raises ``RequestError``
 
@@ -51,6 +52,12 @@ class RowGrammar:
             frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self._ends
         )
         self._min_tokens = sampling.min_tokens
+        # Each token of other rows is drawn, as it may be forbidden, or its logits are reported.
+        self._may_force = (
+            sampling.structured_forced_tokens
+            and sampling.logprobs is None
+            and TokenRules.of(sampling) is None
+        )
         self._matcher: Matcher | None = None
         self._words: NDArray[np.int32] | None = None
         self._error: CorunError | None = None
@@ -97,6 +104,11 @@ class RowGrammar:
         self._words = None
         self._matcher.advance(output)
         return self._matcher.has_ended
+
+    def forced(self, room: int) -> list[int]:
+        """Return the tokens, at most ``room``, that follow the taken ones in any case."""
+        assert self._matcher is not None and self.filling is None
+        return self._matcher.forced()[:room] if self._may_force else []
 
     def _wait(self) -> None:
         """Wait for the thread's work on this row, if there is any."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...runtime.errors import CorunError, RequestError
 from ...runtime.plan import TokenLogprobs
@@ -40,6 +39,7 @@ class SampledRow:
     error: str | None = None
     error_kind: str | None = None  # a class in ``runtime/errors.py``, if the request is the cause
     is_last: bool = False  # the answer is whole: its grammar allows nothing more
+    forced: tuple[int, ...] = ()  # tokens after it that the grammar forces
 
 
 _NOT_FINITE_ROW = SampledRow(-1, None, _NOT_FINITE)
@@ -103,9 +103,9 @@ class Sampler:
         ]
 
     def take(self, rows: Sequence[tuple[RequestState, SampledRow]]) -> list[SampledRow]:
-        """Append drawn tokens to their requests, and begin to make the masks of the next ones.
+        """Append drawn and forced tokens to their requests; begin to make the masks of the next.
 
-        Returns the rows, with an error if the grammar of one fails.
+        Returns the rows, with the forced tokens, or an error if the grammar of one fails.
         """
         taken, constrained = [], []
         for state, drawn in rows:
@@ -113,7 +113,7 @@ class Sampler:
             if row.error is None:
                 state.append(row.token_id)
                 if state.grammar is not None:
-                    row = _checked(row, state.grammar, state.output)
+                    row = _checked(row, state.grammar, state)
                     if row.error is None and not row.is_last:
                         constrained.append(state)
             taken.append(row)
@@ -177,10 +177,17 @@ def _first_largest(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
-def _checked(row: SampledRow, grammar: RowGrammar, output: NDArray[np.int64]) -> SampledRow:
-    """Have the row's grammar consume its token, the last one of ``output``."""
+def _checked(row: SampledRow, grammar: RowGrammar, state: RequestState) -> SampledRow:
+    """Have the row's grammar consume its token, the last one of ``state``; add forced tokens."""
     try:
-        return replace(row, is_last=True) if grammar.take(output) else row
+        if grammar.take(state.output):
+            return replace(row, is_last=True)
+        forced = grammar.forced(state.room)
+        if not forced:
+            return row
+        for token_id in forced:
+            state.append(token_id)
+        return replace(row, forced=tuple(forced), is_last=grammar.take(state.output))
     except CorunError as error:
         return _failed_row(error)
 

@@ -14,13 +14,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..errors import RequestError
 from ..sampling import StructuredOutput
 from .gbnf import lark_of
-from .schema import exact_schema
+from .schema import json_rule
 from .tags import TRIGGER_IDS
 
 _MAX_DEPTH = 64  # of a schema
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
-# Whitespace between the parts of JSON is limited: a model would otherwise indent for ever.
-_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 # Text without a choice would otherwise be tokenized, and a special token in it is then refused.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _ANY_TEXT = r"/(.|\n)*/"
@@ -112,11 +110,7 @@ def _json_schema(text: str, field: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _refused(field, "the schema is not an object")
-    return f"start: {_json_rule(schema)}"
-
-
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": _JSON_OPTIONS})
+    return f"start: {json_rule(schema)}"
 
 
 def _json_object(text: str, field: str) -> str:
@@ -173,7 +167,7 @@ def _structural_tag(text: str, field: str) -> str:
         trigger = next((one for one in triggers if one and begin.startswith(one)), None)
         if trigger is None:
             raise _refused(field, f"structures[{number}] begins with none of the triggers")
-        inline = _json_rule({} if schema is True else schema)
+        inline = json_rule({} if schema is True else schema)
         rest = f"{_literal(begin[len(trigger) :])} {inline} {_literal(end)}"
         token = f" | TEXT <[{ids[trigger]}]>" if trigger in ids else ""
         rules.append(

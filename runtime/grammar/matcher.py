@@ -10,6 +10,7 @@ from ..errors import StepFailedError
 
 _WORD_BITS = 32
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
+_MAX_FORCED_BYTES = 2048  # at once: 1 ms of the engine's thread
 
 
 class Matcher:
@@ -23,6 +24,7 @@ class Matcher:
     def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
         """``start``: the grammar, compiled for ``tokenizer``; not changed."""
         self._start = start
+        self._tree = tokenizer
         self._tree_ends = tokenizer.eos_tokens
         self._state = start.deep_copy()
         self._consumed = b""  # the tokens as bytes, which compare fast
@@ -51,6 +53,25 @@ class Matcher:
     def has_ended(self) -> bool:
         """Whether the consumed tokens are a whole answer that nothing can continue."""
         return self._state.is_stopped()
+
+    def forced(self) -> list[int]:
+        """Return the tokens of the text that the grammar forces after the consumed tokens.
+
+        The last ones are missing if the tokens of the text that follows may begin in them. Consumes
+        nothing. Raises ``StepFailedError``.
+        """
+        text = self._state.compute_ff_bytes()
+        self._check()
+        if not text:
+            return []
+        tokens, rest = self._tree.tokenize_partial(text[:_MAX_FORCED_BYTES])
+        if len(text) <= _MAX_FORCED_BYTES:
+            last = [*tokens, *self._tree.tokenize_bytes(rest)]
+            after = self._state.deep_copy()
+            if after.try_consume_tokens(last) == len(last) and after.is_stopped():
+                return last
+        # The text of a special token must not become that token.
+        return tokens[: self._state.validate_tokens(tokens)]
 
     def mask(self, ends: Collection[int], drawable_ends: Collection[int]) -> NDArray[np.int32]:
         """Return the words of the tokens that may follow; valid until the next call.

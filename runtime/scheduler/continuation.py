@@ -113,8 +113,9 @@ class Continuation:
         self._enqueue(request, now_s)
 
     def _continue_running(self, draft: StepDraft, now_s: float) -> None:
-        """Put rows of running requests into the step, decode rows first."""
+        """Put rows of running requests into the step: decode rows, forced tokens, prompts."""
         decodes: list[Request] = []
+        forced: list[Request] = []
         prefills: list[Request] = []
         for request in self._running.requests:
             num_known_tokens = request.num_known_tokens
@@ -122,15 +123,17 @@ class Continuation:
                 num_known_tokens > request.num_allocated_tokens
                 or num_known_tokens >= request.max_total_tokens
                 or request.is_held
+                or (request.num_in_flight_samples and _may_be_forced(request))
             ):
                 continue
             num_pending_tokens = num_known_tokens - request.num_computed_tokens
             if num_pending_tokens == 1 and not request.is_cold:
                 decodes.append(request)
             elif num_pending_tokens:
-                prefills.append(request)
+                is_forced = request.num_computed_tokens >= len(request.prompt_token_ids)
+                (forced if is_forced and not request.is_cold else prefills).append(request)
         draft.add_decodes(decodes)
-        for request in self._policy.prefill_order(prefills, now_s):
+        for request in (*forced, *self._policy.prefill_order(prefills, now_s)):
             if not draft.num_free_tokens:
                 break
             if request.is_cold and draft.max_cold_tokens:
@@ -148,3 +151,9 @@ class Continuation:
         )
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)
+
+
+def _may_be_forced(request: Request) -> bool:
+    """Whether a sample in flight may bring more tokens than one."""
+    sampling = request.sampling
+    return sampling.structured_output is not None and sampling.structured_forced_tokens

@@ -75,21 +75,30 @@ class ResultReader:
         return events
 
     def _take_token(self, request: Request, result: RowResult | None) -> RequestEvent:
-        """Append the sampled token. The event is final if the token ends the request."""
-        if result is None or len(result.token_ids) != 1:
+        """Append the sampled token and forced ones, up to one that ends the request.
+
+        The event is final if one does.
+        """
+        if result is None or not result.token_ids:
             return _failure(request, "the executor returned no token for a row that samples")
-        token_id = result.token_ids[0]
         request.num_in_flight_samples -= 1
-        request.output_token_ids.append(token_id)
-        self._counters.generated_tokens += 1
-        reason = finish_reason_of(request, token_id, self._eos_token_ids)
-        is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
-        if result.is_last:
+        request.num_known_tokens -= 1  # all tokens of the result count now
+        reason, num_tokens = None, 0
+        for token_id in result.token_ids:
+            request.output_token_ids.append(token_id)
+            request.num_known_tokens += 1
+            num_tokens += 1
+            reason = finish_reason_of(request, token_id, self._eos_token_ids)
+            if reason is not None:
+                break
+        self._counters.generated_tokens += num_tokens
+        if result.is_last and num_tokens == len(result.token_ids):
             reason = FinishReason.STOP
+        is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
         stop_token_id = token_id if is_end and reason is FinishReason.STOP else None
         return RequestEvent(
-            request.request_id, result.token_ids, result.logprobs, reason, stop_token_id,
-            prompt_logprobs=result.prompt_logprobs,
+            request.request_id, result.token_ids[:num_tokens], result.logprobs, reason,
+            stop_token_id, prompt_logprobs=result.prompt_logprobs,
         )  # fmt: skip
 
     def _count_prompt(self, request: Request, end: int) -> None:

@@ -39,6 +39,7 @@ _SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "bad_words",
     "allowed_token_ids",
+    "structured_forced_tokens",
 )
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _INTEGERS = ("top_k",)

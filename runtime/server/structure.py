@@ -16,7 +16,7 @@ from .json_values import wrong_type
 Object = dict[str, Any]
 
 _FORMATS = '"text", "json_object", "json_schema" or "structural_tag"'
-_ONE_FORM = "the whitespace between the parts of JSON is free"
+_ONE_FORM = "JSON has one space after each comma and colon, and no other whitespace"
 _KINDS: Mapping[str, str] = {  # by field, where the field is a schema, regex, grammar or choices
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,9 +38,11 @@ _PART_KINDS: Mapping[str, str] = {
 _TABLES: Mapping[str, FieldTable] = {
     "structured_outputs": FieldTable(
         served=(*_PART_KINDS, "json_object"),
-        accepted={"disable_fallback": "there is one implementation"},
+        accepted={
+            "disable_fallback": "there is one implementation",
+            "disable_any_whitespace": _ONE_FORM,
+        },
         refused={
-            "disable_any_whitespace": RefusedField(_ONE_FORM, (False,)),
             "disable_additional_properties": RefusedField(
                 "write additionalProperties into the schema", (False,)
             ),
@@ -71,6 +73,10 @@ class StructureFields(RequestModel):
     grammar: str | None = given("Another name for guided_grammar.")
     ebnf: str | None = given("Another name for guided_grammar.")
     format: Object | str | None = given('A JSON schema of the answer, or "json": any object.')
+    structured_forced_tokens: bool | None = given(
+        "Compute text that the form leaves no choice for at once, without drawing its tokens; "
+        "default: true."
+    )
 
     def structured_output(self) -> StructuredOutput | None:
         """Return the form of the answer; None = any text.
@@ -106,7 +112,7 @@ class StructureFields(RequestModel):
                 yield _made(kind, value, name)
 
 
-_NAMES = frozenset(StructureFields.model_fields)
+_NAMES = frozenset(StructureFields.model_fields) - {"structured_forced_tokens"}
 
 
 def _any_object(field: str) -> StructuredOutput:

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..grammar.schema import exact_schema
+from ..grammar.schema import json_rule
 
-# JSON as chat templates write it: with these separators and no other white space.
-_JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
@@ -165,8 +163,3 @@ def arguments_schema(parameters: object) -> dict[str, Any]:
         return dict(_NO_ARGUMENTS)
     assert isinstance(parameters, dict)
     return {"type": "object", **parameters}
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the rule of JSON with ``schema``."""
-    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": _JSON_FORM})

@@ -8,8 +8,9 @@ from functools import lru_cache
 
 from ..errors import NotServedError, RequestError
 from ..frontend.outputs import CompletionOutput
+from ..grammar.schema import json_rule
 from ..sampling import SamplingParams, StructuredOutput
-from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallGrammar, json_rule
+from .call_format import ANY_ARGUMENTS, PLAIN_CALLS, CallGrammar
 from .families import AnswerFormat, family_format, format_of, mark_texts, plain_format
 from .offer import CallMode, Tools
 from .parser import ParserOptions, TemplateParser

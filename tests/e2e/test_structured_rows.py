@@ -1,5 +1,6 @@
 """Answers with structure in a whole engine: beside free rows, and with little memory."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -111,3 +112,33 @@ def test_preempted_rows_keep_to_their_grammars() -> None:
         outputs = ask(engine, MIXED, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 2
     check_all(outputs, MIXED)
+
+
+def test_text_without_a_choice_takes_fewer_steps(engine: Engine) -> None:
+    steps_per_token = {}
+    for is_forced in (True, False):
+        num_steps = engine.get_stats().num_steps
+        sampling = params(3, RECORD, structured_forced_tokens=is_forced)
+        ((choice,),) = [one.outputs for one in engine.generate(chat_prompt("hello"), sampling)]
+        assert choice.finish_reason == "stop"
+        check(choice.text, RECORD)
+        num_steps = engine.get_stats().num_steps - num_steps
+        steps_per_token[is_forced] = num_steps / len(choice.token_ids)
+    assert steps_per_token[True] < 0.75 * steps_per_token[False]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_limits_and_stop_strings_hold_within_forced_tokens(engine: Engine, max_tokens: int) -> None:
+    sampling = params(3, RECORD)
+    (whole,) = engine.generate(chat_prompt("hello"), sampling)
+    cut = dataclasses.replace(sampling, max_tokens=max_tokens)
+    (output,) = engine.generate(chat_prompt("hello"), cut)
+    assert output.outputs[0].token_ids == whole.outputs[0].token_ids[:max_tokens]
+    assert output.outputs[0].finish_reason == "length"
+    stop = '{"name": "'[: max_tokens + 1]
+    (output,) = engine.generate(chat_prompt("hello"), dataclasses.replace(sampling, stop=(stop,)))
+    (choice,) = output.outputs
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("", "stop", stop)
+    num_tokens = len(choice.token_ids)
+    assert choice.token_ids == whole.outputs[0].token_ids[:num_tokens]
+    assert 0 < num_tokens <= len(stop)

@@ -38,14 +38,18 @@ def test_cold_rows_follow_their_grammars(tmp_path: Path, memory_bytes: int) -> N
     case = make_case(tmp_path / "deep")
     params: dict[str, Any] = {"predicted_output_tokens": 1, "structured_output": regex(PATTERN)}
     adapters = {name: case.adapters[name] for name in PAIR}
+    # Each twice: with forced tokens, and with all tokens drawn.
+    questions = 2 * list(zip((*PAIR, PAIR[0]), prompts(3, seed=10, num_tokens=16), strict=True))
     with ColdEngine(
         case.directory, adapters, tmp_path, delta_backend="numpy",
         memory_gib=memory_bytes / 2**30, max_model_len=48,
     ) as engine:  # fmt: skip
         with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 9)):
             asked = [
-                engine.ask(name, prompt, max_tokens=12, **params)
-                for name, prompt in zip(PAIR * 3, prompts(6, seed=10, num_tokens=16), strict=True)
+                engine.ask(
+                    name, prompt, max_tokens=12, structured_forced_tokens=number < 3, **params
+                )
+                for number, (name, prompt) in enumerate(questions)
             ]
             engine.run_until(lambda: all(answer.finish_reason for answer in asked))
             engine.release_loads()
@@ -56,6 +60,8 @@ def test_cold_rows_follow_their_grammars(tmp_path: Path, memory_bytes: int) -> N
         warm = engine.ask(PAIR[0], prompts(1, seed=10, num_tokens=16)[0], max_tokens=12, **params)
         engine.run()
     check_all([*asked, warm])
+    for forced, drawn in zip(asked[:3], asked[3:], strict=True):
+        assert forced.token_ids == drawn.token_ids
 
 
 def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def token_of(prompt_token_ids: tuple[int, ...], adapter_id: AdapterId, position:
     return (seed ^ (seed >> 17)) % VOCAB_SIZE
 
 
+def num_forced(request: NewRequest, position: int) -> int:
+    """How many tokens follow the one at ``position`` in any case; none without a grammar."""
+    sampling = request.sampling
+    if sampling.structured_output is None or not sampling.structured_forced_tokens:
+        return 0
+    return (0, 3, 1, 0, 6)[position % 5]
+
+
 def expected_output(
     prompt_token_ids: tuple[int, ...],
     sampling: SamplingParams,
@@ -396,6 +404,10 @@ class FakeExecutor:
             assert end < num_known_tokens, "the last known token is computed unsampled"
             return None
         assert end == num_known_tokens, "samples before the last known token"
-        token_id = token_of(known.new.prompt_token_ids, known.new.adapter_id, end)
-        self.kv.append(known.kv, token_id)
-        return RowResult(row.request_id, Outcome.TOKENS, (token_id,))
+        token_ids = tuple(
+            token_of(known.new.prompt_token_ids, known.new.adapter_id, position)
+            for position in range(end, end + 1 + num_forced(known.new, end))
+        )
+        for token_id in token_ids:
+            self.kv.append(known.kv, token_id)
+        return RowResult(row.request_id, Outcome.TOKENS, token_ids)

@@ -65,9 +65,9 @@ def device(directory: Path, made: Made) -> Iterator[ExecutorDevice]:
 
 
 def constrained(request_id: int, pattern: str, **params: Any) -> NewRequest:
-    sampling = SamplingParams(
-        temperature=0, max_tokens=20, structured_output=regex(pattern), **params
-    )
+    """Each of its tokens is drawn, unless ``params`` has it otherwise."""
+    fields = {"max_tokens": 20, "structured_forced_tokens": False} | params
+    sampling = SamplingParams(temperature=0, structured_output=regex(pattern), **fields)
     return NewRequest(RequestId(request_id), PROMPT, sampling, BASE_ADAPTER)
 
 
@@ -156,6 +156,58 @@ def test_a_pass_that_fails_changes_nothing(
     monkeypatch.setattr(device.runner, "forward", forward)
     assert drawn(step(device, 4, 1)) == {1: "B"}
     assert drawn(step(device, 5, 1)) == {1: "C"}
+
+
+FORCED = {"structured_forced_tokens": True}
+
+
+def texts(result: StepResult) -> dict[int, str]:
+    """All tokens of a step as text, by request."""
+    assert all(row.outcome is Outcome.TOKENS for row in result.rows), result.rows
+    return {row.request_id: "".join(map(chr, row.token_ids)) for row in result.rows}
+
+
+def test_text_without_a_choice_comes_with_the_token_before_it(device: ExecutorDevice) -> None:
+    first = begin(device, "ABC(00|11)D", "A{40}", "[XY]Z", "AB*", **FORCED)
+    assert texts(first) == {1: "ABC", 2: "A" * 20, 3: "XZ", 4: "A"} or texts(first)[3] == "YZ"
+    assert [row.is_last for row in first.rows] == [False, False, True, False]
+    (second,) = device.run(rows((1, 4, 3, True)))
+    assert texts(second)[1] in ("00D", "11D") and second.rows[0].is_last
+
+
+def test_forced_tokens_leave_what_a_pass_of_each_leaves(device: ExecutorDevice) -> None:
+    """The tokens after them are those after drawn ones, also computed again from before them."""
+    pattern = "AB[0-9]CDEF[G-P]{2}"
+    begin(device, pattern)
+    expected = "A" + "".join(drawn(step(device, 4 + one, 1))[1] for one in range(8))
+    for request_id in (11, 12):
+        blocks_of = blocks(request_id, 2 * request_id, 2 * request_id + 1)
+        (first,) = device.run(
+            rows((request_id, 0, 4, True)),
+            new_requests=(constrained(request_id, pattern, **FORCED),),
+            block_updates=(blocks_of,),
+        )
+        text = texts(first)[request_id]
+        assert text == "AB"
+        for num_tokens in (2, 5, 1):
+            start = 4 + len(text) - num_tokens
+            (result,) = device.run(rows((request_id, start, num_tokens, True)))
+            if request_id == 12:  # as if the first result did not count
+                (result,) = device.run(rows((request_id, start, num_tokens, True)))
+            text += texts(result)[request_id]
+        assert text == expected and result.rows[0].is_last
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logprobs": 0}, {"bad_words_ids": ((66, 67),)}, {"logit_bias": {66: 1.0}},
+     {"allowed_token_ids": tuple(range(96))}],
+)  # fmt: skip
+def test_each_token_is_drawn_where_it_may_be_forbidden_or_is_reported(
+    device: ExecutorDevice, params: dict[str, Any]
+) -> None:
+    assert texts(begin(device, "ABD", **FORCED, **params)) == {1: "A"}
+    assert texts(step(device, 4, 1)) == {1: "B"}
 
 
 @pytest.mark.parametrize("params", [{}, {"ignore_eos": True}, {"min_tokens": 20}])

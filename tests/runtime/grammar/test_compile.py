@@ -37,14 +37,14 @@ def test_a_schema() -> None:
         "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", None]}},
         "required": ["a"], "additionalProperties": False,
     }))  # fmt: skip
-    assert allows('{"a": 1}') and allows('{\n  "a": 1,\n  "b": null\n}')
+    assert allows('{"a": 1}') and allows('{"a": 1, "b": null}')
     assert not (allows("{}") or allows('{"a": "1"}') or allows('{"a": 1, "c": 1}'))
 
 
-def test_whitespace_between_the_parts_of_json_is_limited() -> None:
-    allows = checked(schema({"type": "array"}))
-    assert allows("[1, 2,\n" + 20 * " " + "3]")
-    assert not (allows("[1,  2]") or allows("[1,\n" + 21 * " " + "2]"))
+def test_json_has_one_space_after_commas_and_colons() -> None:
+    allows = checked(schema({"type": ["array", "object"]}))
+    assert allows('[1, {"a": []}]') and allows('{"a": {}, "b": [2]}')
+    assert not (allows("[1,2]") or allows("[ 1]") or allows('{"a":1}') or allows('{\n"a": 1}'))
 
 
 def test_any_object() -> None:
@@ -108,7 +108,7 @@ def test_tags_in_free_text() -> None:
                        {"begin": "<f=b>", "schema": True, "end": "</f>"}],
         "triggers": ["<f="],
     })))  # fmt: skip
-    assert allows("no call") and allows('so: <f=a>{"x":1}</f> and <f=b>[]</f>.')
+    assert allows("no call") and allows('so: <f=a>{"x": 1}</f> and <f=b>[]</f>.')
     assert not (allows('<f=a>{"y":1}</f>') or allows("<f=c>{}</f>"))
 
 

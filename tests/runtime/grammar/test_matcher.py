@@ -43,6 +43,36 @@ def test_end_tokens_that_are_held_back_follow_where_nothing_else_can() -> None:
     assert allowed(byte_matcher(regex("")), drawable=()) == "."
 
 
+@pytest.mark.parametrize(
+    ("pattern", "before", "forced"),
+    [
+        ("abc[d-f]gh", "a", "bc"),
+        ("abc[d-f]gh", "abcd", "gh"),  # to the end
+        ("abc[d-f]gh", "abc", ""),
+        ("ab*c", "a", ""),
+        ("(abc)?", "", ""),  # it may end
+        ("(abc)?", "a", "bc"),
+    ],
+)
+def test_text_without_a_choice_is_forced(pattern: str, before: str, forced: str) -> None:
+    matcher = after(byte_matcher(regex(pattern)), before)
+    for _ in range(2):  # nothing is consumed
+        assert "".join(map(chr, matcher.forced())) == forced
+    assert matcher.is_at(tokens(before))
+
+
+def test_a_long_text_is_forced_in_parts() -> None:
+    text = "".join(chr(97 + index % 26) for index in range(5000))
+    matcher, output = byte_matcher(regex(text + "(x|y)")), text[:1]
+    after(matcher, output)
+    parts = []
+    while forced := "".join(map(chr, matcher.forced())):
+        parts.append(len(forced))
+        output += forced
+        after(matcher, output)
+    assert output == text and parts == [2048, 2048, 903]
+
+
 def test_an_end_token_that_is_also_text_does_not_cut_an_answer() -> None:
     """An end token of an adapter may be a newline, which JSON allows."""
     newline = ord("\n")

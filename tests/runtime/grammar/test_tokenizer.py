@@ -7,6 +7,7 @@ import pytest
 from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
 from corun.runtime.errors import OverloadedError, RequestError
 from corun.runtime.grammar.compile import start_matcher
+from corun.runtime.grammar.matcher import Matcher
 from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
 from corun.runtime.sampling import StructuredOutput
 from llguidance import LLMatcher, LLTokenizer
@@ -52,6 +53,22 @@ def test_bits_are_the_ids_of_the_model(kind: str, tmp_path: Path) -> None:
     assert allowed(tree, 'start: <[399]> "H"') == {399}  # an id that only an adapter names
     free = allowed(tree, r"start: /(.|\n)*/")
     assert ids["Hello"] in free and ids["<tool>"] not in free and 399 not in free
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_forced_text_is_split_as_the_model_splits_text(kind: str, tmp_path: Path) -> None:
+    tokenizer = sample(kind, tmp_path)
+    ids, end = tokenizer.tokens.ids, tokenizer.tokens.eos_token_id
+    assert end is not None
+    tree = made(tree_of(tokenizer, end))
+
+    def forced(pattern: str) -> list[int]:
+        matcher = Matcher(start_matcher(StructuredOutput("regex", pattern), tree), tree)
+        return matcher.forced()
+
+    assert forced("Hello") == [ids["Hello"]]
+    assert forced("Hell[oa]") in ([], tree.tokenize_partial(b"Hell")[0])  # "Hello" may follow
+    assert ids["<tool>"] not in forced("H<tool>")
 
 
 @pytest.mark.parametrize(

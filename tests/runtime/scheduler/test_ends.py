@@ -6,6 +6,7 @@ import pytest
 from corun.runtime.errors import ConfigError, OverloadedError, RequestError
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
+from corun.runtime.sampling import StructuredOutput
 from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.registry import make_policy
@@ -69,6 +70,37 @@ class TestEnds:
         scheduler = make_scheduler(eos_token_ids=[tokens[0]])
         output, _ = self.end_of(scheduler, max_tokens=12, min_tokens=3)
         assert len(output) > 3
+
+    @pytest.mark.parametrize("max_tokens", range(1, 13))
+    def test_forced_tokens_end_an_answer_where_drawn_ones_do(self, max_tokens: int) -> None:
+        tokens = self.tokens()
+        scheduler = make_scheduler()
+        forced: dict[str, Any] = {"structured_output": StructuredOutput("regex", "a")}
+        assert self.end_of(scheduler, max_tokens=max_tokens, **forced) == (
+            tokens[:max_tokens], "length",
+        )  # fmt: skip
+        assert scheduler.counters.generated_tokens == max_tokens
+        stop: dict[str, Any] = {"stop_token_ids": (tokens[max_tokens - 1],), "max_tokens": 12}
+        expected = self.end_of(make_scheduler(), **stop)
+        assert self.end_of(make_scheduler(), **stop, **forced) == expected
+
+    def test_forced_tokens_take_fewer_steps_and_are_told_at_once(self) -> None:
+        scheduler = make_scheduler()
+        executor = make_executor(scheduler)
+        options: dict[str, Any] = {"prompt": (7, 8, 9, 10), "max_tokens": 12, "min_tokens": 12}
+        structured = StructuredOutput("regex", "a")
+        add_all(scheduler, [make_request(1, structured_output=structured, **options)])
+        events: list[RequestEvent] = []
+        while scheduler.has_work():
+            events += turn(scheduler, executor)
+        assert [len(event.token_ids) for event in events] == [7, 4, 1]
+        assert [event.timing is not None for event in events] == [True, False, False]
+        drawn = make_request(
+            2, structured_output=structured, structured_forced_tokens=False, **options
+        )
+        add_all(scheduler, [drawn])
+        assert len([turn(scheduler, executor) for _ in range(12)]) == 12
+        assert not scheduler.has_work()
 
     def test_abort_ends_waiting_and_running_requests_once(self) -> None:
         scheduler = make_scheduler(max_num_seqs=1)

@@ -22,6 +22,7 @@ from corun.runtime.plan import (
     SubBatchKind,
 )
 from corun.runtime.request import Request
+from corun.runtime.sampling import StructuredOutput
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.policy import PolicyWithQueues
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
@@ -187,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.none() | st.integers(1, 20),
         adapter=st.integers(0, NUM_ADAPTERS),
         ignore_eos=st.booleans(),
+        is_structured=st.booleans(),
         age_s=st.sampled_from([0.0, 0.0, 2.0]),
         count=st.integers(1, 4),
     )
@@ -197,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int | None,
         adapter: int,
         ignore_eos: bool,
+        is_structured: bool,
         age_s: float,
         count: int,
     ) -> None:
@@ -206,7 +209,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if family is not None:
                 prompt = tuple((family + 5 * position) % 61 for position in range(prompt_len))
                 prompt = (*prompt[:-1], index)
-            self.arrive_one(prompt, max_tokens, adapter, ignore_eos, self.now_s - age_s)
+            self.arrive_one(
+                prompt, max_tokens, adapter, ignore_eos, self.now_s - age_s,
+                is_structured=is_structured,
+            )  # fmt: skip
 
     @precondition(lambda self: self.outputs)
     @rule(
@@ -229,6 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter: int,
         ignore_eos: bool,
         arrival_s: float,
+        *,
+        is_structured: bool = False,
     ) -> None:
         request_id = RequestId(self.next_id)
         request = make_request(
@@ -240,6 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             adapter=adapter_of(self.versions[adapter]) if adapter else None,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
+            structured_output=StructuredOutput("regex", "a") if is_structured else None,
         )
         self.next_id += 1
         self.now_s += 1.0
@@ -609,6 +618,7 @@ def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
         max_tokens=rng.choice([None, 3, 9]),
         adapter=rng.choice([0, 0, 1, 2, 3, 4]),
         ignore_eos=rng.random() < 0.5,
+        is_structured=rng.random() < 0.4,
         age_s=rng.choice([0.0, 0.0, 2.0]),
         count=rng.randint(1, 3),
     )

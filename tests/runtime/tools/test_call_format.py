@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from corun.runtime.grammar.compile import compile_grammar, parser_limits
+from corun.runtime.grammar.schema import json_rule
 from corun.runtime.sampling import StructuredOutput
-from corun.runtime.tools.call_format import PLAIN_CALLS, CallGrammar, arguments_schema, json_rule
+from corun.runtime.tools.call_format import PLAIN_CALLS, CallGrammar, arguments_schema
 from corun.runtime.tools.families import AnswerFormat, family_format
 from llguidance import LLMatcher, LLTokenizer
 from support.answer_samples import ADD, NOW, SAMPLES
