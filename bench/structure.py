@@ -28,7 +28,7 @@ import torch
 from corun import Engine, SamplingParams, StructuredOutput
 from corun.gpu.execution.request_table import RequestState
 from corun.gpu.execution.sampler import Sampler
-from corun.runtime.grammar.compile import start_matcher
+from corun.runtime.grammar.compile import start_forcing, start_matcher
 from corun.runtime.grammar.matcher import Matcher
 from corun.runtime.grammar.tokenizer import make_ll_tokenizer
 from corun.runtime.plan import BASE_ADAPTER, NewRequest, RequestId
@@ -119,7 +119,8 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
         tokenizer.to_str(), num_ids=LARGE_VOCAB_SIZE, eos_token_ids=[end]
     )  # fmt: skip
     start = start_matcher(schema(), tree)
-    sampler = Sampler([end], lambda _: Matcher(start, tree))
+    forcing = start_forcing(schema(), tree)
+    sampler = Sampler([end], lambda _: Matcher(start, tree, Matcher(forcing, tree)))
     rng = torch.Generator().manual_seed(0)
     num_rows = 8
     logits = torch.randn(num_rows, LARGE_VOCAB_SIZE, generator=rng)

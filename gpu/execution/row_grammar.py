@@ -105,10 +105,10 @@ class RowGrammar:
         self._matcher.advance(output)
         return self._matcher.has_ended
 
-    def forced(self, room: int) -> list[int]:
-        """Return the tokens, at most ``room``, that follow the taken ones in any case."""
-        assert self._matcher is not None and self.filling is None
-        return self._matcher.forced()[:room] if self._may_force else []
+    def forced(self, output: NDArray[np.int64], room: int) -> list[int]:
+        """Return the tokens, at most ``room``, that follow ``output`` in any case."""
+        assert self._matcher is not None
+        return self._matcher.forced(output)[:room] if self._may_force else []
 
     def _wait(self) -> None:
         """Wait for the thread's work on this row, if there is any."""

@@ -182,7 +182,7 @@ def _checked(row: SampledRow, grammar: RowGrammar, state: RequestState) -> Sampl
     try:
         if grammar.take(state.output):
             return replace(row, is_last=True)
-        forced = grammar.forced(state.room)
+        forced = grammar.forced(state.output, state.room)
         if not forced:
             return row
         for token_id in forced:

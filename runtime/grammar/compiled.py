@@ -11,14 +11,14 @@ from llguidance import LLMatcher, LLTokenizer
 from ...cpu_workers.affinity import place_thread
 from ..errors import OverloadedError, RequestError
 from ..sampling import StructuredOutput
-from .compile import start_matcher
+from .compile import start_forcing, start_matcher
 from .matcher import Matcher
 from .tokenizer import TokenTree
 
 _MAX_KEPT = 64
 _MAX_WAIT_S = 10.0  # for the tree of tokens, or for a compilation and those before it
 
-_Compiled = tuple[LLMatcher, LLTokenizer]  # at its start
+_Compiled = tuple[LLMatcher, LLMatcher, LLTokenizer]  # at its start, and for forced text
 
 
 class Grammars:
@@ -60,7 +60,8 @@ class Grammars:
 
         Waits for the compilation. Raises ``RequestError``.
         """
-        return Matcher(*self._result(structured))
+        start, forcing, tokenizer = self._result(structured)
+        return Matcher(start, tokenizer, Matcher(forcing, tokenizer))
 
     def close(self) -> None:
         """End the thread, without what it has not begun. Idempotent."""
@@ -99,7 +100,8 @@ class Grammars:
     def _compile(self, structured: StructuredOutput) -> _Compiled:
         tokenizer = self._tree.get(_MAX_WAIT_S)
         try:
-            return start_matcher(structured, tokenizer), tokenizer
+            start = start_matcher(structured, tokenizer)
+            return start, start_forcing(structured, tokenizer), tokenizer
         except RequestError:
             raise
         except BaseException as error:  # a panic of llguidance is no Exception

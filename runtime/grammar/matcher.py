@@ -21,8 +21,15 @@ class Matcher:
     counts twice.
     """
 
-    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
-        """``start``: the grammar, compiled for ``tokenizer``; not changed."""
+    def __init__(
+        self, start: LLMatcher, tokenizer: LLTokenizer, forcing: "Matcher | None" = None
+    ) -> None:
+        """``start``: the grammar, compiled for ``tokenizer``; not changed.
+
+        ``forcing``: the same, compiled apart, for ``forced``: its limits are for all answers;
+        None = no text is forced.
+        """
+        self._forcing = forcing
         self._start = start
         self._tree = tokenizer
         self._tree_ends = tokenizer.eos_tokens
@@ -54,12 +61,22 @@ class Matcher:
         """Whether the consumed tokens are a whole answer that nothing can continue."""
         return self._state.is_stopped()
 
-    def forced(self) -> list[int]:
-        """Return the tokens of the text that the grammar forces after the consumed tokens.
+    def forced(self, output: NDArray[np.int64]) -> list[int]:
+        """Return the tokens of the text that the grammar forces after ``output``.
 
-        The last ones are missing if the tokens of the text that follows may begin in them. Consumes
-        nothing. Raises ``StepFailedError``.
+        The last ones are missing where a token may contain them and text that follows, unless the
+        answer ends there. Consumes nothing.
         """
+        if self._forcing is None:
+            return []
+        try:
+            self._forcing.advance(output)
+            return self._forcing._forced_tokens()
+        except BaseException:  # a panic of llguidance is no Exception
+            self._forcing = None  # the answer has limits of its own, and goes on
+            return []
+
+    def _forced_tokens(self) -> list[int]:
         text = self._state.compute_ff_bytes()
         self._check()
         if not text:

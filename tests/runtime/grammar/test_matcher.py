@@ -5,7 +5,11 @@ import random
 import numpy as np
 import pytest
 from corun.runtime.errors import StepFailedError
+from corun.runtime.grammar.compile import compile_grammar, start_matcher
 from corun.runtime.grammar.matcher import Matcher
+from corun.runtime.grammar.tokenizer import trial_tokenizer
+from corun.runtime.sampling import StructuredOutput
+from llguidance import LLMatcher, LLParserLimits
 from support.byte_grammars import byte_matcher, regex
 
 END, STOP = 2, 3
@@ -55,22 +59,34 @@ def test_end_tokens_that_are_held_back_follow_where_nothing_else_can() -> None:
     ],
 )
 def test_text_without_a_choice_is_forced(pattern: str, before: str, forced: str) -> None:
-    matcher = after(byte_matcher(regex(pattern)), before)
+    matcher = byte_matcher(regex(pattern))
     for _ in range(2):  # nothing is consumed
-        assert "".join(map(chr, matcher.forced())) == forced
-    assert matcher.is_at(tokens(before))
+        assert "".join(map(chr, matcher.forced(tokens(before)))) == forced
+    assert matcher.is_at(tokens(""))
 
 
 def test_a_long_text_is_forced_in_parts() -> None:
     text = "".join(chr(97 + index % 26) for index in range(5000))
     matcher, output = byte_matcher(regex(text + "(x|y)")), text[:1]
-    after(matcher, output)
     parts = []
-    while forced := "".join(map(chr, matcher.forced())):
+    while forced := "".join(map(chr, matcher.forced(tokens(output)))):
         parts.append(len(forced))
         output += forced
-        after(matcher, output)
     assert output == text and parts == [2048, 2048, 903]
+
+
+def test_a_search_that_exceeds_its_limits_ends_forcing_and_not_the_answer() -> None:
+    text = '"abcdefghijklmnop"'
+    tree = trial_tokenizer(257, {})
+    structured = StructuredOutput("json_schema", '{"const": "abcdefghijklmnop"}')
+    grammar, limits = compile_grammar(structured), LLParserLimits(initial_lexer_fuel=10)
+    forcing = LLMatcher(tree, grammar, log_level=0, limits=limits)
+    matcher = Matcher(start_matcher(structured, tree), tree, Matcher(forcing, tree))
+    first = "".join(map(chr, matcher.forced(tokens(text[:2]))))
+    assert len(first) < 8 and text[2:].startswith(first)
+    for length in range(10, len(text)):
+        assert matcher.forced(tokens(text[:length])) == []
+        assert allowed(after(matcher, text[:length])) == text[length]
 
 
 def test_an_end_token_that_is_also_text_does_not_cut_an_answer() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from corun.runtime.engine.tokenizer import ModelTokenizer, read_tokenizer
 from corun.runtime.errors import OverloadedError, RequestError
-from corun.runtime.grammar.compile import start_matcher
+from corun.runtime.grammar.compile import start_forcing, start_matcher
 from corun.runtime.grammar.matcher import Matcher
 from corun.runtime.grammar.tokenizer import TokenTree, trial_tokenizer
 from corun.runtime.sampling import StructuredOutput
@@ -63,8 +63,10 @@ def test_forced_text_is_split_as_the_model_splits_text(kind: str, tmp_path: Path
     tree = made(tree_of(tokenizer, end))
 
     def forced(pattern: str) -> list[int]:
-        matcher = Matcher(start_matcher(StructuredOutput("regex", pattern), tree), tree)
-        return matcher.forced()
+        structured = StructuredOutput("regex", pattern)
+        forcing = Matcher(start_forcing(structured, tree), tree)
+        matcher = Matcher(start_matcher(structured, tree), tree, forcing)
+        return matcher.forced(np.zeros(0, dtype=np.int64))
 
     assert forced("Hello") == [ids["Hello"]]
     assert forced("Hell[oa]") in ([], tree.tokenize_partial(b"Hell")[0])  # "Hello" may follow
