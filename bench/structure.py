@@ -7,22 +7,28 @@
 - ``forced``: tokens/s of whole records whose forced tokens are computed at once, over the same with
   all tokens drawn, for one client and eight, in a model of 150 M (``--size 1b``: 1.1 B).
 - ``first``: first tokens of requests with schemas that were never seen, against free requests.
+- ``--peer``: answers with schemas and free ones over HTTP, beside another project's server with the
+  model that the other parts leave in ``bench/results/structure``, converted.
 
 The last line is JSON.
 
     python bench/structure.py [--parts mask rows forced first] [--pairs 7] [--size 1b]
+    python bench/structure.py --parts --peer "llama-server -m model.gguf --port {port} -t 2 -np 8"
 """
 
 import argparse
+import asyncio
+import functools
 import itertools
 import json
+import random
+import shlex
 import statistics
-import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from corun import Engine, SamplingParams, StructuredOutput
@@ -34,6 +40,7 @@ from corun.runtime.grammar.tokenizer import make_ll_tokenizer
 from corun.runtime.plan import BASE_ADAPTER, NewRequest, RequestId
 from models import SIZES, one_torch_thread, save_model
 from paired import compare, report, seconds
+from serve import corun_server, free_port, running_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,6 +51,9 @@ MAX_ROWS_CONTROL = 0.02
 NUM_TOKENS = 48
 END = "<end>"
 _PAUSE_S = 0.004  # of a forward pass
+_FOLDER = Path(__file__).parent / "results" / "structure"
+_CLIENTS, _ANSWER_TOKENS, _NUM_SCHEMAS = (1, 8), 64, 8
+_ANSWER_TIMEOUT_S = 120.0
 
 
 def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
@@ -63,8 +73,8 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def schema(number: int = 0) -> StructuredOutput:
-    """Return an endless list of records; each number is another schema."""
+def schema(number: int = 0, min_items: int = 1000) -> StructuredOutput:
+    """Return a list of at least so many records; each number is another schema."""
     record = {
         "type": "object",
         "properties": {
@@ -74,7 +84,7 @@ def schema(number: int = 0) -> StructuredOutput:
         },
         "required": [f"name_{number}", "count", "kind"], "additionalProperties": False,
     }  # fmt: skip
-    text = json.dumps({"type": "array", "items": record, "minItems": 1000})
+    text = json.dumps({"type": "array", "items": record, "minItems": min_items})
     return StructuredOutput("json_schema", text)
 
 
@@ -211,7 +221,9 @@ def measure_forced(engine: Engine, num_pairs: int) -> dict[str, Any]:
         return (time.perf_counter() - began_s) / num_tokens
 
     for num_clients in (1, 8):
-        forced, drawn = (partial(token_s, num_clients, is_forced=one) for one in (True, False))
+        forced, drawn = (
+            functools.partial(token_s, num_clients, is_forced=one) for one in (True, False)
+        )
         forced(), drawn()
         name = f"{num_clients} clients"
         ratio, _, _ = compare(drawn, forced, num_pairs, progress=name)
@@ -238,6 +250,61 @@ def measure_first(engine: Engine, num_pairs: int) -> dict[str, Any]:
     return {"added_ms": round(statistics.median(added), 2), "added_ms, most": round(added[-1], 2)}
 
 
+async def _answer(url: str, num_requests: int, *, is_bound: bool) -> None:
+    """Send requests at once, and check that each answer has all its tokens."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "prompt": [random.randrange(250) for _ in range(24)], "temperature": 0,
+            "max_tokens": _ANSWER_TOKENS, "ignore_eos": True,
+        }  # fmt: skip
+        if is_bound:  # more records than the answer has room for
+            text = schema(number % _NUM_SCHEMAS, min_items=_ANSWER_TOKENS // 4).text
+            body["json_schema"] = json.loads(text)
+        answer = await client.post(f"{url}/v1/completions", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{url}: {answer.status_code} {answer.text[:300]}")
+        num_tokens = answer.json()["usage"]["completion_tokens"]
+        if num_tokens != _ANSWER_TOKENS:
+            raise RuntimeError(f"{url}: {num_tokens} tokens, {_ANSWER_TOKENS} were asked for")
+
+    async with httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S) as client:
+        await asyncio.gather(*(one(client, number) for number in range(num_requests)))
+
+
+def measure_peer(model: Path, command: str, num_pairs: int) -> dict[str, Any]:
+    """Return tokens/s over HTTP, by clients and with or without schemas, and over the peer's."""
+    port, lora_dir = free_port(), _FOLDER / "adapters"
+    lora_dir.mkdir(exist_ok=True)
+    options = ("--device", "cpu", "--dtype", "bfloat16", "--memory-gib", "1")
+    figures: dict[str, Any] = {}
+    with (
+        running_server(
+            shlex.split(command.replace("{port}", str(port))), port, ready_path="/health"
+        ),
+        corun_server(model, lora_dir, *options, preloaded=()) as (host, own_port, _),
+    ):
+
+        def answers_s(url: str, num_clients: int, *, is_bound: bool) -> float:
+            return seconds(lambda: asyncio.run(_answer(url, num_clients, is_bound=is_bound)))
+
+        for is_bound, num_clients in itertools.product((False, True), _CLIENTS):
+            own, peer = (
+                functools.partial(answers_s, url, num_clients, is_bound=is_bound)
+                for url in (f"http://{host}:{own_port}", f"http://127.0.0.1:{port}")
+            )
+            own(), peer()  # the schemas are known to both
+            name = f"{num_clients} clients, {'schemas' if is_bound else 'free'}"
+            ratio, peer_s, own_s = compare(peer, own, num_pairs, progress=name)
+            num_tokens = num_clients * _ANSWER_TOKENS
+            figures[name] = {
+                "own_tokens_per_s": round(num_tokens / statistics.median(own_s), 1),
+                "peer_tokens_per_s": round(num_tokens / statistics.median(peer_s), 1),
+                "own_over_peer": ratio.to_json(),
+            }
+    return figures
+
+
 def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
     """Return which bounds are kept; None = the machine varies too much to tell."""
     bounds: dict[str, bool | None] = {}
@@ -255,6 +322,9 @@ def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
         bounds[f"first token <= {MAX_FIRST_MS:g} ms more"] = (
             figures["first"]["added_ms"] <= MAX_FIRST_MS
         )
+    for name, row in figures.get("peer", {}).items():
+        if name.endswith("schemas"):
+            bounds[f"{name} >= the peer's tokens/s"] = row["own_over_peer"]["median"] >= 1
     return bounds
 
 
@@ -265,22 +335,36 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--size", choices=sorted(SIZES), default="150m", help="of the model")
+    parser.add_argument(
+        "--peer", metavar="COMMAND", help="another project's server, ready when /health answers"
+    )
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     if "mask" in arguments.parts:
         figures["mask"] = measure_mask(60)
         print(figures["mask"], flush=True)
+    model = _FOLDER / arguments.size
+    if not model.exists() and (
+        arguments.peer or {"rows", "forced", "first"} & set(arguments.parts)
+    ):
+        save_bench_model(model, arguments.size)
     if {"rows", "forced", "first"} & set(arguments.parts):
-        with tempfile.TemporaryDirectory() as directory:
-            model = save_bench_model(Path(directory) / "model", arguments.size)
-            with Engine(model=str(model), device="cpu", dtype="bfloat16") as engine:
-                if "rows" in arguments.parts:
-                    figures["rows"] = measure_rows(engine, arguments.pairs)
-                if "forced" in arguments.parts:
-                    figures["forced"] = measure_forced(engine, arguments.pairs)
-                if "first" in arguments.parts:
-                    figures["first"] = measure_first(engine, 3 * arguments.pairs)
-    workload = {"vocabulary": LARGE_VOCAB_SIZE, "tokens": NUM_TOKENS, "pairs": arguments.pairs}
+        with Engine(model=str(model), device="cpu", dtype="bfloat16") as engine:
+            if "rows" in arguments.parts:
+                figures["rows"] = measure_rows(engine, arguments.pairs)
+            if "forced" in arguments.parts:
+                figures["forced"] = measure_forced(engine, arguments.pairs)
+            if "first" in arguments.parts:
+                figures["first"] = measure_first(engine, 3 * arguments.pairs)
+    if arguments.peer:
+        figures["peer"] = measure_peer(model, arguments.peer, arguments.pairs)
+    workload = {
+        "vocabulary": LARGE_VOCAB_SIZE,
+        "tokens": NUM_TOKENS,
+        "pairs": arguments.pairs,
+        "size": arguments.size,
+        "peer": arguments.peer,
+    }
     report("structure", workload, figures, judge(figures))
 
 
