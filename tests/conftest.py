@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.time_budget import TimeBudget
 
 # Before any library is imported, here and in the processes that tests start.
@@ -24,6 +25,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Profiles that engines measure and keep must not reach the user's own.
 _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+# A busy machine takes long for an example now and then. All runs have the same examples.
+settings.register_profile(
+    "corun", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("corun")
 
 _ROOT = Path(__file__).parent.parent
 # Markers of tests that run only with the option of that name.
