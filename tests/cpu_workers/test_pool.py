@@ -1,6 +1,5 @@
 """A pool of real workers when nothing goes wrong, and what it refuses."""
 
-import gc
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from corun.cpu_workers.watch import Restarts
 from corun.shm.errors import ShmError, SpaceError
 from corun.shm.job import JobStatus
 from corun.shm.segment import Segment
-from support.residue import named_segments
+from support.residue import held, named_segments
 from support.worker_pool import (
     Driver,
     are_gone,
@@ -28,18 +27,6 @@ from support.worker_pool import (
 )
 
 DONE = JobStatus.DONE
-
-
-def open_descriptors() -> set[str]:
-    """Descriptors open in this process, with duplicates."""
-    gc.collect()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(f"{name}:{os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue
-    return set(found)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
@@ -63,7 +50,7 @@ def test_how_slow_jobs_are_may_change_between_them() -> None:
 
 
 def test_nothing_is_left_after_close() -> None:
-    before, threads = open_descriptors(), threading.active_count()
+    before, threads = held(), set(threading.enumerate())
     driver = Driver([case()], make_config(2))
     pids = [supervisor().pid, *(worker.pid for worker in workers())]
     assert len(pids) == 3
@@ -73,8 +60,8 @@ def test_nothing_is_left_after_close() -> None:
     driver.pool.close()
     assert not driver.pool.is_available
     assert are_gone(pids)
-    assert open_descriptors() == before
-    assert threading.active_count() == threads
+    assert not held().since(before)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_thread_that_starts_a_pool_may_end() -> None:
@@ -119,17 +106,17 @@ def test_deltas_are_measured_where_no_table_is_given() -> None:
 
 
 def test_too_little_shared_memory_starts_nothing() -> None:
-    before = open_descriptors()
+    before = held()
     with (
         Segment.create(4096, kind="adapters") as arena,
         pytest.raises(SpaceError, match="shared memory"),
     ):
         WorkerPool(make_config(max_slice_tokens=2**40), arena)
-    assert open_descriptors() == before
+    assert not held().since(before)
 
 
 def test_workers_that_cannot_start_say_why() -> None:
-    before = open_descriptors()
+    before = held()
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(delta_table=table_of("abacus")), arena)
         with pytest.raises(WorkerPoolError, match="0 of 1 CPU workers are ready after 5 s"):
@@ -141,7 +128,7 @@ def test_workers_that_cannot_start_say_why() -> None:
         pool = WorkerPool(make_config(), segment)
         wait_until(lambda: "adapters was expected" in pool.trouble)
         pool.close()
-    assert open_descriptors() == before
+    assert not held().since(before)
 
 
 def test_a_supervisor_that_cannot_start_turns_the_pool_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from corun.runtime.cluster.wire import STATUS_PATH, ClusterStatus
 from corun.runtime.demo import chat_prompt, demo_adapters_path
 from support.demo_answers import ADAPTERS, ALL_ADAPTERS, BASE, MAX_TOKENS, questions
+from support.processes import running_below
 from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wait_until
 
 ADMIN_KEY, API_KEY = "the-admin's", "a-client's"
@@ -55,8 +56,8 @@ class CommandedCluster:
 
     def children(self, name: str) -> list[psutil.Process]:
         """Processes of one of the command's modules."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in below if f"corun.runtime.cluster.{name}" in one.cmdline()]
+        module = f"corun.runtime.cluster.{name}"
+        return running_below(module, self.process.pid, recursive=True)
 
     def status(self) -> ClusterStatus:
         """The controller's status, requested as from other machines."""
@@ -207,8 +208,7 @@ def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
         found.wait_ready()
         wait_until(lambda: found.num_engines() == 1, START_TIMEOUT_S)
         (server,) = (engine.pid for engine in found.status().agents[0].engines)
-        children = psutil.Process(server).children(recursive=True)
-        (stopped,) = (c for c in children if "corun.runtime.engine.process" in c.cmdline())
+        (stopped,) = running_below("corun.runtime.engine.process", server, recursive=True)
         stopped.send_signal(signal.SIGSTOP)
         # Its server gives it up and ends, and the agent starts another one.
         wait_until(lambda: "ended (exit status 3); restarting" in found.log(), 60)

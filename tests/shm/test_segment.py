@@ -19,6 +19,7 @@ from corun.shm.backing import Backing, available_memory_bytes
 from corun.shm.errors import FormatError, ShmError, SpaceError
 from corun.shm.segment import HEADER_BYTES, Segment
 from support.processes import finish, line_of, program
+from support.residue import open_descriptors
 
 _BACKINGS: tuple[Backing, ...] = ("posix", "memfd")
 
@@ -250,21 +251,21 @@ def test_an_error_on_its_way_out_is_not_hidden_by_views() -> None:
             view = segment.view(np.uint8, 0, 1)
             raise ValueError(str(view[0]))
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(ValueError, match="0"):
         fail()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not open_descriptors() - before
 
 
 def test_refused_segments_leave_no_descriptor() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with Segment.create(4096, kind="test") as segment:
         for _ in range(5):
             with pytest.raises(FormatError):
                 Segment.attach(segment.fd, kind="other")
             with pytest.raises(SpaceError):
                 Segment.create(1 << 50, kind="test")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
 
 
 _PEER = """

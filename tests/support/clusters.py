@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from corun.runtime.server.errors import HttpError
 from corun.runtime.server.listening import StopSignals, bind
 
 from .latency_engine import COMMAND, LatencySettings
+from .processes import running_below
 
 KEY = "cluster-key"
 DEADLINE_S = 60.0
+_held: list[socket.socket] = []
 
 
 def static_card(url: str) -> EngineCard:
@@ -31,10 +34,10 @@ def static_card(url: str) -> EngineCard:
 
 
 def free_ports(number: int) -> list[int]:
-    """Unused ports, which other programs may take."""
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(bind("127.0.0.1", 0)) for _ in range(number)]
-        return [sock.getsockname()[1] for sock in socks]
+    """Ports for servers that bind them as ours do; until this process ends, no other gets them."""
+    socks = [bind("127.0.0.1", 0, shares_port=True) for _ in range(number)]
+    _held.extend(socks)  # connections reach only sockets that listen
+    return [sock.getsockname()[1] for sock in socks]
 
 
 def simulated_plan(
@@ -138,9 +141,4 @@ async def supervised(plan: ClusterPlan) -> AsyncIterator[Supervised]:
 
 def processes_of(name: str) -> list[psutil.Process]:
     """Those below this process that run a module of the cluster, or an engine."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(part.endswith(name) for part in process.cmdline()):
-                found.append(process)
-    return found
+    return running_below(name, recursive=True)

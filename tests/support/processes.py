@@ -5,6 +5,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+import psutil
+
 DEADLINE_S = 60.0
 """For things that take milliseconds, on a machine that is busy with something else."""
 
@@ -27,6 +29,26 @@ def program(
             yield process
         finally:
             process.kill()
+
+
+def running_below(
+    module: str, pid: int | None = None, *, recursive: bool = False
+) -> list[psutil.Process]:
+    """Children of a process, by default of this one, that run ``module`` and have not ended."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=recursive):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+            if any(part.endswith(module) for part in child.cmdline()):
+                found.append(child)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that waits to be reaped has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

@@ -1,5 +1,6 @@
 """``corun serve`` as users run it: the console script in a process of its own."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any, Self
 
 import httpx
 import psutil
+
+from .processes import running_below
 
 START_TIMEOUT_S = 100.0
 ANSWER_TIMEOUT_S = 60.0
@@ -50,7 +53,9 @@ class Served:
             self.close()
             raise
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (self.engine,) = (c for c in children if "corun.runtime.engine.process" in c.cmdline())
+        (self.engine,) = running_below(
+            "corun.runtime.engine.process", self.process.pid, recursive=True
+        )
         self.processes = [psutil.Process(self.process.pid), *children]
 
     def __enter__(self) -> Self:
@@ -93,6 +98,15 @@ class Served:
             samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
+    def cpu_seconds(self) -> float:
+        """Processor time that its processes have used, by the scheduler's own count."""
+        total_ns = 0
+        for process in self.processes:
+            for thread in Path("/proc").glob(f"{process.pid}/task/*/schedstat"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    total_ns += int(thread.read_text().split()[0])
+        return total_ns * 1e-9
+
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -108,7 +122,7 @@ class Served:
         assert self.url, "\n".join(self.log_lines)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Poll until ``condition`` holds; fail if it never does."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-import psutil
 from corun.runtime.cluster.machines.supervised import AgentSupervisor, SupervisedAgent
 from corun.runtime.cluster.settings import NodeSettings
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 
 from .launching import BARE_ENGINE, DEADLINE_S, KEY
+from .processes import is_alive
 
 TESTS = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ class SupervisingProcess:
 def wait_gone(pid: int) -> None:
     """Wait until a process has ended that is no child of this one."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while is_alive(pid):
         assert time.monotonic() < deadline_s, pid
         time.sleep(0.05)
 

@@ -15,6 +15,7 @@ from corun.shm.job import Job, JobStatus
 from corun.shm.mailbox import SupervisorEnd
 from corun.shm.segment import Segment
 from support.deltas import DeltaCase, Workplace
+from support.processes import is_alive, running_below
 
 READY_TIMEOUT_S = 100.0  # numba may have to compile, on a loaded machine
 WAIT_TIMEOUT_S = 60.0
@@ -156,27 +157,16 @@ def has_begun(driver: Driver, worker: int, job: Job) -> bool:
 
 def supervisor() -> psutil.Process:
     """The supervisor that this process has started."""
-    (found,) = _children(os.getpid(), "corun.cpu_workers.supervisor")
+    (found,) = running_below("corun.cpu_workers.supervisor")
     return found
 
 
 def workers() -> list[psutil.Process]:
     """Its workers, in their order."""
-    found = _children(supervisor().pid, "corun.cpu_workers.worker")
+    found = running_below("corun.cpu_workers.worker", supervisor().pid)
     return sorted(found, key=lambda process: process.pid)
-
-
-def _children(pid: int, module: str) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE and module in child.cmdline()
-    ]
 
 
 def are_gone(pids: Sequence[int]) -> bool:
     """Whether no process of these is left; one that waits to be reaped is none."""
-    return not any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        for pid in pids
-    )
+    return not any(is_alive(pid) for pid in pids)

@@ -28,6 +28,15 @@ class TestContract(DeviceLifeContract):
         return CpuDevice()
 
 
+_earlier: set[threading.Thread] = set()  # those that other tests have left
+
+
+@pytest.fixture(autouse=True)
+def _others_do_not_count() -> None:
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 @pytest.fixture
 def device() -> Iterator[CpuDevice]:
     device = CpuDevice()
@@ -36,7 +45,8 @@ def device() -> Iterator[CpuDevice]:
 
 
 def stream_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("corun-stream-")]
+    threads = [thread for thread in threading.enumerate() if thread not in _earlier]
+    return [thread.name for thread in threads if thread.name.startswith("corun-stream-")]
 
 
 def held_by(gate: threading.Event) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from corun.runtime.adapters.convention_files import (
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.vocabulary import BaseTokens
 from corun.runtime.demo import demo_model_path
+from support.residue import open_descriptors
 from transformers import AutoTokenizer
 
 BASE_TOKENIZER = demo_model_path() / "tokenizer.json"
@@ -170,12 +171,12 @@ def test_files_over_their_limits_are_not_read(
 
 def test_what_is_no_file_is_not_waited_for(reader: ConventionReader, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "chat_template.jinja")
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     assert reader.read(tmp_path).refusal == "chat_template.jinja is not a file"
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.jinja").mkdir()
     assert "chat_template.jinja" in str(reader.read(tmp_path).refusal)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not open_descriptors() - before
 
 
 def test_stamps_tell_files_apart(tmp_path: Path) -> None:

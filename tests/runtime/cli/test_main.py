@@ -173,10 +173,10 @@ def test_mistakes_are_one_line(
 
 
 def test_a_server_that_cannot_start_leaves_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    others = psutil.Process().children()
+    others = set(psutil.Process().children())  # earlier tests may have left some
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in _fails(capsys, ["serve", "x", "--port", str(taken.getsockname()[1])])
-    assert psutil.Process().children() == others
+    assert set(psutil.Process().children()) <= others
 
 
 def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:

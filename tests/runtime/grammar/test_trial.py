@@ -13,6 +13,7 @@ from corun.runtime.grammar.messages import GrammarTokens
 from corun.runtime.grammar.trial import GrammarTrials
 from corun.runtime.sampling import StructuredOutput
 from support.hostile_structures import HOSTILE, SLOW, regex, schema, slow
+from support.processes import running_below
 
 TIMEOUT_S = 1.0
 
@@ -27,12 +28,17 @@ async def trials(timeout_s: float = TIMEOUT_S) -> AsyncIterator[GrammarTrials]:
     assert not processes()
 
 
+_earlier: list[psutil.Process] = []  # of other tests
+
+
+@pytest.fixture(autouse=True)
+def _others_do_not_count() -> None:
+    _earlier[:] = running_below("runtime.grammar.process")
+
+
 def processes() -> list[psutil.Process]:
-    """Return the processes of trials that this process has started."""
-    return [
-        child for child in psutil.Process().children()
-        if any("runtime.grammar.process" in part for part in child.cmdline())
-    ]  # fmt: skip
+    """Return the processes of trials that this test has started."""
+    return [one for one in running_below("runtime.grammar.process") if one not in _earlier]
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -106,7 +112,7 @@ def test_the_names_of_special_tokens_are_known() -> None:
 
 def test_a_killed_process_refuses_no_text() -> None:
     async def test() -> None:
-        async with trials() as made:
+        async with trials(timeout_s=60.0) as made:
             await made.check(regex("a"))
             (process,) = processes()
             process.send_signal(signal.SIGSTOP)

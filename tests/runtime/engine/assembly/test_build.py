@@ -1,10 +1,8 @@
 """An engine returns all resources of its process, even if it cannot start."""
 
-import gc
 import logging
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from support.fake_core import save_tokenizer
 from support.half_made_segment import half_made_segment
 from support.model_profiles import save_made_up_profile
 from support.peft_adapters import edit_config, save_adapter
-from support.residue import named_segments
+from support.residue import held
 from transformers import AttentionInterface
 
 
@@ -43,12 +41,19 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def held() -> tuple[int, list[str], list[str]]:
-    """Open descriptors, threads of corun, attention functions of corun."""
-    gc.collect()
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("corun")]
-    functions = [name for name in AttentionInterface._global_mapping if name.startswith("corun")]
-    return len(os.listdir("/proc/self/fd")), threads, functions
+def attention_functions() -> set[str]:
+    """Those of corun."""
+    return {name for name in AttentionInterface._global_mapping if name.startswith("corun")}
+
+
+class Residue:
+    """What this process holds more than when this was made."""
+
+    def __init__(self) -> None:
+        self._before, self._functions = held(), attention_functions()
+
+    def found(self) -> list[object]:
+        return [*held().since(self._before), *(attention_functions() - self._functions)]
 
 
 def answer(options: dict[str, Any]) -> list[int]:
@@ -58,12 +63,13 @@ def answer(options: dict[str, Any]) -> list[int]:
 
 
 def test_engines_that_are_closed_leave_nothing(options: dict[str, Any]) -> None:
+    earlier, functions = held(), attention_functions()
     first = answer(options)
-    before = held()
-    assert before[1:] == ([], [])
+    assert held().threads <= earlier.threads and attention_functions() <= functions
+    residue = Residue()
     for _ in range(4):
         assert answer(options) == first
-        assert held() == before
+        assert not residue.found()
 
 
 def test_adapters_of_another_base_are_named_once_a_base(
@@ -121,7 +127,7 @@ def test_a_failed_start_leaves_nothing(
     options: dict[str, Any], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(options)
-    before = held()
+    residue = Residue()
 
     def fail(*arguments: Any, **named: Any) -> None:
         raise ZeroDivisionError("a bug")
@@ -130,16 +136,16 @@ def test_a_failed_start_leaves_nothing(
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="ZeroDivisionError: a bug"):
             Engine(**options)
-    assert held() == before
+    assert not residue.found()
 
 
 def test_an_adapter_that_was_named_must_be_servable(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    before = held()
+    residue = Residue()
     with pytest.raises(Exception, match="adapter 'x'"):
         Engine(**options, lora_modules=(f"x={tmp_path}",))
-    assert held() == before
+    assert not residue.found()
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -301,10 +307,9 @@ def test_adapters_answer_the_same_and_leave_nothing(
     """With copies of adapters, in all ways."""
     if "link_gib_per_s" in way:
         way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
-    before = held(), mapped_segments(), named_segments(os.getpid())
-    assert before[1] == 0
+    residue = Residue()
     assert adapted_answers({**options, **way}, adapters) == expected
-    assert (held(), mapped_segments(), named_segments(os.getpid())) == before
+    assert not residue.found()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -344,13 +349,6 @@ def test_without_a_profile_requests_wait_for_their_adapters(
     (info,) = infos
     assert info.has_profile_failed
     assert "co-execution is off" in info.summary[-1]
-
-
-def mapped_segments() -> int:
-    """The number of corun's mappings of shared memory, with or without a name."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return sum("corun-" in line and "(deleted)" in line for line in maps.splitlines())
 
 
 @pytest.mark.parametrize("link_gib_per_s", [None, 1.0])
