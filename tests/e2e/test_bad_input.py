@@ -1,4 +1,4 @@
-"""A faulty request gets a 4xx with a reason within a second, and does not affect other requests."""
+"""A faulty request soon gets a 4xx with a reason, and does not affect other requests."""
 
 import json
 import os
@@ -19,7 +19,8 @@ from support.serving import Served
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WEIGHTS = "adapter_model.safetensors"
-ANSWER_WITHIN_S = 1.0
+ANSWER_WITHIN_S = 10.0  # on a busy machine
+MAX_CPU_S = 1.0  # of the server
 USER = {"role": "user", "content": "planet"}
 NUM_CLIENTS = 50
 KEY = "the-right-key"
@@ -56,14 +57,16 @@ class Guarded:
 
     def check_refused(self, path: str, body: Any, *statuses: int) -> None:
         """The answer is one of ``statuses``, or any 4xx, in time and with a message."""
-        start_s = time.monotonic()
+        start_s, start_cpu_s = time.monotonic(), self.served.cpu_seconds()
         answer = self.send(path, body)
         took_s = time.monotonic() - start_s
+        cpu_s = self.served.cpu_seconds() - start_cpu_s
         assert 400 <= answer.status_code < 500, answer.text
         assert not statuses or answer.status_code in statuses, answer.text
         message = answer.json()["error"]["message"]
         assert 0 < len(message) < 1000 and "\n" not in message, message
         assert took_s < ANSWER_WITHIN_S, f"{message} after {took_s:.2f} s"
+        assert cpu_s < MAX_CPU_S, f"{message} after {cpu_s:.2f} s of processor time"
 
 
 @pytest.fixture(scope="module")

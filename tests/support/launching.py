@@ -27,7 +27,7 @@ from corun.runtime.server.listening import bind
 from .simulation import MODEL
 
 KEY = "a-key"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 BARE_ENGINE = (sys.executable, "-S", str(Path(__file__).with_name("bare_engine.py")))
 # The state that a bare engine reports.
 os.environ["BARE_ENGINE_PROFILE"] = msgspec.json.encode(

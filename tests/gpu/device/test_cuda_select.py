@@ -53,7 +53,7 @@ def test_a_fault_leads_to_the_host_as_a_whole_and_is_warned_of(
     fault: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu = FakeGpu(frozenset({fault}))
-    with fake_device(gpu, probe_timeout_s=0.05) as (device, _):
+    with fake_device(gpu, probe_timeout_s=0.5) as (device, _):
         assert device.choices.sync == "host"
         assert not gpu.registered, "nothing of the other way is left"
     (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -94,7 +94,7 @@ def test_a_wait_that_holds_for_ever_ends_the_search(fault: str) -> None:
     gpu = FakeGpu(frozenset({fault}))
     with (
         pytest.raises(StuckStreamError, match="--device-sync host"),
-        fake_device(gpu, probe_timeout_s=0.1),
+        fake_device(gpu, probe_timeout_s=0.5),
     ):
         pass
     assert gpu.log == ["register"], "the device may still touch the memory"

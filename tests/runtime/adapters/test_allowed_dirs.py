@@ -61,7 +61,7 @@ def test_a_path_that_does_not_answer_holds_up_no_event_loop(
     allowed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
-    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.1)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.5)
     dead, answers, real = str(allowed / "dead"), threading.Event(), os.path.realpath
 
     def stuck(path: str, *, strict: bool = False) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import watchfiles
+from corun.runtime import file_calls
 from corun.runtime.adapters import dir_watch, sources
 from corun.runtime.adapters.dir_changes import DirChanges
 from corun.runtime.adapters.dir_watch import LoraDir, LoraDirWatch
@@ -211,6 +212,7 @@ class DeadMount:
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_LOOK_TIMEOUT_S", 0.5)
     monkeypatch.setattr(FILES, "timeout_s", 0.5)
+    monkeypatch.setattr(file_calls, "_SLICE_S", 0.05)
 
 
 @pytest.mark.usefixtures("short_deadlines")

@@ -23,6 +23,7 @@ from corun.runtime.adapters.peft_config import read_peft_config
 from corun.runtime.errors import AdapterError
 from corun.runtime.file_calls import SilentError
 from support.adapter_files import CONFIG, WEIGHTS, write_adapter
+from support.residue import open_descriptors
 
 NAME = "chat_template.jinja"
 SECRET = "of another user"
@@ -62,7 +63,7 @@ def test_what_is_no_regular_file_is_refused_at_once(
 ) -> None:
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(NotRegularError) as caught:
         open_file(folder, name)
     assert caught.value.strerror == "not a regular file"
@@ -73,7 +74,7 @@ def test_what_is_no_regular_file_is_refused_at_once(
         with pytest.raises(AdapterError, match=f"{WEIGHTS}: not a regular file"):
             Checkpoint(folder, max_tensor_bytes=1 << 20)
         assert is_complete(folder) is None
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not open_descriptors() - before
 
 
 @pytest.mark.parametrize("target", ["secret", "/dev/zero", "/etc/passwd", "/proc/self/environ"])
@@ -337,7 +338,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[StuckFiles]
 
 
 def test_a_file_system_that_does_not_answer_is_an_error(
-    folder: Path, stuck: StuckFiles, tmp_path: Path
+    folder: Path, stuck: StuckFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SilentError):
         read(folder)
@@ -345,6 +346,7 @@ def test_a_file_system_that_does_not_answer_is_an_error(
         read_peft_config(folder)
     with pytest.raises(AdapterError, match="the file system does not answer"):
         Checkpoint(folder, max_tensor_bytes=1 << 20)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 20.0)
     other = write_adapter(tmp_path / "other")
     assert read_peft_config(other).r == 8
 
@@ -353,10 +355,10 @@ def test_a_read_that_does_not_return_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
-    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.1)
     answers, real = threading.Event(), os.preadv
     with Checkpoint(folder, max_tensor_bytes=1 << 20) as checkpoint:
         data = [bytes(part) for _, part in checkpoint.read(checkpoint.tensors)]
+        monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.1)
 
         def stuck(file: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
             if flags:
@@ -372,6 +374,7 @@ def test_a_read_that_does_not_return_is_an_error(
     while file_calls.FILES.is_silent(str(folder)):
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 20.0)
     with Checkpoint(folder, max_tensor_bytes=1 << 20) as checkpoint:
         assert [bytes(part) for _, part in checkpoint.read(checkpoint.tensors)] == data
 

@@ -85,5 +85,5 @@ def test_a_loop_that_sleeps_rests_unless_it_waits_for_the_device(
         return select(selector, timeout)
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", looks)
-    run_loop(0.05, heartbeat)
+    run_loop(0.3, heartbeat)  # long enough for it to come to its rest
     assert set(seen) == {LoopActivity.WORKING if waits_for_device else LoopActivity.RESTING}

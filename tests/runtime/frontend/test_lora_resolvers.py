@@ -39,6 +39,7 @@ def test_a_directory_that_does_not_answer_holds_few_threads_for_any_number_of_na
         ]
         for one in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(one, UnknownModelError) and "does not answer" in str(one)
+        monkeypatch.setattr(file_calls.FILES, "timeout_s", _SOON_S)
         found = await DirectoryResolver(alive).resolve_lora("base", "sql")
         assert found is not None and found.lora_path == str(alive / "sql")
 

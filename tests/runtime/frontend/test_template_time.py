@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +44,13 @@ def run(render: Callable[[], str], limits: TemplateLimits = LONG, **options: boo
     return asyncio.run(render_in_time(render, limits, **options))
 
 
+@pytest.fixture
+def patient_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, what is quick takes longer than the few milliseconds of the loop."""
+    monkeypatch.setattr(template_time, "_ON_LOOP_S", LONG.timeout_s)
+
+
+@pytest.mark.usefixtures("patient_loop")
 def test_what_is_quick_is_rendered_on_the_event_loop() -> None:
     rendering = Rendering("{{ 'x' | upper }}")
     assert run(rendering) == "X"
@@ -54,7 +60,7 @@ def test_what_is_quick_is_rendered_on_the_event_loop() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(300) %}{% for j in range(300) %}{% endfor %}{% endfor %}x",
+        "{% for i in range(300) %}{% for j in range(1000) %}{% endfor %}{% endfor %}x",
         "{{ ('a ' * 10000) | wordwrap(1) | length }}",
         "{{ ('x' * 100000) | upper }}",
         "{{ range(9999) | list | sort | length }}",
@@ -67,6 +73,7 @@ def test_what_may_take_long_begins_again_in_a_thread(source: str) -> None:
     assert rendering.threads[1] is not threading.main_thread()
 
 
+@pytest.mark.usefixtures("patient_loop")
 def test_a_template_is_compiled_in_a_thread() -> None:
     rendering = Rendering("{# only here #}{{ 1 }}", is_compiled=False)
     assert run(rendering) == "1"
@@ -112,24 +119,20 @@ def test_a_rendering_that_cannot_be_ended_is_not_waited_for(
     """As a filter in C code."""
     monkeypatch.setattr(template_time, "_LATE_S", 0.05)
     gate = threading.Event()
+    has_ended: list[bool] = []
 
     def holds() -> str:
         leave_to_thread()
-        assert gate.wait(20)
+        gate.wait(60)
+        has_ended.append(True)
         return "late"
 
-    async def body() -> int:
-        began_s, num_turns = time.monotonic(), 0
-        rendering = asyncio.ensure_future(render_in_time(holds, SHORT))
-        while not rendering.done():
-            num_turns += 1
-            await asyncio.sleep(0.005)
-        assert time.monotonic() - began_s < 10 * 0.1 + 1
+    async def body() -> None:
         with pytest.raises(TemplateTimeoutError, match=r"more than 0\.05 s"):
-            rendering.result()
-        return num_turns
+            await render_in_time(holds, SHORT)
+        assert not has_ended, "it was waited for, or the loop was held"
 
     try:
-        assert asyncio.run(body()) > 3
+        asyncio.run(body())
     finally:
         gate.set()

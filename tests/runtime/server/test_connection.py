@@ -66,7 +66,7 @@ def test_a_head_that_does_not_come(
 
 
 def test_a_second_head_that_does_not_come(start_server: Callable[..., Any], engine: Any) -> None:
-    server = start_server(type(engine)(), limits=HttpLimits(header_timeout_s=0.2))
+    server = start_server(type(engine)(), limits=HttpLimits(header_timeout_s=0.5))
     with connected(server) as sock:
         sock.sendall(POST)
         first = b""
@@ -82,7 +82,7 @@ def test_what_generates_for_long_is_no_late_head(
 ) -> None:
     engine = type(engine)()
     engine.held.set()
-    server = start_server(engine, limits=HttpLimits(header_timeout_s=0.05))
+    server = start_server(engine, limits=HttpLimits(header_timeout_s=0.5))
     with connected(server) as sock:
         sock.sendall(POST)
         wait_until(lambda: engine.num_open == 1)
@@ -119,7 +119,7 @@ def test_a_body_that_is_late_after_its_answer(start_server: Callable[..., Any]) 
 def test_a_connection_with_a_body_after_its_answer_is_not_kept(
     start_server: Callable[..., Any],
 ) -> None:
-    server = start_server(FakeEngine(), limits=HttpLimits(header_timeout_s=0.2))
+    server = start_server(FakeEngine(), limits=HttpLimits(header_timeout_s=0.5))
     with connected(server) as sock:
         sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 404")

@@ -20,6 +20,6 @@ from corun.runtime.server.json_values import show
     ],
 )
 def test_the_beginning_is_shown(value: Any, shown: str) -> None:
-    began_s = time.monotonic()
+    began_s = time.thread_time()
     assert show(value) == shown
-    assert time.monotonic() - began_s < 1
+    assert time.thread_time() - began_s < 1

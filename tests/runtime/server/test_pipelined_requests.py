@@ -75,7 +75,7 @@ def test_a_head_behind_a_long_request_is_not_late(
 ) -> None:
     engine = type(engine)()
     engine.held.set()
-    server = start_server(engine, limits=HttpLimits(header_timeout_s=0.1))
+    server = start_server(engine, limits=HttpLimits(header_timeout_s=0.5))
     with connected(server) as sock, connected(server) as other:
         sock.sendall(GENERATE + BODY + HEALTH * 1000)
         wait_until(lambda: engine.num_open == 1)

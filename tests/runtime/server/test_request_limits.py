@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from support.fake_engine import MAX_MODEL_LEN, FakeEngine, FakeTokenizer
 
 LIMITS = HttpLimits(
     max_body_bytes=20_000, max_json_depth=4, max_messages=3, max_request_tokens=MAX_MODEL_LEN,
-    max_logit_bias=2, template=TemplateLimits(timeout_s=0.05, max_chars=100), max_content_parts=3,
+    max_logit_bias=2, template=TemplateLimits(timeout_s=20.0, max_chars=100), max_content_parts=3,
     max_stop_strings=16, max_stop_bytes=8, max_bad_words_bytes=8, max_tokenize_tokens=MAX_MODEL_LEN,
     max_json_items=5000,
 )  # fmt: skip
@@ -86,19 +87,20 @@ def test_what_is_too_much(
 
 
 @pytest.mark.parametrize(
-    ("source", "code", "flag"),
+    ("source", "timeout_s", "code", "flag"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-         "template_timeout", "--template-timeout-s"),
-        ("{{ 'x' * 101 }}", "template_too_long", "--max-template-chars"),
+         0.05, "template_timeout", "--template-timeout-s"),
+        ("{{ 'x' * 101 }}", 20.0, "template_too_long", "--max-template-chars"),
     ],
 )  # fmt: skip
 def test_templates_that_loop_or_make_too_much(
-    start_server: Callable[..., Any], source: str, code: str, flag: str
+    start_server: Callable[..., Any], source: str, timeout_s: float, code: str, flag: str
 ) -> None:
     engine = FakeEngine()
     engine.tokenizer = TemplateTokenizer(source)
-    server = start_server(engine, limits=LIMITS)
+    template = replace(LIMITS.template, timeout_s=timeout_s)
+    server = start_server(engine, limits=replace(LIMITS, template=template))
     with httpx.Client(base_url=server.url, timeout=20) as http:
         for path in (CHAT, "/tokenize"):
             began_s = time.monotonic()

@@ -370,7 +370,8 @@ def test_engines_that_cannot_begin_end_the_agent(tmp_path: Path) -> None:
 def test_another_controller_is_followed_once_its_own_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_LED_S", 0.7)
+    monkeypatch.setattr(report, "_EVERY_S", 0.1)
+    monkeypatch.setattr(report, "_LED_S", 1.0)
 
     async def work(controlled: Controlled) -> None:
         await controlled.engine()

@@ -115,7 +115,7 @@ def test_a_peer_that_fails_gives_way_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     break_it: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]], kind: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(transfer, "SILENT_S", 0.2)
+    monkeypatch.setattr(transfer, "SILENT_S", 1.0)
 
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         async with bad_peer(good, break_it) as bad:

@@ -142,6 +142,7 @@ def test_a_source_that_does_not_answer_is_an_error(
         answers.set()
         while FILES.is_silent(str(source)):
             await asyncio.sleep(0.001)
+        monkeypatch.setattr(FILES, "timeout_s", 20.0)
         await ingest(store, source)
 
     with_store(tmp_path / "store", work)

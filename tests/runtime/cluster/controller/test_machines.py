@@ -13,7 +13,7 @@ UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_supervised=1)
 DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is away")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten timeouts."""
     monkeypatch.setattr(machines, "_TAKE_TIMEOUT_S", 0.2)
@@ -51,6 +51,7 @@ def test_an_engine_is_started_where_there_is_a_place_and_else_elsewhere(tmp_path
     in_cluster(tmp_path, work)
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: bool) -> None:
     async def work(cluster: RunningCluster) -> None:
@@ -70,6 +71,7 @@ def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: boo
     in_cluster(tmp_path, work)
 
 
+@pytest.mark.usefixtures("soon")
 def test_what_must_wait_is_done_though_the_controller_ends_before(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_controller(tmp_path) as cluster:

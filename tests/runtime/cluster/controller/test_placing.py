@@ -10,6 +10,7 @@ from corun.runtime.cluster.wire import Ensure
 from corun.runtime.server.errors import HttpError
 from support import fake_cluster
 from support.fake_cluster import (
+    TIMEOUT_S,
     RunningCluster,
     digest_of,
     eventually,
@@ -70,11 +71,10 @@ def test_sticky_goes_by_demand_and_by_what_engines_bear(tmp_path: Path) -> None:
         await eventually(lambda: set(gateway.shares) == {"x", "y", "z"})
         assert len(gateway.shares["z"]) == 2  # as many as were asked for
         assert len(gateway.shares["x"]) == 1
-        for _ in range(100):
-            await cluster.demand({"x": 60})  # 600 a second, or six engines
-            if len(gateway.shares["x"]) == 3:
-                break
-            await asyncio.sleep(0.03)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(gateway.shares["x"]) < 3:
+                await cluster.demand({"x": 60})  # 600 a second, or six engines
+                await asyncio.sleep(0.03)
         assert len(gateway.shares["x"]) == 3 and len(gateway.shares["y"]) == 1
         assert all(digest_of("x") in agent.copies for agent in agents)
 
@@ -101,11 +101,11 @@ def test_copies_beside_a_plan_go_when_it_is_carried_out(tmp_path: Path) -> None:
         await loading
         await eventually(lambda: "x" in gateway.shares)
         home, other = agents if "a-0" in gateway.shares["x"] else reversed(agents)
-        for _ in range(100):  # not while the next plan is carried out
-            await cluster.report(home)
-            orders = await cluster.report(other)
-            if orders.elsewhere:
-                break
+        orders = await cluster.report(other)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not orders.elsewhere:  # while the next plan is carried out
+                await cluster.report(home)
+                orders = await cluster.report(other)
         assert orders.elsewhere == (digest_of("content"),) and not orders.keep
 
     in_cluster(tmp_path, work, placement="contiguous")

@@ -152,7 +152,7 @@ def test_the_engine_sees_that_a_client_has_left(has_begun: bool) -> None:
         asking.cancel()
         left_s = asyncio.get_running_loop().time()
         await eventually(lambda: engine.num_left == 1)
-        assert asyncio.get_running_loop().time() - left_s < 2.0  # ten times what is expected
+        assert asyncio.get_running_loop().time() - left_s < 10.0  # it would send for 20 s
         await eventually(lambda: engine.num_open == 0)
 
     in_cluster(work, ScriptedEngine("e0", endless))
@@ -188,7 +188,7 @@ def test_a_slow_reader_holds_back_its_own_stream_only() -> None:
                 break
         assert num_written < 1900
         engine.answer = stream_at_once
-        status, answer = await asyncio.wait_for(cluster.complete(stream=True), 5.0)
+        status, answer = await asyncio.wait_for(cluster.complete(stream=True), 20.0)
         assert (status, answer) == (200, 3 * EVENT + DONE)
         writer.close()
 

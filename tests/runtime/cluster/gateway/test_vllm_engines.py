@@ -183,7 +183,8 @@ def test_an_adapter_that_it_has_lost_is_loaded_again(tmp_path: Path) -> None:
             assert (await front.complete(model="sql"))[0] == 200
             server.loaded.clear()  # another client has unloaded it
             server.started_unix_s += 1.0  # or the server has restarted
-            await asyncio.sleep(0.3)
+            for _ in range(15):  # turns of the loop on which all parts run
+                await asyncio.sleep(0.02)
             assert (await front.complete(model="sql"))[0] == 200
 
     in_front(tmp_path, work)
