@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from ..shm.light_numba import import_numba
 from .affinity import pin_thread
 from .ipc import Link
 from .messages import Prepared, Refused, ToWorker, WorkerSetup
@@ -40,6 +41,7 @@ def _work(link: Link[ToWorker], setup: WorkerSetup) -> int:
     pinning = pin_thread([setup.cpu])
     try:
         # After pinning: numeric libraries read the available CPUs when they are loaded.
+        import_numba()
         from .job_loop import JobLoop
 
         loop = JobLoop(setup)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ def without_compiler() -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     torch.distributed.is_available = lambda: False
     try:
-        with _scipy_left_out():
+        with _scipy_left_out(), _models_listed_once():
             yield
     finally:
         torch.distributed.is_available = is_distributed_available
@@ -57,6 +58,37 @@ def _scipy_left_out() -> Iterator[None]:
         yield
     finally:
         utils.is_scipy_available = is_scipy_available
+
+
+@contextmanager
+def _models_listed_once() -> Iterator[None]:
+    """Let transformers.models use the list that transformers has made of the same files.
+
+    To list what they export, each reads the sources of all models.
+    """
+    from transformers.utils import import_utils
+
+    models = Path(import_utils.__file__).parents[1] / "models"
+    define = import_utils.define_import_structure
+
+    def define_import_structure(module_path: Any, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(module_path) != models / "__init__.py":
+            return define(module_path, prefix)
+        listed = define(models, prefix="models")  # as transformers calls it, so it is cached
+        return {
+            needed: {
+                name.removeprefix("models."): exported
+                for name, exported in modules.items()
+                if name.startswith("models.")
+            }
+            for needed, modules in listed.items()
+        }
+
+    import_utils.define_import_structure = define_import_structure
+    try:
+        yield
+    finally:
+        import_utils.define_import_structure = define
 
 
 class _Compiler(ModuleType):

@@ -5,7 +5,7 @@ import logging
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from support.time_budget import TimeBudget
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_STATE: tempfile.TemporaryDirectory[str] | None = None
 if "PYTEST_XDIST_WORKER" in os.environ:
     # With one thread per processor in each of several processes, threads would wait for each other
     # at every barrier. Engines in processes of their own set their own number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Profiles that engines measure and keep must not reach the user's own.
-_STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
+else:
+    # What engines measure and keep must not reach the user's own. The processes of a run share it.
+    _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
+    os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # A busy machine takes long for an example now and then. All runs have the same examples.
 settings.register_profile(
@@ -95,7 +96,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    _STATE.cleanup()
+    if _STATE is not None:
+        _STATE.cleanup()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # Imports and tests make no garbage, and millions of objects.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -199,14 +199,16 @@ class Study:
     def __init__(
         self, kept: Path | None, num_processes: int, on_progress: Callable[[str], None]
     ) -> None:
-        """``kept``: the folder; None = outcomes are not stored."""
+        """``kept``: the folder; None = outcomes are not stored. One process is this one."""
         self._kept = kept
         self._num_processes = num_processes
         self._on_progress = on_progress
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: ProcessPoolExecutor | None = None  # of more than one process
         self._others: set[BaseProcess] = set()  # children from before the pool
 
     def __enter__(self) -> "Study":
+        if self._num_processes == 1:
+            return self
         if _NO_WORDS not in sys.warnoptions:
             sys.warnoptions.append(_NO_WORDS)
         self._others = set(active_children())
@@ -220,7 +222,8 @@ class Study:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        assert self._pool is not None
+        if self._pool is None:
+            return
         if kind is not None:  # unused runs may take minutes
             for process in set(active_children()) - self._others:
                 process.kill()
@@ -236,7 +239,6 @@ class Study:
         ``then``: called with each outcome; may return one more run, which does not delay others.
         Raises what a run raises, and ``ResourceError`` if an outcome cannot be stored.
         """
-        assert self._pool is not None, "inside a with statement"
         runs = list(dict.fromkeys(runs))
         found: dict[SimulatedRun, RunOutcome] = {}
         futures: dict[Future[RunOutcome], SimulatedRun] = {}
@@ -244,8 +246,8 @@ class Study:
         while wanted or futures:
             ended = {one: outcome for one in wanted if (outcome := self._read(one)) is not None}
             with _signals_later(), signals_held():
-                futures |= {self._pool.submit(run, one): one for one in wanted if one not in ended}
-            for future in () if ended else wait(futures, return_when=FIRST_COMPLETED).done:
+                futures |= {self._submit(one): one for one in wanted if one not in ended}
+            for future in () if ended else self._finished(futures):
                 one = futures.pop(future)
                 ended[one] = future.result()
                 self._write(one, ended[one])
@@ -257,6 +259,19 @@ class Study:
             following = [then(one, outcome) for one, outcome in ended.items()]
             wanted = [one for one in following if one is not None]
         return {one: found[one] for one in (*runs, *found)}
+
+    def _submit(self, one: SimulatedRun) -> Future[RunOutcome]:
+        return Future() if self._pool is None else self._pool.submit(run, one)
+
+    def _finished(
+        self, futures: Mapping[Future[RunOutcome], SimulatedRun]
+    ) -> Collection[Future[RunOutcome]]:
+        """Wait for at least one; without other processes, run the first."""
+        if self._pool is not None:
+            return wait(futures, return_when=FIRST_COMPLETED).done
+        future, one = next(iter(futures.items()))
+        future.set_result(run(one))
+        return (future,)
 
     def _path(self, folder: Path, one: SimulatedRun) -> Path:
         return folder / f"{one.digest}.json"

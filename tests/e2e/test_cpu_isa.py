@@ -19,8 +19,8 @@ def test_an_engine_of_its_own_process_is_held_to_a_level() -> None:
     async def ask() -> tuple[str, str]:
         # Kernels of this level are compiled first. Other tests are for those that are left out.
         async with AsyncEngine(
-            own_process=True, device="cpu", cpu_isa=_LOWER,
-            attention_backend="torch", fused_kernels="off",
+            own_process=True, device="cpu", cpu_isa=_LOWER, cpu_threads=1,
+            linear_backend="numba", attention_backend="torch", fused_kernels="off",
         ) as engine:  # fmt: skip
             params = SamplingParams(temperature=0, max_tokens=32)
             text = ""

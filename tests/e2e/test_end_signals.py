@@ -14,7 +14,10 @@ import pytest
 from support.serving import wait_until
 
 _TIMEOUT_S = 60.0
-_PLAN = ("plan", "--profile", "a40-llama7b", "--workload", "S1", "--slo-ttft-s", "8", "--rps", "10")
+_PLAN = (
+    "plan", "--profile", "a40-llama7b", "--workload", "S1", "--slo-ttft-s", "8", "--rps", "10",
+    "--jobs", "2",
+)  # fmt: skip
 _SERVE = ("serve", "--device", "cpu", "--port", "0")
 _CLUSTER = ("cluster", "--engines", "1", "--device", "cpu", "--port", "0", "--cluster-port", "0")
 _PROFILE = ("profile", "--device", "cpu")

@@ -85,20 +85,6 @@ def assert_given_up(server: Served, stream: Streamed, words: str) -> None:
         assert part in log
 
 
-def test_a_kernel_that_does_not_return(start: Callable[[float], StuckServer]) -> None:
-    server = start(SHORT_LIMIT_S)
-    until_ready(server)
-    server.delay(STUCK)
-    stream = Streamed(server)
-    until_ready(server, is_ready=False)
-    _, body = readiness(server)
-    assert body["error"]["code"] == "engine_hung" and "layer 1 " in body["error"]["message"]
-    assert server.metrics()["corun:engine_stalled_seconds"] >= SHORT_LIMIT_S
-    assert httpx.get(server.url + "/health").status_code == 200
-    assert_given_up(server, stream, "layer 1 ")
-    assert any("in forward_when_let" in line for line in server.log_lines)  # where it stands
-
-
 def test_a_stopped_process(start: Callable[[float], StuckServer]) -> None:
     server = start(SHORT_LIMIT_S)
     server.engine.send_signal(signal.SIGSTOP)
@@ -107,8 +93,17 @@ def test_a_stopped_process(start: Callable[[float], StuckServer]) -> None:
     assert_given_up(server, stream, "no heartbeat")
 
 
-def test_an_engine_that_goes_on_and_one_that_is_slow(start: Callable[[float], StuckServer]) -> None:
+def test_an_engine_that_goes_on_is_slow_and_then_stuck(
+    start: Callable[[float], StuckServer],
+) -> None:
     server = start(LIMIT_S)
+    goes_on(server)
+    is_slow(server)
+    does_not_return(server)
+
+
+def goes_on(server: StuckServer) -> None:
+    """It is stopped, and continued in time."""
     server.engine.send_signal(signal.SIGSTOP)
     stream = Streamed(server)
     until_ready(server, is_ready=False)
@@ -118,6 +113,9 @@ def test_an_engine_that_goes_on_and_one_that_is_slow(start: Callable[[float], St
     assert any("makes progress again" in line for line in server.log_lines)
     assert server.metrics()["corun:engine_stalled_seconds"] == 0
 
+
+def is_slow(server: StuckServer) -> None:
+    """Each layer of a step is in time, the step is not."""
     server.delay(str(LAYER_S))
     started_s = time.monotonic()
     slow = Streamed(server)
@@ -128,3 +126,16 @@ def test_an_engine_that_goes_on_and_one_that_is_slow(start: Callable[[float], St
     server.delay("")
     assert slow.join()[-1] == "data: [DONE]"
     assert seen == {200}
+
+
+def does_not_return(server: StuckServer) -> None:
+    """A kernel hangs, and the engine is given up."""
+    server.delay(STUCK)
+    stream = Streamed(server)
+    until_ready(server, is_ready=False)
+    _, body = readiness(server)
+    assert body["error"]["code"] == "engine_hung" and "layer 1 " in body["error"]["message"]
+    assert server.metrics()["corun:engine_stalled_seconds"] >= LIMIT_S
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert_given_up(server, stream, "layer 1 ")
+    assert any("in forward_when_let" in line for line in server.log_lines)  # where it stands

@@ -27,6 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "cut" / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     (folder / "nothing" / WEIGHTS).unlink()
     _name_no_text(folder / "no-text" / WEIGHTS)
+    for name in ("own", "plain"):
+        shutil.copytree(demo_adapters_path() / "upper", folder / name)
+    base = demo_model_path()
+    template = json.loads((base / "tokenizer_config.json").read_text()).get("chat_template")
+    template = template or (base / "chat_template.jinja").read_text()
+    mine = "{# mine #}" + template.replace("content", "name")
+    (folder / "own" / "chat_template.jinja").write_text(mine)
     return folder
 
 
@@ -154,29 +161,21 @@ def test_what_is_loaded_over_http_survives_a_restart(folder: Path, tmp_path: Pat
         assert _adapter(http, "bad-later")["state"] == "failed"
 
 
-def test_an_adapters_own_template_and_end_tokens_are_used(folder: Path, tmp_path: Path) -> None:
-    own = tmp_path / "adapters" / "own"
-    shutil.copytree(demo_adapters_path() / "upper", own)
-    shutil.copytree(own, own.with_name("plain"))
-    base = demo_model_path()
-    template = json.loads((base / "tokenizer_config.json").read_text()).get("chat_template")
-    template = template or (base / "chat_template.jinja").read_text()
-    (own / "chat_template.jinja").write_text("{# mine #}" + template.replace("content", "name"))
-    with (
-        Served("--lora-dir", str(own.parent), "--cpu-threads", "1") as served,
-        served.client() as http,
-    ):
-        letter = http.post("/tokenize", json={"prompt": "L", "add_special_tokens": False})
-        (token_id,) = letter.json()["tokens"]
-        (own / "generation_config.json").write_text(json.dumps({"eos_token_id": [token_id]}))
-        message = {"role": "user", "content": "bye", "name": "hello"}
-        answers = {}
-        for model in ("own", "plain"):
-            body = {"model": model, "messages": [message], "temperature": 0, "max_tokens": 10}
-            choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
-            answers[model] = choice["message"]["content"], choice["finish_reason"]
-            assert choice["stop_reason"] is None
-        assert answers == {"own": ("HE", "stop"), "plain": ("BYE", "stop")}
-        without = {"model": "own", "messages": [message], "max_tokens": 8, "ignore_eos": True}
-        choice = http.post("/v1/chat/completions", json=without).json()["choices"][0]
-        assert choice["message"]["content"].startswith("HELLO")
+def test_an_adapters_own_template_and_end_tokens_are_used(
+    served: tuple[Served, httpx.Client], folder: Path
+) -> None:
+    _, http = served
+    letter = http.post("/tokenize", json={"prompt": "L", "add_special_tokens": False})
+    (token_id,) = letter.json()["tokens"]
+    (folder / "own" / "generation_config.json").write_text(json.dumps({"eos_token_id": [token_id]}))
+    message = {"role": "user", "content": "bye", "name": "hello"}
+    answers = {}
+    for model in ("own", "plain"):
+        body = {"model": model, "messages": [message], "temperature": 0, "max_tokens": 10}
+        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        answers[model] = choice["message"]["content"], choice["finish_reason"]
+        assert choice["stop_reason"] is None
+    assert answers == {"own": ("HE", "stop"), "plain": ("BYE", "stop")}
+    without = {"model": "own", "messages": [message], "max_tokens": 8, "ignore_eos": True}
+    choice = http.post("/v1/chat/completions", json=without).json()["choices"][0]
+    assert choice["message"]["content"].startswith("HELLO")

@@ -57,7 +57,7 @@ def test_simulations_work_where_nothing_was_measured(
     found = commands(sizing, "simulate", "plan")
     assert len(found) >= 3
     for arguments in found:
-        small = ["--seeds", "1", "--requests", "30", "--jobs", "2"]
+        small = ["--seeds", "1", "--requests", "30", "--jobs", "1"]
         small += ["--quick"] if arguments[0] == "plan" else []
         assert main([*arguments, *small]) == 0, capsys.readouterr().err
         assert "Simulated, not measured. Machine: " in capsys.readouterr().out

@@ -17,7 +17,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     model = tmp_path_factory.mktemp("models") / "scripted"
     save_scripted_model(model)
     with (
-        Served(str(model), "--dtype", "float32") as server,
+        Served(str(model), "--dtype", "float32", "--cpu-threads", "1") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

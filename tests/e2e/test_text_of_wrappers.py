@@ -20,7 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = save_model("qwen2_5_vl", tmp_path_factory.mktemp("model") / "wrapper")
     save_word_tokenizer(directory, 96)
     (directory / "chat_template.jinja").write_text(_TEMPLATE)
-    with Served(str(directory), "--device", "cpu", "--memory-gib", "0.1") as served:
+    with Served(str(directory), "--cpu-threads", "1", "--memory-gib", "0.1") as served:
         yield served
 
 

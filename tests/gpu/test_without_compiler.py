@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor", "sympy")
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy", "torch._inductor", "sympy")
 
 
 def run(code: str) -> list[str]:
@@ -97,13 +97,27 @@ print(not any("corun" in type(finder).__module__ for finder in sys.meta_path))
 
 
 def test_a_package_that_imports_scipy_can_be_imported() -> None:
-    """As scikit-learn does, which some versions of transformers import where it is installed."""
+    """As scikit-learn does, which some versions of transformers import where it is installed.
+
+    And the models are listed once, as transformers itself lists them.
+    """
     code = """
 from corun.gpu.without_compiler import without_compiler
 with without_compiler():
+    from transformers.utils import import_utils
+    read, num_read = import_utils.create_import_structure_from_path, [0]
+    def counted(path):
+        num_read[0] += 1
+        return read(path)
+    import_utils.create_import_structure_from_path = counted
+    import transformers.models
+    path = import_utils.__file__.replace("utils/import_utils.py", "models/__init__.py")
+    listed = import_utils.define_import_structure(path)
+    assert num_read == [0]
     from transformers import LlamaForCausalLM
     from scipy.optimize import linear_sum_assignment
 from transformers.utils import is_scipy_available
 print(linear_sum_assignment([[0.0]])[0].tolist()[0], is_scipy_available())
+print(listed == import_utils.define_import_structure(path), num_read[0] > 0, len(listed) > 1)
 """
-    assert run(code) == ["0", "True"]
+    assert run(code) == ["0", "True", "True", "True", "True"]

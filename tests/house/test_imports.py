@@ -13,8 +13,8 @@ from support.product import (
     module_of,
     modules,
     name_of,
+    nodes_of,
     product_files,
-    tree_of,
 )
 
 # Which parts of the product a folder may import; a dotted name allows everything below it. The
@@ -162,7 +162,7 @@ def test_one_server_knows_nothing_of_clusters() -> None:
 def test_product_imports_itself_relatively() -> None:
     wrong = []
     for path in product_files():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:

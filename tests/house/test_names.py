@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.product import ROOT, files_of, name_of, product_files, tree_of
+from support.product import ROOT, files_of, name_of, nodes_of, product_files
 
 # Private by their names, and documented by Python itself.
 _DOCUMENTED = {"_current_frames", "_exit", "_fields", "_replace", "_typeshed"}
@@ -22,17 +22,21 @@ _PATCHES = {"setattr", "delattr", "getattr", "object", "patch"}
 def test_no_public_class_has_the_name_of_another() -> None:
     places = defaultdict(list)
     for path in product_files():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{name_of(path)}:{node.lineno}")
     wrong = [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
     assert not wrong, "\n".join(wrong)
 
 
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def _own_names() -> set[str]:
     """All names that the product itself defines or assigns."""
     names: set[str] = set()
-    for node in (node for path in product_files() for node in ast.walk(tree_of(path))):
+    for node in (node for path in product_files() for node in nodes_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -41,10 +45,10 @@ def _own_names() -> set[str]:
 
 
 def _private_names_of_others(path: Path, own: set[str]) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and node.attr not in own:
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+        elif isinstance(node, ast.Call) and _is_name(node.func, "getattr"):
             yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             module = node.module or ""
@@ -73,23 +77,23 @@ def test_private_names_of_others_are_listed() -> None:
     assert section and not wrong, sorted(wrong)
 
 
-def _own_private_names(tree: ast.Module) -> set[str]:
+def _own_private_names(path: Path) -> set[str]:
     """Those that a test file defines itself."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr if ast.unparse(node.value) == "self" else "")
+            names.add(node.attr if _is_name(node.value, "self") else "")
     return names
 
 
-def _reached_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _reached_names(path: Path) -> Iterator[tuple[int, str]]:
     """Private names of something else, and the line: used, imported, or replaced by a patch."""
-    own = _own_private_names(tree)
-    for node in ast.walk(tree):
+    own = _own_private_names(path)
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
-            if ast.unparse(node.value) not in {"self", "cls"} and node.attr not in own:
+            if not _is_name(node.value, "self", "cls") and node.attr not in own:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
             is_ours = (node.module or "").startswith(("corun", "support"))
@@ -101,8 +105,8 @@ def _reached_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _patched_names(call: ast.Call) -> Iterator[str]:
     """What a call of ``setattr``, ``mock.patch`` and their like names by a string."""
-    function = ast.unparse(call.func).rpartition(".")[2]
-    if function not in _PATCHES:
+    function = call.func
+    if getattr(function, "attr", getattr(function, "id", "")) not in _PATCHES:
         return
     for argument in call.args[:2]:
         text = argument.value if isinstance(argument, ast.Constant) else None
@@ -119,7 +123,7 @@ def test_tests_reach_for_nothing_private() -> None:
         f"{name_of(path)}:{line} {name}"
         for path in files_of("tests")
         if name_of(path) not in _MISTAKES
-        for line, name in _reached_names(tree_of(path))
+        for line, name in _reached_names(path)
         if name not in _DOCUMENTED | _OF_OTHERS_IN_TESTS
     ]
     assert not wrong, "\n".join(wrong)

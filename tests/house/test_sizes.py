@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from support.product import ROOT, name_of, product_files, tree_of
+from support.product import ROOT, name_of, nodes_of, product_files
 
 _MAX_FILE_LINES = 400
 _MAX_FUNCTION_LINES = 60
@@ -22,7 +22,7 @@ def test_nothing_grows_too_large() -> None:
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
         if num_lines > _MAX_FILE_LINES:
             wrong.append(f"{name} has {num_lines} lines, at most {_MAX_FILE_LINES}")
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > _MAX_FUNCTION_LINES:
@@ -35,7 +35,7 @@ def test_only_the_command_line_prints() -> None:
         f"{name_of(path)}:{node.lineno}"
         for path in product_files()
         if not name_of(path).startswith("runtime/cli/")
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"

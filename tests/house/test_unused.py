@@ -14,6 +14,7 @@ from support.product import (
     module_of,
     modules,
     name_of,
+    nodes_of,
     product_files,
     tree_of,
 )
@@ -38,10 +39,10 @@ def _bases_of_others(node: ast.ClassDef, own: set[str]) -> bool:
     return bool(names - own - {"Protocol", "Generic"})
 
 
-def _strings(tree: ast.Module) -> Iterator[str]:
+def _strings(path: Path) -> Iterator[str]:
     """All but docstrings, and other strings that stand alone."""
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and id(node) not in alone:
             yield node.value if isinstance(node.value, str) else ""
 
@@ -52,7 +53,7 @@ def _used_names() -> frozenset[str]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     names = set(_WORD.findall(str(settings["project"]["scripts"])))
     for path in _users():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Name):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute):
@@ -61,7 +62,7 @@ def _used_names() -> frozenset[str]:
                 names.update(node.name.split("."))
             elif isinstance(node, ast.keyword):
                 names.add(node.arg or "")
-        for text in _strings(tree_of(path)):
+        for text in _strings(path):
             names.update(_WORD.findall(text))
     return frozenset(names)
 
@@ -69,7 +70,7 @@ def _used_names() -> frozenset[str]:
 def _named_by_strings(path: Path) -> Iterator[str]:
     """Modules that are started or imported by name: ".serve", "corun.runtime.cli"."""
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    for text in _strings(tree_of(path)):
+    for text in _strings(path):
         name = text.partition(":")[0]
         if name.startswith("."):
             yield f"{package}{name}".lstrip(".")
@@ -82,7 +83,7 @@ def test_every_module_is_used() -> None:
     left = ["", "runtime.cli.main"]
     left += [name for name in modules() if name.endswith(".__main__")]  # processes are modules
     for path in files_of("bench"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("corun"):
                 prefix = (node.module or "").removeprefix("corun").lstrip(".")
                 left += [f"{prefix}.{alias.name}".lstrip(".") for alias in node.names]
@@ -121,7 +122,7 @@ def test_every_public_method_is_used() -> None:
     classes = [
         (path, node)
         for path in product_files()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     ]
     own = {node.name for _, node in classes}

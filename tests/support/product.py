@@ -36,6 +36,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All of its tree, which takes long to walk."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def name_of(path: Path) -> str:
     """Relative to the repository."""
     return path.relative_to(ROOT).as_posix()
@@ -54,7 +60,7 @@ def modules() -> dict[str, Path]:
 def imports_of(path: Path) -> Iterator[Import]:
     """Of the product by itself, wherever in the file they stand."""
     package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level > 0:
             place = f"{name_of(path)}:{node.lineno}"
             assert node.level <= len(package) + 1, f"{place} leaves the package"

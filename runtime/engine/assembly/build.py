@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ....shm.light_numba import import_numba
 from ....shm.stale import remove_stale_names
 from ...adapters.sources import collect_sources
 from ...adapters.vocabulary import BaseTokens
@@ -133,6 +134,8 @@ def build_engine(
     config = with_demo(config)
     on_progress("importing torch, transformers and numba")
     with _imports(own_process=own_process):
+        if own_process:
+            import_numba()
         from ....gpu.execution.compilation import compilation_reported
         from ....gpu.without_compiler import without_compiler
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.sim.machines import MACHINES
 from corun.runtime.sim.study import RunOutcome, SimulatedRun, Study
@@ -16,8 +17,9 @@ def _run(name: str, log: Path) -> SimulatedRun:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_each_run_may_be_followed_by_another_and_kept_ones_are_not_run_again(
-    tmp_path: Path,
+    tmp_path: Path, num_processes: int
 ) -> None:
     log = tmp_path / "log.jsonl"
     line = '{"arrival_s": %d, "model": "x", "prompt_tokens": 8, "output_tokens": 2}\n'
@@ -31,7 +33,7 @@ def test_each_run_may_be_followed_by_another_and_kept_ones_are_not_run_again(
         return replace(one, name=one.name + "'") if len(one.name) < 3 else None
 
     runs = [_run(name, log) for name in "ab"]
-    with Study(tmp_path, 2, told.append) as study:
+    with Study(tmp_path, num_processes, told.append) as study:
         found = study.run([*runs, runs[0]], then)
         assert [one.name for one in found][:2] == ["a", "b"]
         assert {one.name for one in found} == {*after} == {"a", "a'", "a''", "b", "b'", "b''"}

@@ -1,5 +1,8 @@
 """Run the Triton back end in Triton's interpreter; to be run as a program, in a fresh process.
 
+``python -m support.triton.check_attention some|float16`` computes all problems in float32 and those
+with everything in float16, or all in float16.
+
 TRITON_INTERPRET=1 must be set before Triton is imported, which in a test process it may long be.
 Prints one JSON object: problem name -> largest error against the float64 oracle.
 """
@@ -37,6 +40,7 @@ PROBLEMS = {
     "mixed": MIXED,
     "mixed-everything": replace(MIXED, sliding_window=12, softcap=5.0, with_sinks=True, heads=14),
 }
+IN_FLOAT16 = ("decode-everything", "prefill-wide", "chunk-key-wider", "mixed-everything")
 # Contexts long enough to be split once splits may be small.
 SPLITS = {
     "splits": Problem((1, 1), (257, 40)),
@@ -58,13 +62,14 @@ def _error(problem: Problem, dtype: torch.dtype, *, is_strided: bool = False) ->
     return float((attended.double() - dense_oracle(call)).abs().max())
 
 
-def main() -> None:
-    """Compute all problems in float32 and float16."""
+def main(what: str) -> None:
+    """Compute problems."""
     assert triton_backend.TritonAttention().is_interpreted
+    some = {torch.float32: tuple(PROBLEMS), torch.float16: IN_FLOAT16}
     errors = {}
-    for dtype in (torch.float32, torch.float16):
-        for name, problem in PROBLEMS.items():
-            errors[f"{name}-{dtype}"] = _error(problem, dtype)
+    for dtype, names in (some if what == "some" else {torch.float16: tuple(PROBLEMS)}).items():
+        for name in names:
+            errors[f"{name}-{dtype}"] = _error(PROBLEMS[name], dtype)
         errors[f"strided-{dtype}"] = _error(MIXED, dtype, is_strided=True)
         with mock.patch.object(triton_backend, "_MIN_SPLIT_TOKENS", 32):
             for name, problem in SPLITS.items():
@@ -73,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

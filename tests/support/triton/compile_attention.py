@@ -1,8 +1,9 @@
 """Compile the Triton attention kernels for GPUs that are not here; run as a program.
 
 The interpreter accepts much that the compiler refuses, so this is the only check of the compiled
-path on a machine without a GPU. Prints one JSON object: for each kernel the size of its binary,
-the shared memory of one of its programs and what a card of that kind has, in bytes.
+path on a machine without a GPU. ``python -m support.triton.compile_attention CAPABILITY...``: of
+cards whose tiles for wide heads are compiled. Prints one JSON object: for each kernel the size of
+its binary, the shared memory of one of its programs and what a card of that kind has, in bytes.
 """
 
 import json
@@ -94,18 +95,17 @@ def _compile_wide(capability: int, *, is_decode: bool) -> dict[str, int]:
     return _compile(triton_kernels.attend_kernel, capability, **dims, **HEADS, **options, **tiles)
 
 
-def main() -> None:
-    """Compile for A100 and H100, and what is tight also for cards with 99 KiB."""
+def main(*capabilities: str) -> None:
+    """Compile for A100 and H100, and what is tight for the cards that are named."""
     compiled = {}
     for capability in (80, 90):
         for name, kernel in _compile_all(capability).items():
             compiled[f"sm_{capability} {name}"] = kernel
-    for capability in SHARED_BYTES:
-        compiled[f"sm_{capability} prefill 256"] = _compile_wide(capability, is_decode=False)
-    for capability in (86, 89):
-        compiled[f"sm_{capability} decode 256"] = _compile_wide(capability, is_decode=True)
+    for name, is_decode in (("prefill", False), ("decode", True)):
+        for capability in map(int, capabilities):
+            compiled[f"sm_{capability} {name} 256"] = _compile_wide(capability, is_decode=is_decode)
     json.dump(compiled, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

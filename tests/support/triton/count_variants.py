@@ -1,8 +1,8 @@
 """Counts the variants of Triton kernels that a model asks for, by the warm-up and after it.
 
-``python -m support.triton.count_variants cpu|cuda ARCHITECTURE...``. Without a GPU nothing is
-compiled or computed: Triton assumes an H100, decides on variants as it always does, and skips the
-compilation. Prints one JSON object: for each architecture the kernels
+``python -m support.triton.count_variants cpu|cuda NUM_PASSES ARCHITECTURE...``. Without a GPU
+nothing is compiled or computed: Triton assumes an H100, decides on variants as it always does, and
+skips the compilation. Prints one JSON object: for each architecture the kernels
 by number of variants that the warm-up asked for, and the variants that passes like those of
 serving asked for in addition.
 """
@@ -35,7 +35,6 @@ from triton.runtime import driver
 MAX_MODEL_LEN = 20_000
 RANKS = (1, 3, 8, 64, 200)
 NUM_BLOCKS = 32
-NUM_PASSES = 120
 
 
 class Hopper:
@@ -94,11 +93,11 @@ def add_adapters(loaded: assemble.LoadedModel) -> list[tuple[int, int]]:
     return added
 
 
-def serve(runner: ModelRunner, adapters: list[tuple[int, int]]) -> None:
+def serve(runner: ModelRunner, adapters: list[tuple[int, int]], num_passes: int) -> None:
     """Passes of all sizes: decode rows alone, chunks alone, both, with adapters and without."""
     rng = random.Random(0)
     block_size = runner.block_size
-    for number in range(NUM_PASSES):
+    for number in range(num_passes):
         kind = number % 3  # decode rows, chunks, both
         num_rows = rng.choice((1, 1, 2, 3, 7, 16, 40) if kind == 0 else (1, 2, 5))
         num_tokens = [
@@ -123,7 +122,9 @@ def serve(runner: ModelRunner, adapters: list[tuple[int, int]]) -> None:
         runner.forward(inputs, inputs.last_indices)
 
 
-def count(architecture: str, device: str, variants: set[tuple[str, str]]) -> dict[str, Any]:
+def count(
+    architecture: str, device: str, variants: set[tuple[str, str]], num_passes: int
+) -> dict[str, Any]:
     """Warm up, then serve."""
     variants.clear()
     with tempfile.TemporaryDirectory() as directory:
@@ -134,16 +135,17 @@ def count(architecture: str, device: str, variants: set[tuple[str, str]]) -> dic
             MAX_MODEL_LEN, lambda text: None,
         )  # fmt: skip
         warmed = set(variants)
-        serve(runner, add_adapters(loaded))
+        serve(runner, add_adapters(loaded), num_passes)
         runner.close()
         loaded.close()
     return {"warmed": Counter(name for name, _ in warmed), "more": sorted(variants - warmed)}
 
 
-def main(device: str, *architectures: str) -> None:
+def main(device: str, num_passes: str, *architectures: str) -> None:
     """Print what is counted, by architecture."""
     variants = watch(device)
-    json.dump({name: count(name, device, variants) for name in architectures}, sys.stdout)
+    counted = {name: count(name, device, variants, int(num_passes)) for name in architectures}
+    json.dump(counted, sys.stdout)
 
 
 if __name__ == "__main__":

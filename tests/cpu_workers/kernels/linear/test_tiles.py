@@ -52,8 +52,12 @@ print(spills)
     ("level", "feature", "instructions"),
     [
         ("avx2", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}),
-        ("avx2", "avxvnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}),
-        ("avx512", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}),
+        pytest.param(
+            "avx2", "avxvnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "avx512", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}, marks=pytest.mark.full
+        ),
         ("avx512", "avx512vnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}),
     ],
 )
