@@ -2,7 +2,7 @@
 
 - ``mask``: time of the engine's thread for a row with a grammar, beside a free one, with a
   vocabulary of 151,640 tokens: waiting for its mask, applying it, and consuming the token. The mask
-  is filled by a thread during a pause, as during a forward pass.
+  is filled by a thread during a pause, as during a forward pass. Also with forced tokens.
 - ``rows``: 8 rows with grammars beside 8 free ones, against 16 free ones, in a model of 150 M.
 - ``forced``: tokens/s of whole records whose forced tokens are computed at once, over the same with
   all tokens drawn, for one client and eight, in a model of 150 M (``--size 1b``: 1.1 B).
@@ -143,10 +143,13 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
         sampler.take(list(zip(states, rows, strict=True)))
         return 1e6 * (time.thread_time() - began_s) / num_rows
 
-    def states_of(structured: StructuredOutput | None) -> list[RequestState]:
+    def states_of(
+        structured: StructuredOutput | None, *, is_forced: bool = False
+    ) -> list[RequestState]:
         sampling = SamplingParams(
-            temperature=0, max_tokens=2 * num_steps, structured_output=structured, ignore_eos=True
-        )
+            temperature=0, max_tokens=20 * num_steps, structured_output=structured,
+            structured_forced_tokens=is_forced, ignore_eos=True,
+        )  # fmt: skip
         states = [
             RequestState(NewRequest(RequestId(one), (1, 2), sampling, BASE_ADAPTER), one, 4096)
             for one in range(num_rows)
@@ -154,14 +157,16 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
         sampler.begin(states)
         return states
 
-    bound, free = states_of(schema()), states_of(None)
-    taken = [(step_us(bound), step_us(free)) for _ in range(num_steps)][4:]
-    added = np.array([a - b for a, b in taken])
+    bound, forced, free = states_of(schema()), states_of(schema(), is_forced=True), states_of(None)
+    taken = np.array([[step_us(rows) for rows in (bound, forced, free)] for _ in range(num_steps)])
+    drawn_us, forced_us, free_us = taken[4:].T
     sampler.close()
     return {
-        "row_us": round(float(np.median(added)), 1),
-        "row_us, 95 %": round(float(np.quantile(added, 0.95)), 1),
-        "free_row_us": round(statistics.median(b for _, b in taken), 1),
+        "row_us": round(float(np.median(drawn_us - free_us)), 1),
+        "row_us, 95 %": round(float(np.quantile(drawn_us - free_us, 0.95)), 1),
+        "row_with_forced_us": round(float(np.median(forced_us - free_us)), 1),
+        "tokens of a row with forced": round(len(forced[0].output) / num_steps, 2),
+        "free_row_us": round(float(np.median(free_us)), 1),
     }
 
 
