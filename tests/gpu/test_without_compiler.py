@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy", "torch._inductor", "sympy")
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "torch._inductor", "sympy")
 
 
 def run(code: str) -> list[str]:
@@ -21,7 +21,7 @@ import sys
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 engine = build_engine(EngineConfig(), on_progress=lambda _: None, own_process=True)
-print("heavy", *[name for name in {HEAVY} if name in sys.modules])
+print("heavy", *[name for name in {(*HEAVY, "scipy")} if name in sys.modules])
 engine.close()
 """
     assert run(code) == ["heavy"]
