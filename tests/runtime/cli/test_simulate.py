@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from corun.profiles.profile import save_profile
 from corun.runtime.cli.main import main
-from corun.runtime.sim import pictures
+from corun.runtime.sim import operating_capacity, pictures
 from corun.runtime.sim.pictures import SHARES, FirstTokenCurve
 from support.profiles import PROFILE
 
@@ -246,6 +246,7 @@ def test_placements_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(operating_capacity, "NUM_REQUESTS", 60)
     path = tmp_path / "one_rank.yaml"
     path.write_text(WORKLOAD.replace("[8, 64]", "[64]"))
     arguments = [
