@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -83,9 +83,15 @@ def test_two_servers_may_share_a_file(tmp_path: Path) -> None:
     assert all(file.stat().st_size <= 600 for file in tmp_path.iterdir())
 
 
+def texts_in(directory: Path) -> Iterator[str]:
+    for file in directory.iterdir():
+        with suppress(FileNotFoundError):  # it has just got another name
+            yield file.read_text()
+
+
 def wait_for_line(directory: Path, number: int) -> None:
     deadline_s = time.monotonic() + 20
-    while not any(f"cmpl-{number}" in file.read_text() for file in directory.iterdir()):
+    while not any(f"cmpl-{number}" in text for text in texts_in(directory)):
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
 
