@@ -52,7 +52,7 @@ NUM_TOKENS = 48
 END = "<end>"
 _PAUSE_S = 0.004  # of a forward pass
 _FOLDER = Path(__file__).parent / "results" / "structure"
-_CLIENTS, _ANSWER_TOKENS, _NUM_SCHEMAS = (1, 8), 64, 8
+_CLIENTS, _ANSWER_TOKENS = (1, 8), 64
 _ANSWER_TIMEOUT_S = 120.0
 
 
@@ -73,8 +73,8 @@ def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def schema(number: int = 0, min_items: int = 1000) -> StructuredOutput:
-    """Return a list of at least so many records; each number is another schema."""
+def schema(number: int = 0) -> StructuredOutput:
+    """Return an endless list of records; each number is another schema."""
     record = {
         "type": "object",
         "properties": {
@@ -84,7 +84,7 @@ def schema(number: int = 0, min_items: int = 1000) -> StructuredOutput:
         },
         "required": [f"name_{number}", "count", "kind"], "additionalProperties": False,
     }  # fmt: skip
-    text = json.dumps({"type": "array", "items": record, "minItems": min_items})
+    text = json.dumps({"type": "array", "items": record, "minItems": 1000})
     return StructuredOutput("json_schema", text)
 
 
@@ -255,8 +255,9 @@ def measure_first(engine: Engine, num_pairs: int) -> dict[str, Any]:
     return {"added_ms": round(statistics.median(added), 2), "added_ms, most": round(added[-1], 2)}
 
 
-async def _answer(url: str, num_requests: int, *, is_bound: bool) -> None:
-    """Send requests at once, and check that each answer has all its tokens."""
+async def _answer(url: str, num_clients: int, *, is_bound: bool) -> int:
+    """Send requests with all schemas, and return how many tokens come; check each answer's."""
+    structures = records()
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         body = {
@@ -264,8 +265,9 @@ async def _answer(url: str, num_requests: int, *, is_bound: bool) -> None:
             "max_tokens": _ANSWER_TOKENS, "ignore_eos": True,
         }  # fmt: skip
         if is_bound:  # more records than the answer has room for
-            text = schema(number % _NUM_SCHEMAS, min_items=_ANSWER_TOKENS // 4).text
-            body["json_schema"] = json.loads(text)
+            record = json.loads(structures[number % len(structures)].text)
+            min_items = _ANSWER_TOKENS // 8
+            body["json_schema"] = {"type": "array", "items": record, "minItems": min_items}
         answer = await client.post(f"{url}/v1/completions", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{url}: {answer.status_code} {answer.text[:300]}")
@@ -273,8 +275,11 @@ async def _answer(url: str, num_requests: int, *, is_bound: bool) -> None:
         if num_tokens != _ANSWER_TOKENS:
             raise RuntimeError(f"{url}: {num_tokens} tokens, {_ANSWER_TOKENS} were asked for")
 
+    num_requests = max(num_clients, len(structures))
     async with httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S) as client:
-        await asyncio.gather(*(one(client, number) for number in range(num_requests)))
+        for first in range(0, num_requests, num_clients):
+            await asyncio.gather(*(one(client, first + row) for row in range(num_clients)))
+    return num_requests * _ANSWER_TOKENS
 
 
 def measure_peer(model: Path, command: str, num_pairs: int) -> dict[str, Any]:
@@ -290,21 +295,22 @@ def measure_peer(model: Path, command: str, num_pairs: int) -> dict[str, Any]:
         corun_server(model, lora_dir, *options, preloaded=()) as (host, own_port, _),
     ):
 
-        def answers_s(url: str, num_clients: int, *, is_bound: bool) -> float:
-            return seconds(lambda: asyncio.run(_answer(url, num_clients, is_bound=is_bound)))
+        def token_s(url: str, num_clients: int, *, is_bound: bool) -> float:
+            began_s = time.perf_counter()
+            num_tokens = asyncio.run(_answer(url, num_clients, is_bound=is_bound))
+            return (time.perf_counter() - began_s) / num_tokens
 
         for is_bound, num_clients in itertools.product((False, True), _CLIENTS):
             own, peer = (
-                functools.partial(answers_s, url, num_clients, is_bound=is_bound)
+                functools.partial(token_s, url, num_clients, is_bound=is_bound)
                 for url in (f"http://{host}:{own_port}", f"http://127.0.0.1:{port}")
             )
             own(), peer()  # the schemas are known to both
             name = f"{num_clients} clients, {'schemas' if is_bound else 'free'}"
             ratio, peer_s, own_s = compare(peer, own, num_pairs, progress=name)
-            num_tokens = num_clients * _ANSWER_TOKENS
             figures[name] = {
-                "own_tokens_per_s": round(num_tokens / statistics.median(own_s), 1),
-                "peer_tokens_per_s": round(num_tokens / statistics.median(peer_s), 1),
+                "own_tokens_per_s": round(1 / statistics.median(own_s), 1),
+                "peer_tokens_per_s": round(1 / statistics.median(peer_s), 1),
                 "own_over_peer": ratio.to_json(),
             }
     return figures
