@@ -12,6 +12,7 @@ from corun.runtime.frontend.template_time import (
     TemplateTimeoutError,
     leave_to_thread,
     render_in_time,
+    template_limits,
 )
 from corun.runtime.limits import TemplateLimits
 
@@ -28,7 +29,8 @@ class Rendering:
         self._template = ChatTemplate(source, {})
         self._variables = variables
         if is_compiled:
-            self.text = self()
+            with template_limits(LONG):
+                self.text = self()
             self.threads.clear()
 
     def __call__(self) -> str:
