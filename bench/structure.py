@@ -4,8 +4,8 @@
   vocabulary of 151,640 tokens: waiting for its mask, applying it, and consuming the token. The mask
   is filled by a thread during a pause, as during a forward pass. Also with forced tokens.
 - ``rows``: 8 rows with grammars beside 8 free ones, against 16 free ones, in a model of 150 M.
-- ``forced``: tokens/s of whole records whose forced tokens are computed at once, over the same with
-  all tokens drawn, for one client and eight, in a model of 150 M (``--size 1b``: 1.1 B).
+- ``forced``: tokens/s of whole records with forced tokens, over the same with all tokens drawn, for
+  one client and eight, in a model of 150 M (``--size 1b``: 1.1 B).
 - ``first``: first tokens of requests with schemas that were never seen, against free requests.
 - ``--peer``: answers with schemas and free ones over HTTP, beside another project's server with the
   model that the other parts leave in ``bench/results/structure``, converted.

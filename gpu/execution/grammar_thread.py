@@ -39,9 +39,16 @@ class GrammarThread:
         for state in states:
             structured = state.sampling.structured_output
             if structured is not None:
-                state.grammar = RowGrammar(
-                    self._make, structured, state.sampling, self._eos_token_ids
+                # Tokens of other rows may be forbidden, or their logits are reported.
+                may_force = (
+                    state.sampling.structured_forced_tokens
+                    and state.sampling.logprobs is None
+                    and state.token_rules is None
                 )
+                state.grammar = RowGrammar(
+                    self._make, structured, state.sampling, self._eos_token_ids,
+                    may_force=may_force,
+                )  # fmt: skip
                 begun.append(state)
         self.fill(begun)
 

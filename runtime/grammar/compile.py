@@ -92,8 +92,8 @@ def start_matcher(structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMat
 def start_forcing(structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
     """Return a matcher at the start of an answer, without a mask.
 
-    Masks renew limits. Without them, all searches for forced text together have the time that a
-    grammar has before the first mask, about 70 ms.
+    Masks renew limits. Without them, all searches for forced text together have the fuel that a
+    grammar has before the first mask.
     """
     return LLMatcher(tokenizer, compile_grammar(structured), log_level=0, limits=parser_limits())
 

@@ -1,5 +1,6 @@
 """What a grammar allows after the tokens of one output."""
 
+import logging
 from collections.abc import Collection
 
 import numpy as np
@@ -7,6 +8,8 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import StepFailedError
+
+_LOG = logging.getLogger(__name__)
 
 _WORD_BITS = 32
 _MAX_SHOWN_CHARS = 300  # of llguidance's message
@@ -72,7 +75,10 @@ class Matcher:
         try:
             self._forcing.advance(output)
             return self._forcing._forced_tokens()
-        except BaseException:  # a panic of llguidance is no Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of llguidance is no Exception
+            _LOG.info("text of an answer is no longer forced: %s", error)
             self._forcing = None  # the answer has limits of its own, and goes on
             return []
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # JSON as chat templates and Python write it: with these separators and no other white space. A
-# model has then fewer choices, and most of an object's text is forced.
+# model has then fewer choices, and names of properties are forced with what is around them.
 _JSON_FORM: Any = {
     "lenient": False, "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False,
 }  # fmt: skip

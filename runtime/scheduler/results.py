@@ -54,7 +54,7 @@ class ResultReader:
                 self._count_prompt(request, start + num_tokens)
                 self._running.computed(request, start + num_tokens, now_s)
                 if has_sample:
-                    events.append(self._take_token(request, result))
+                    events.append(self._take_tokens(request, result))
             elif result.outcome is Outcome.RETRY and self._recovery.may_retry(
                 request, start, result.cause, was_alone=was_alone
             ):
@@ -74,7 +74,7 @@ class ResultReader:
                 events.append(_failure(request, error))
         return events
 
-    def _take_token(self, request: Request, result: RowResult | None) -> RequestEvent:
+    def _take_tokens(self, request: Request, result: RowResult | None) -> RequestEvent:
         """Append the sampled token and forced ones, up to one that ends the request.
 
         The event is final if one does.
@@ -82,15 +82,14 @@ class ResultReader:
         if result is None or not result.token_ids:
             return _failure(request, "the executor returned no token for a row that samples")
         request.num_in_flight_samples -= 1
-        request.num_known_tokens -= 1  # all tokens of the result count now
         reason, num_tokens = None, 0
         for token_id in result.token_ids:
             request.output_token_ids.append(token_id)
-            request.num_known_tokens += 1
             num_tokens += 1
             reason = finish_reason_of(request, token_id, self._eos_token_ids)
             if reason is not None:
                 break
+        request.num_known_tokens += num_tokens - 1  # the sampled one counts already
         self._counters.generated_tokens += num_tokens
         if result.is_last and num_tokens == len(result.token_ids):
             reason = FinishReason.STOP

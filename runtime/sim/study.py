@@ -239,6 +239,7 @@ class Study:
         ``then``: called with each outcome; may return one more run, which does not delay others.
         Raises what a run raises, and ``ResourceError`` if an outcome cannot be stored.
         """
+        assert self._num_processes == 1 or self._pool is not None, "inside a with statement"
         runs = list(dict.fromkeys(runs))
         found: dict[SimulatedRun, RunOutcome] = {}
         futures: dict[Future[RunOutcome], SimulatedRun] = {}

@@ -69,7 +69,7 @@ def test_forced_text_is_split_as_the_model_splits_text(kind: str, tmp_path: Path
         return matcher.forced(np.zeros(0, dtype=np.int64))
 
     assert forced("Hello") == [ids["Hello"]]
-    assert forced("Hell[oa]") in ([], tree.tokenize_partial(b"Hell")[0])  # "Hello" may follow
+    assert forced("Hell[oa]") == []  # "Hello" may follow, which is one token
     assert ids["<tool>"] not in forced("H<tool>")
 
 

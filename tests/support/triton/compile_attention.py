@@ -1,8 +1,8 @@
 """Compile the Triton attention kernels for GPUs that are not here; run as a program.
 
 The interpreter accepts much that the compiler refuses, so this is the only check of the compiled
-path on a machine without a GPU. ``python -m support.triton.compile_attention CAPABILITY...``: of
-cards whose tiles for wide heads are compiled. Prints one JSON object: for each kernel the size of
+path on a machine without a GPU. ``python -m support.triton.compile_attention CAPABILITY...``
+compiles tiles for wide heads for these cards. Prints one JSON object: for each kernel the size of
 its binary, the shared memory of one of its programs and what a card of that kind has, in bytes.
 """
 
