@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ...runtime.errors import ModelError
 from ..device.base import Event
 from ..forward.batch import LoraBatch
 from ..lora.adapter_layout import GroupKey
@@ -60,12 +61,21 @@ class ColdDeltas:
         self._plan = plan
         self._has_arrived = [not arrivals for arrivals in plan.arrivals]
         self._sent: set[int] = set()  # ids of invocations, kept alive by the plan
+        self._last_key: GroupKey = (-1, 0)  # whose x the workers were sent
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
-        """Send x to the workers of this group."""
-        invocations = self._plan.invocations.get(_key(group))
+        """Send x to the workers of this group.
+
+        Raises ``ModelError`` if the group comes before one that was sent: a worker's word tells
+        how many of its jobs have their x, so it would compute others without.
+        """
+        key = _key(group)
+        invocations = self._plan.invocations.get(key)
         if invocations is None:
             return
+        if key <= self._last_key:
+            raise ModelError(f"the model calls input group {key} after {self._last_key}")
+        self._last_key = key
         self._handover.begin()
         for invocation in invocations:
             self._handover.send(invocation, x)

@@ -133,22 +133,31 @@ def record_input_groups(
 
 
 def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> TargetMap:
-    """Return the map with ``groups`` (path -> number) as input groups, numbered within each layer.
+    """Return the map with ``groups`` (path -> number) as input groups.
 
-    A target that is missing in ``groups`` was not called, so an adapter on it would have no effect:
-    it becomes refused.
+    ``groups`` numbers them in the order in which the model calls them, and so does the result,
+    within each layer: CPU workers compute their jobs in this order. A target that is missing in
+    ``groups`` was not called, so an adapter on it would have no effect: it becomes refused.
     """
-    numbers: dict[int, dict[int, int]] = {}
-    targets: list[Target] = []
-    refused = dict(target_map.refused)
-    for target in target_map.targets:
-        if target.path not in groups:
-            refused[target.path] = "the model never calls this module"
-            continue
-        of_layer = numbers.setdefault(target.layer, {})
-        group = of_layer.setdefault(groups[target.path], len(of_layer))
-        targets.append(replace(target, index=len(targets), input_group=group))
-    return replace(target_map, targets=tuple(targets), refused=refused)
+    called = [target for target in target_map.targets if target.path in groups]
+    of_layer: dict[int, set[int]] = {}
+    for target in called:
+        of_layer.setdefault(target.layer, set()).add(groups[target.path])
+    numbers = {
+        (layer, group): number
+        for layer, found in of_layer.items()
+        for number, group in enumerate(sorted(found))
+    }
+    targets = tuple(
+        replace(target, index=index, input_group=numbers[target.layer, groups[target.path]])
+        for index, target in enumerate(called)
+    )
+    never = {
+        target.path: "the model never calls this module"
+        for target in target_map.targets
+        if target.path not in groups
+    }
+    return replace(target_map, targets=targets, refused={**target_map.refused, **never})
 
 
 def left_out_parts(model: nn.Module) -> Iterator[UnusedModule]:

@@ -17,6 +17,7 @@ from corun.gpu.device.base import Word
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
+from corun.runtime.errors import ModelError
 from corun.shm.atomics import spin_until, store_release
 from corun.shm.region import TargetSize, plan_region
 from support.lora import make_batch
@@ -123,6 +124,17 @@ def expected_device(bench: Bench, x: torch.Tensor, start: int, end: int) -> list
     batch = make_batch([(start, end, 0)], bench.table, [bench.row])
     bench.backend.add_deltas(x, ys, [0, 1], batch)
     return ys
+
+
+def test_groups_that_are_called_in_another_order_are_refused(bench: Bench) -> None:
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    first, second = (bench.worker.invocation(number, 0, TOKENS) for number in (1, 2))
+    plan = ColdPlan({(0, 0): (first,), (0, 1): (second,)}, (None,), ((),))
+    for keys in ([(0, 1), (0, 0)], [(0, 0), (0, 0)]):
+        deltas = ColdDeltas(HostHandover(bench.exchange), bench.backend, plan)
+        deltas.begin(keys[0], x)
+        with pytest.raises(ModelError, match="calls input group"):
+            deltas.begin(keys[1], x)
 
 
 def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None:

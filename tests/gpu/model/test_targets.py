@@ -54,7 +54,8 @@ _LLAMA_GROUPS = [
     [
         ("llama3-rope", _LLAMA_GROUPS),
         ("gemma3", _LLAMA_GROUPS),
-        ("phi3", [{"o_proj"}, {"qkv_proj"}, {"gate_up_proj"}, {"down_proj"}]),
+        # Its attention has the output projection before the projection that is called first.
+        ("phi3", [{"qkv_proj"}, {"o_proj"}, {"gate_up_proj"}, {"down_proj"}]),
         ("gpt-neox", [{"query_key_value"}, {"dense"}, {"dense_h_to_4h"}, {"dense_4h_to_h"}]),
         ("starcoder2", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"c_fc"}, {"c_proj"}]),
         ("mixtral", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}]),
