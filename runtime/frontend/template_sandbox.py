@@ -6,7 +6,7 @@ call and each filter checks the time. What they make is measured (``template_siz
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jinja2 import nodes
 from jinja2.runtime import Context
@@ -63,6 +63,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Compile ``source``. Raises ``TemplateError``."""
         tree = _Bounds(self).visit(self.parse(source))
         return BoundedTemplate(self.from_string(tree))
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error that is being handled, with the template's line if it is of syntax.
+
+        For others, Jinja makes frames of the template's lines. They refer to each other, and keep
+        all texts of the rendering until the garbage collector runs.
+        """
+        if source is None:
+            raise  # noqa: PLE0704 - Jinja calls this in an ``except`` clause
+        super().handle_exception(source)
 
     def join_parts(self, parts: Iterable[Any]) -> str:
         """The operation of ``~``."""

@@ -99,6 +99,7 @@ async def render_in_time(
         return rendering.result()
     finally:
         rendering.cancel()  # a thread that renders ends at its next check
+        del rendering  # an error's traceback has this frame: a cycle would keep the texts
 
 
 def _on_loop(render: Callable[[], str]) -> str:

@@ -1,4 +1,4 @@
-"""Gives back memory that one of corun's own processes needed only for its start."""
+"""Gives back memory that one of corun's own processes needed only for a time."""
 
 import ctypes
 import linecache
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MADV_DONTNEED = 4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 1 << 20  # of a block of memory; smaller ones, as usual requests need, are reused
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *(.*)")
 _LIBRARY = re.compile(r"\.so[.0-9]*$")
 
@@ -39,6 +41,19 @@ def give_back_unused() -> None:
         if is_unchanged_library(mapping):  # pages that the kernel refuses stay
             address, size = ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.num_bytes)
             libc.madvise(address, size, _MADV_DONTNEED)
+
+
+def return_large_blocks() -> None:
+    """Have freed memory return to the kernel at once if it is large, from now on.
+
+    By default, glibc takes the first large block that is freed as a sign that more will follow. It
+    then keeps up to 64 MiB for each thread: one request with a body of 32 MiB would enlarge the
+    process for good, and several times, as threads of their own read, render and tokenize it.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
 
 
 def is_unchanged_library(mapping: Mapping) -> bool:

@@ -20,7 +20,7 @@ from ..engine.spawn import SpawnedEngine
 from ..errors import ConfigError
 from ..frontend.async_engine import AsyncEngine
 from ..machine.gc_control import collection_paused, keep_imported
-from ..machine.unused_memory import give_back_unused
+from ..machine.unused_memory import give_back_unused, return_large_blocks
 from ..tasks import cancel_all
 from .access import Access
 from .listening import StopSignals, allow_descriptors, bind, handled_signals
@@ -124,6 +124,7 @@ async def _start(engine: AsyncEngine, stop: StopSignals, *, owns_process: bool) 
         if owns_process:  # else each collection would look at what was imported
             keep_imported()
             give_back_unused()
+            return_large_blocks()
     if starting.done():
         starting.result()
         return True

@@ -1,7 +1,9 @@
 """The event loop renders what is quick; a thread renders the rest, and has a deadline."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from corun.runtime.frontend.template_time import (
     template_limits,
 )
 from corun.runtime.limits import TemplateLimits
+from jinja2.exceptions import TemplateError
 
 LONG = TemplateLimits(timeout_s=20.0)
 SHORT = TemplateLimits(timeout_s=0.05)
@@ -113,6 +116,28 @@ def test_errors_pass_through() -> None:
             run(refuses, is_large=is_large)
     with pytest.raises(TemplateTimeoutError):
         run(Rendering(LOOP, is_compiled=False), SHORT)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_a_failed_rendering_has_read_is_not_kept(*, is_large: bool) -> None:
+    class Text:
+        pass
+
+    async def scene() -> None:
+        text = Text()
+        kept = weakref.ref(text)
+        rendering = Rendering("{{ raise_exception(x) }}", is_compiled=False, x=text)
+        with pytest.raises(TemplateError):
+            await render_in_time(rendering, LONG, is_large=is_large)
+        del text, rendering
+        while kept() is not None:  # the thread may not have returned yet
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(scene(), 20))
+    finally:
+        gc.enable()
 
 
 def test_a_rendering_that_cannot_be_ended_is_not_waited_for(

@@ -1,6 +1,8 @@
-"""What a start has needed is given back, and is there again when it is touched."""
+"""What a start or a large body has needed is given back."""
 
 import linecache
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,29 @@ VmFlags: rd ex mr mw me
 aa000-ab000 rw-p 00000000 00:00 0
 Rss:                   4 kB
 Anonymous:             4 kB
+"""
+
+_LARGE_BODIES = """
+import threading
+from pathlib import Path
+from corun.runtime.machine.unused_memory import return_large_blocks
+
+def resident_kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+def read_body():
+    for _ in range(3):
+        body = b"a" * (24 << 20)
+        text, items = body.decode(), [b"b" * 1024 for _ in range(4096)]
+
+return_large_blocks()
+before_kib = resident_kib()
+read_body()
+thread = threading.Thread(target=read_body)
+thread.start()
+thread.join()
+print(resident_kib() - before_kib)
 """
 
 
@@ -59,6 +84,12 @@ def test_code_of_libraries_goes_and_comes_back() -> None:
     assert _resident_code_bytes() < 0.7 * resident_bytes
     assert __file__ not in linecache.cache
     np.testing.assert_array_equal(matrix @ matrix, before)
+
+
+def test_what_large_bodies_have_taken_is_given_back() -> None:
+    command = [sys.executable, "-c", _LARGE_BODIES]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert int(result.stdout) < 16 << 10  # KiB; otherwise glibc keeps 96 MiB
 
 
 def _resident_code_bytes() -> int:
