@@ -5,8 +5,9 @@ A region starts at a multiple of 64 bytes and is copied as a whole. All fields a
   byte 0    header, 64 bytes: magic, version, item bytes, number of targets, width of x, bytes
             of the region
   byte 64   one line of 64 bytes per target, in the group's order (q, k, v): rank, byte offsets of
-            its matrices A and B, padded columns of y, scaling
-  then      the matrices as ``cpu_workers.kernels.simd.layout`` packs them, each at a multiple of 64
+            its matrices A and B, padded columns of y, scaling, byte offset of its factors or 0
+  then      the matrices as ``cpu_workers.kernels.simd.layout`` packs them, and the factors, float32
+            [2, columns of y without padding] (see ``gpu.lora.factors``), each at a multiple of 64
 
 Offsets count from the region's first byte. A target of rank 0 has no matrices; its columns of y
 are zeros. The y of a group is [tokens, sum of all padded columns], targets side by side.
@@ -24,12 +25,12 @@ from .errors import FormatError
 ALIGNMENT_BYTES = 64
 HEADER_BYTES = 64
 TARGET_BYTES = 64
-VERSION = 1
+VERSION = 2
 MAX_TARGETS = 16  # of one input group; gate and up, or q, k and v, have two or three
 
 _MAGIC = b"corunreg"
 _HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
-_TARGET = struct.Struct("<qqqqf28x")  # rank, offset of A, offset of B, columns of y, scaling
+_TARGET = struct.Struct("<qqqqf4xq16x")  # rank, offsets of A and B, columns of y, scaling, factors
 _FLOAT32 = struct.Struct("<f")
 _NUM_TARGETS, _NUM_TARGETS_OFFSET = struct.Struct("<I"), 12
 assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
@@ -44,7 +45,7 @@ class TargetSize:
     """One target before it is placed.
 
     ``padded_columns``: width of its part of y. ``a_bytes`` and ``b_bytes``: of the packed
-    matrices, 0 if ``rank`` is 0.
+    matrices, 0 if ``rank`` is 0. ``factor_bytes``: 0 = it has no factors.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class TargetSize:
     scaling: float
     a_bytes: int
     b_bytes: int
+    factor_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class TargetPlace:
     b_offset: int
     padded_columns: int
     scaling: float
+    factor_offset: int = 0  # 0 = it has no factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,19 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
         assert target.rank >= 0 and target.padded_columns > 0, target
         (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers see it
         if target.rank == 0:
-            assert target.a_bytes == target.b_bytes == 0, target
+            assert target.a_bytes == target.b_bytes == target.factor_bytes == 0, target
             places.append(TargetPlace(0, 0, 0, target.padded_columns, scaling))
             continue
         a_offset = _aligned(end)
         b_offset = _aligned(a_offset + target.a_bytes)
         end = b_offset + target.b_bytes
-        places.append(TargetPlace(target.rank, a_offset, b_offset, target.padded_columns, scaling))
+        factor_offset = _aligned(end) if target.factor_bytes else 0
+        end = max(end, factor_offset + target.factor_bytes)
+        places.append(
+            TargetPlace(
+                target.rank, a_offset, b_offset, target.padded_columns, scaling, factor_offset
+            )
+        )
     return Region(in_features, item_bytes, _aligned(end), tuple(places))
 
 
@@ -118,7 +127,7 @@ def write_header(region: Region, buffer: memoryview) -> None:
     for index, target in enumerate(region.targets):
         _TARGET.pack_into(
             buffer, HEADER_BYTES + index * TARGET_BYTES, target.rank, target.a_offset,
-            target.b_offset, target.padded_columns, target.scaling,
+            target.b_offset, target.padded_columns, target.scaling, target.factor_offset,
         )  # fmt: skip
 
 
@@ -156,7 +165,12 @@ def _parse(header: bytes) -> Region:
         line = _TARGET.unpack_from(header, HEADER_BYTES + index * TARGET_BYTES)
         target = TargetPlace(*line)
         inside = all(
-            matrices_start <= offset < num_bytes for offset in (target.a_offset, target.b_offset)
+            matrices_start <= offset < num_bytes
+            for offset in (
+                target.a_offset,
+                target.b_offset,
+                target.factor_offset or target.b_offset,
+            )
         )
         if target.rank < 0 or target.padded_columns <= 0 or (target.rank > 0 and not inside):
             raise FormatError(f"target {index} of a region is not valid: {line}")

@@ -23,10 +23,8 @@ from ..coexec.cold_deltas import Arrival
 from ..coexec.gateway import PlacedGroup
 from ..device.base import DeviceError, DeviceTimeoutError, Event
 from ..lora.adapter_layout import AdapterLayout
-from ..lora.base import PackedLora
-from ..lora.matrix_layout import unpack
 from ..lora.table import DeviceAdapter
-from .copier import AdapterCopier, DeviceLayout, Lane, LayerSpan, PlacedMatrices
+from .copier import AdapterCopier, DeviceLayout, Lane, LayerSpan, PlacedMatrices, unpack_target
 from .store import HostAdapter
 
 _LOG = logging.getLogger(__name__)
@@ -327,11 +325,7 @@ class Copied:
         for one in placement.matrices[region]:
             views = copier.layout.views(one, packed)
             rows = placement.views(one.target.index, memory)
-
-            def to_rows(views: PackedLora = views, rows: PackedLora = rows) -> None:
-                unpack(views.a, rows.a)
-                unpack(views.b, rows.b.t())
-
+            to_rows = partial(unpack_target, views, rows)
             copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
 
     def _memory_of(self, group: _LayerGroup) -> torch.Tensor:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...runtime.adapters.resolved import FACTOR_BYTES
+from ...runtime.adapters.target_map import Target
 from ...runtime.errors import ResourceError
 from ...shm.region import ALIGNMENT_BYTES
 from ..coexec.invocation import JobShape, job_shape
@@ -17,7 +19,7 @@ from ..device.base import Stream
 from ..device.host_memory import TorchDevice
 from ..lora.adapter_layout import AdapterLayout, GroupKey, GroupPlan, TargetMatrices
 from ..lora.base import PackedLora
-from ..lora.matrix_layout import PACKED, MatrixLayout
+from ..lora.matrix_layout import PACKED, MatrixLayout, unpack
 from ..lora.table import TableEntries
 
 # Demand loads that share the link at the same time; further loads queue.
@@ -51,7 +53,8 @@ class DeviceLayout:
         self.shapes: tuple[JobShape, ...] = tuple(job_shape(plan.region) for plan in plans)
         self.matrices = tuple(layout.matrices_of(plan.key, plan.region) for plan in plans)
         self._starts = [0]  # of each region, and the end of the last
-        self._offsets: list[tuple[int, int]] = []  # of A and B, in the order of the matrices
+        # Of A, B and factors (0 = none), in the order of the matrices.
+        self._offsets: list[tuple[int, int, int]] = []
         for plan, found in zip(plans, self.matrices, strict=True):
             self._place(plan.region.num_bytes, found)
         self._region_of = {
@@ -61,7 +64,9 @@ class DeviceLayout:
         }
         self._targets = np.array(list(self._region_of), np.int64)
         self._offset_of = dict(zip(self._region_of, self._offsets, strict=True))
-        self._a_offsets, self._b_offsets = np.array(self._offsets, np.int64).reshape(-1, 2).T
+        self._a_offsets, self._b_offsets, self._factor_offsets = (
+            np.array(self._offsets, np.int64).reshape(-1, 3).T
+        )
         ones = [one for _, one in self._region_of.values()]
         self._ranks = np.array([one.rank for one in ones], np.int32)
         self._scalings = np.array([one.scaling for one in ones], np.float32)
@@ -83,7 +88,8 @@ class DeviceLayout:
         base = memory.data_ptr()
         return TableEntries(
             self._targets, self._a_offsets + base, self._b_offsets + base, self._ranks,
-            self._scalings, self._max_rank,
+            self._scalings, np.where(self._factor_offsets, self._factor_offsets + base, 0),
+            self._max_rank,
         )  # fmt: skip
 
     def views(self, target_index: int, memory: torch.Tensor) -> PackedLora:
@@ -92,13 +98,18 @@ class DeviceLayout:
         if self.is_packed:
             part = memory[self._starts[region] : self._starts[region + 1]]
             return self._layout.views(one, part)
-        a_offset, b_offset = self._offset_of[target_index]
+        a_offset, b_offset, factor_offset = self._offset_of[target_index]
         target = one.target
+        factors = None
+        if factor_offset:
+            factors = memory[factor_offset : factor_offset + FACTOR_BYTES * target.out_features]
+            factors = factors.view(torch.float32).view(2, target.out_features)
         return PackedLora(
             a=self._rows(memory, a_offset, one.rank, target.in_features),
             b=self._rows(memory, b_offset, one.rank, target.out_features),
             rank=one.rank,
             scaling=one.scaling,
+            factors=factors,
         )
 
     @property
@@ -110,13 +121,20 @@ class DeviceLayout:
         """Place one more region."""
         start = self._starts[-1]
         if self.is_packed:
-            self._offsets += [(start + one.a_offset, start + one.b_offset) for one in found]
+            self._offsets += [
+                (
+                    start + one.a_offset, start + one.b_offset,
+                    start + one.factor_offset if one.factor_offset else 0,
+                )
+                for one in found
+            ]  # fmt: skip
             self._starts.append(start + region_bytes)
             return
         for one in found:
             b_start = start + row_bytes(one.rank, one.target.in_features, self._layout.dtype)
-            self._offsets.append((start, b_start))
-            start = b_start + row_bytes(one.rank, one.target.out_features, self._layout.dtype)
+            end = b_start + row_bytes(one.rank, one.target.out_features, self._layout.dtype)
+            self._offsets.append((start, b_start, end if one.factor_offset else 0))
+            start = end + (aligned_factor_bytes(one.target) if one.factor_offset else 0)
         self._starts.append(start)
 
     def _layer_spans(self) -> tuple[LayerSpan, ...]:
@@ -151,9 +169,26 @@ class PlacedMatrices(Mapping[int, PackedLora]):
         return len(self._placement.target_indices)
 
 
+def unpack_target(packed: PackedLora, rows: PackedLora) -> None:
+    """Copy the matrices and factors of one target to their places as rows."""
+    unpack(packed.a, rows.a)
+    unpack(packed.b, rows.b.t())
+    if rows.factors is not None:
+        assert packed.factors is not None
+        rows.factors.copy_(packed.factors)
+
+
 def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
     """Bytes of one matrix as rows, rounded up so that the next one is aligned."""
-    num_bytes = rank * width * dtype.itemsize
+    return _aligned(rank * width * dtype.itemsize)
+
+
+def aligned_factor_bytes(target: Target) -> int:
+    """Bytes of one target's factors, rounded up likewise."""
+    return _aligned(FACTOR_BYTES * target.out_features)
+
+
+def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -236,7 +271,8 @@ class AdapterCopier:
         if self.wanted is PACKED:
             return sum(plan.region.num_bytes for plan in plans)
         loras = [lora for plan in plans for lora in plan.loras if lora is not None]
-        return sum(
+        scaled = [lora.target for lora in loras if lora.magnitudes is not None]
+        return sum(map(aligned_factor_bytes, scaled)) + sum(
             row_bytes(lora.rank, width, self.layout.dtype)
             for lora in loras
             for width in (lora.target.in_features, lora.target.out_features)

@@ -14,6 +14,7 @@ from ..device.base import Stream
 from ..device.host_memory import TorchDevice
 from ..lora.adapter_layout import AdapterLayout, GroupPlan
 from ..lora.base import LoraBackend
+from ..lora.factors import ReadBase
 from ..lora.matrix_layout import PACKED
 from .arrival import AdapterLoad, Copied, InPlace
 from .copier import AdapterCopier, DeviceLayout, SlabSize
@@ -31,6 +32,7 @@ class RegisteredAdapter:
     rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
     group_bytes: tuple[int, ...]  # copied over the link, by layer group
     group_of_layer: tuple[int, ...]  # the layer group of each layer
+    has_factors: bool  # DoRA
     left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
     is_kept: bool  # stored in the place reserved for it
 
@@ -71,6 +73,7 @@ class HostAdapters:
             target_map, backend.layout if size.is_device_memory else PACKED, dtype
         )
         self._layout = layout
+        self._backend = backend
         self._group_layers = group_layers
         targets = target_map.targets
         self._num_layers = 1 + max((target.layer for target in targets), default=-1)
@@ -91,6 +94,10 @@ class HostAdapters:
     def slab_bytes(self) -> int | None:
         """Bytes for all adapters on the device; None = they share memory with KV blocks."""
         return None if self._copier is None else self._copier.slab_bytes
+
+    def set_base(self, read_base: ReadBase) -> None:
+        """Set the base's weights, which adapters with factors need."""
+        self._layout.read_base = read_base
 
     def set_compute_stream(self, compute: Stream) -> None:
         """Set the stream on which kernels read copies; see ``AdapterCopier.set_compute_stream``."""
@@ -127,9 +134,12 @@ class HostAdapters:
             group_bytes[group] += size
         if self._copier is not None:
             self._placements[facts.digest] = self._copier.place(facts.plans, group_of_layer)
+        has_factors = any(at.factor_offset for plan in facts.plans for at in plan.region.targets)
+        if has_factors:
+            self._backend.prepare_factors()
         return RegisteredAdapter(
             facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,
-            tuple(group_bytes), group_of_layer, facts.left_out, facts.is_kept,
+            tuple(group_bytes), group_of_layer, has_factors, facts.left_out, facts.is_kept,
         )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:

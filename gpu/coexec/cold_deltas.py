@@ -52,6 +52,7 @@ class ColdDeltas:
     """Implements ``step.DeltaPass`` for one pass."""
 
     is_repeatable = False  # sends and waits differ between passes
+    has_factors = False  # of no effect on passes that are not repeated
 
     def __init__(self, handover: Handover, backend: LoraBackend, plan: ColdPlan) -> None:
         """``backend`` computes on ``handover.exchange.compute``."""

@@ -27,6 +27,7 @@ from ..kv.host import HostKv
 from ..linear.base import MakeLinear
 from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
+from ..linear.read_base import BaseReader
 from ..linear.select import select_linear_backend
 from ..linear.wrapper import detach_from_weight_files, wrap_linears
 from ..lora.base import LoraBackend
@@ -273,12 +274,14 @@ def make_host_adapters(
     Raises ``ResourceError`` if there is too little memory for it.
     """
     try:
-        return HostAdapters(
+        host = HostAdapters(
             loaded.device, loaded.lora_backend, loaded.dtype, loaded.model.device,
             loaded.target_map, size, open_source, group_layers,
         )  # fmt: skip
     except ShmError as error:
         raise ResourceError(f"{error} (--host-adapter-bytes)") from error
+    host.set_base(BaseReader(loaded.model))
+    return host
 
 
 def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:

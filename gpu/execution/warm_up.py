@@ -7,6 +7,7 @@ strides and addresses of serving.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,14 +27,19 @@ def warm_up(
     runner: ModelRunner, table: LoraTable, backend: LoraBackend, targets: Sequence[Target],
     max_model_len: int, on_progress: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Run the passes, with an adapter of zeros on all ``targets``; return how many.
+    """Run the passes, with adapters of zeros on all ``targets``; return how many.
 
     Writes to the pool's first block, so it must not be in use. Raises the error of a kernel that
     this device does not support.
     """
     row = table.add(_zeros(targets, backend))
+    scaled = table.add(_zeros(targets, backend, device=table.device))
     try:
         passes = tuple(_passes(max_model_len, runner.block_size, row))
+        # The lengths of a segment that kernels with factors (DoRA) depend on, too.
+        passes += tuple(
+            replace(one, table_rows=(scaled,) * len(one.table_rows)) for one in passes[:2]
+        )
         on_progress(f"warming up: {len(passes)} passes, so that serving compiles no kernel")
         for rows in passes:
             inputs = lower(rows, runner.block_size, runner.device)
@@ -43,6 +49,7 @@ def warm_up(
             torch.cuda.synchronize(runner.device)
     finally:
         table.remove(row)
+        table.remove(scaled)
     return len(passes)
 
 
@@ -77,14 +84,22 @@ def _rows(
     )
 
 
-def _zeros(targets: Sequence[Target], backend: LoraBackend) -> DeviceAdapter:
-    """An adapter of rank 1 on all targets; those of one shape share its matrices."""
+def _zeros(
+    targets: Sequence[Target], backend: LoraBackend, *, device: torch.device | None = None
+) -> DeviceAdapter:
+    """An adapter of rank 1 on all targets; those of one shape share its matrices.
+
+    ``device``: it has factors there; None = it has none.
+    """
     by_shape: dict[tuple[int, int], PackedLora] = {}
     for target in targets:
         shape = target.in_features, target.out_features
         if shape not in by_shape:
             a, b = torch.zeros(1, target.in_features), torch.zeros(target.out_features, 1)
             by_shape[shape] = backend.pack(a, b, 1.0)
+            if device is not None:
+                factors = torch.zeros(2, target.out_features, device=device)
+                by_shape[shape] = replace(by_shape[shape], factors=factors)
     return DeviceAdapter(
         {target.index: by_shape[target.in_features, target.out_features] for target in targets}
     )

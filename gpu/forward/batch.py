@@ -71,6 +71,8 @@ class DeltaPass(Protocol):
     # Whether it calls only kernels, and the same ones for every batch. A graph then contains them;
     # otherwise the graph calls the pass that is running.
     is_repeatable: bool
+    # Whether adapters of the batch have factors, for which a repeatable pass calls other kernels.
+    has_factors: bool
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Called before the base products of an input group; computation elsewhere may start.

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from ...cpu_workers.kernels.simd.layout import padded_features
-from ...runtime.adapters.resolved import RawTensor, ResolvedAdapter, TargetLora
+from ...runtime.adapters.resolved import FACTOR_BYTES, RawTensor, ResolvedAdapter, TargetLora
 from ...runtime.adapters.target_map import Target, TargetMap
 from ...shm.arena import RegionPlace, RegionSpec
 from ...shm.region import Region, TargetSize, plan_region, read_header, write_header
 from .base import PackedLora
 from .convert import to_tensor
+from .factors import FactorMaker, ReadBase
 from .matrix_layout import MatrixLayout, bits_of
 
 GroupKey = tuple[int, int]  # layer, input group
@@ -44,13 +45,17 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class TargetMatrices:
-    """The places of one target's matrices in a region, in bytes from its start."""
+    """The places of one target's matrices in a region, in bytes from its start.
+
+    ``factor_offset``: of its factors, float32 [2, out_features]; 0 = it has none.
+    """
 
     target: Target
     rank: int
     scaling: float
     a_offset: int
     b_offset: int
+    factor_offset: int = 0
 
 
 class AdapterLayout:
@@ -60,6 +65,7 @@ class AdapterLayout:
         """``dtype``: of the matrices; the model's."""
         self.matrices = matrices
         self.dtype = dtype
+        self.read_base: ReadBase | None = None  # needed by adapters with factors
         groups: dict[GroupKey, list[Target]] = defaultdict(list)
         for target in target_map.targets:
             groups[target.layer, target.input_group].append(target)
@@ -79,7 +85,9 @@ class AdapterLayout:
                 sizes = [
                     self._size(target, 0, 0.0)
                     if lora is None
-                    else self._size(target, lora.rank, lora.scaling)
+                    else self._size(
+                        target, lora.rank, lora.scaling, has_factors=lora.magnitudes is not None
+                    )
                     for target, lora in zip(targets, loras, strict=True)
                 ]
                 plans.append(GroupPlan(key, self._region(targets, sizes), loras))
@@ -88,21 +96,30 @@ class AdapterLayout:
     def max_region_bytes(self, rank: int) -> int:
         """The largest region of adapters up to this rank."""
         return max(
-            self._region(targets, [self._size(one, rank, 1.0) for one in targets]).num_bytes
+            self._region(
+                targets, [self._size(one, rank, 1.0, has_factors=True) for one in targets]
+            ).num_bytes
             for targets in self._groups.values()
         )
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
         """A writer of regions. ``parts``: the bytes of each plan's region, uint8."""
         places: dict[str, tuple[np.ndarray, bool]] = {}
+        makers: dict[str, FactorMaker] = {}
         for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
             self._places_of(plan, part, places)
-        return RegionWriter(self, places)
+            self._makers_of(plan, part, makers)
+        return RegionWriter(self, places, makers)
 
     def check(self, raw: RawTensor, data: memoryview) -> None:
         """Check everything that the writer checks, without writing."""
-        to_tensor(raw, data, self.dtype)
+        self.convert(raw, data)
+
+    def convert(self, raw: RawTensor, data: memoryview) -> torch.Tensor:
+        """A tensor in the type that it is used in. Raises ``AdapterError``; see ``to_tensor``."""
+        is_matrix = len(raw.shape) == 2  # magnitudes are not
+        return to_tensor(raw, data, self.dtype if is_matrix else torch.float32)
 
     def matrices_in(self, place: RegionPlace, part: torch.Tensor) -> tuple[TargetMatrices, ...]:
         """The contents of a filled region (``part``: its bytes on the CPU), by its own header."""
@@ -112,7 +129,7 @@ class AdapterLayout:
         """The contents of a region of an input group."""
         targets = self._groups[key]
         return tuple(
-            TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset)
+            TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset, at.factor_offset)
             for target, at in zip(targets, region.targets, strict=True)
             if at.rank
         )
@@ -125,20 +142,26 @@ class AdapterLayout:
             b=self._view(part, found.b_offset, self._b_shape(target, rank)),
             rank=rank,
             scaling=found.scaling,
+            factors=self._factors(part, found.factor_offset, target)
+            if found.factor_offset
+            else None,
         )
 
     def _region(self, targets: Sequence[Target], sizes: Sequence[TargetSize]) -> Region:
         return plan_region(targets[0].in_features, self.dtype.itemsize, sizes)
 
-    def _size(self, target: Target, rank: int, scaling: float) -> TargetSize:
+    def _size(
+        self, target: Target, rank: int, scaling: float, *, has_factors: bool = False
+    ) -> TargetSize:
         itemsize = self.dtype.itemsize
         _, columns = padded_features(0, target.out_features, itemsize)
         if not rank:
             return TargetSize(0, columns, 0.0, 0, 0)
         a_bytes = math.prod(self._a_shape(target, rank)) * itemsize
         b_bytes = math.prod(self._b_shape(target, rank)) * itemsize
+        factor_bytes = FACTOR_BYTES * target.out_features if has_factors else 0
         # Stored in the header's form, so that reading it back gives an equal value.
-        return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes)
+        return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes, factor_bytes)
 
     def _places_of(
         self, plan: GroupPlan, part: torch.Tensor, places: dict[str, tuple[np.ndarray, bool]]
@@ -150,6 +173,20 @@ class AdapterLayout:
             b = self._view(part, at.b_offset, self._b_shape(lora.target, at.rank))
             places[lora.a.name] = bits_of(a), True
             places[lora.b.name] = bits_of(b), False
+
+    def _makers_of(
+        self, plan: GroupPlan, part: torch.Tensor, makers: dict[str, FactorMaker]
+    ) -> None:
+        for lora, at in zip(plan.loras, plan.region.targets, strict=True):
+            if lora is not None and lora.magnitudes is not None:
+                assert self.read_base is not None, "the base's weights are not set"
+                place = self._factors(part, at.factor_offset, lora.target)
+                maker = FactorMaker(lora, at.scaling, self.read_base, place)
+                makers |= {raw.name: maker for raw in lora.tensors}
+
+    def _factors(self, part: torch.Tensor, offset: int, target: Target) -> torch.Tensor:
+        num_bytes = FACTOR_BYTES * target.out_features
+        return part[offset : offset + num_bytes].view(torch.float32).view(2, target.out_features)
 
     def _view(self, part: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         num_bytes = math.prod(shape) * self.dtype.itemsize
@@ -165,17 +202,31 @@ class AdapterLayout:
 class RegionWriter:
     """Writes an adapter's tensors to their places in regions, in any order."""
 
-    def __init__(self, layout: AdapterLayout, places: dict[str, tuple[np.ndarray, bool]]) -> None:
-        """``places``: by tensor name the bits of its matrix, and whether it is an A."""
+    def __init__(
+        self, layout: AdapterLayout, places: dict[str, tuple[np.ndarray, bool]],
+        makers: dict[str, FactorMaker],
+    ) -> None:  # fmt: skip
+        """``places``: by tensor name the bits of its matrix, and whether it is an A.
+
+        ``makers``: by the names of all tensors of targets with factors.
+        """
         self._layout = layout
         self._places = places
+        self._makers = makers
 
     def write(self, raw: RawTensor, data: memoryview) -> None:
         """Check, convert and write one tensor.
 
-        Raises ``AdapterError`` naming it if a value is not finite, or overflows the type.
+        Raises ``AdapterError`` naming it if a value is not finite, or overflows the type, or if a
+        factor cannot be made.
         """
-        matrix = bits_of(to_tensor(raw, data, self._layout.dtype))
+        tensor = self._layout.convert(raw, data)
+        maker = self._makers.pop(raw.name, None)
+        if maker is not None:
+            maker.add(raw.name, tensor)
+        if raw.name not in self._places:
+            return  # magnitudes
+        matrix = bits_of(tensor)
         place, is_a = self._places.pop(raw.name)
         matrices = self._layout.matrices
         (matrices.write_a if is_a else matrices.write_b)(matrix, place)
@@ -183,4 +234,4 @@ class RegionWriter:
     @property
     def missing(self) -> list[str]:
         """Tensors that have not been written."""
-        return sorted(self._places)
+        return sorted({*self._places, *self._makers})

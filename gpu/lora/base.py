@@ -1,4 +1,7 @@
-"""The interface of LoRA products: y += scaling * (x A^T) B^T, per segment of tokens."""
+"""The interface of LoRA products: y += scaling * (x A^T) B^T, per segment of tokens.
+
+Adapters with factors (DoRA) then scale y: y = y * factor + summand, by column.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ class PackedLora:
     b: torch.Tensor
     rank: int
     scaling: float
+    factors: torch.Tensor | None = None  # float32 [2, out_features], of ``factors``
 
 
 class LoraBackend(Protocol):
@@ -42,7 +46,7 @@ class LoraBackend(Protocol):
 
         x: [tokens, in_features], y: [tokens, out_features], both of the model's dtype with a
         contiguous last dimension. Products accumulate in float32. Adapters of the batch that do
-        not have this target add nothing.
+        not have this target add nothing. Factors of the target are applied to the sum.
         """
         ...
 
@@ -54,6 +58,14 @@ class LoraBackend(Protocol):
         batch: LoraBatch,
     ) -> None:
         """``add_delta`` for several targets that read the same x, each with its own y."""
+        ...
+
+    def has_factors(self, batch: LoraBatch) -> bool:
+        """Whether an adapter of the batch has factors: its passes call one kernel more."""
+        ...
+
+    def prepare_factors(self) -> None:
+        """Compile what only adapters with factors call. Any thread may call it."""
         ...
 
 

@@ -16,6 +16,7 @@ class ResidentDeltas:
     def __init__(self, backend: LoraBackend, batch: LoraBatch) -> None:
         self._backend = backend
         self._batch = batch
+        self.has_factors = backend.has_factors(batch)
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Do nothing: no deltas are computed elsewhere."""

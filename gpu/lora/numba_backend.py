@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numba import types
 
+from ...cpu_workers.kernels.lora.factors import scale_rows
 from ...cpu_workers.kernels.lora.grouped import BATCH_FIELDS, add_deltas
 from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
@@ -19,7 +21,9 @@ from .table import LoraTable
 
 
 class NumbaLora:
-    """One kernel call per input group, over all segments; bfloat16 or float32.
+    """One kernel call per input group, over all segments; one more with factors.
+
+    Of bfloat16 or float32.
 
     Must not be called from two threads at once: it owns the scratch memory of a call.
     """
@@ -115,6 +119,36 @@ class NumbaLora:
         for y, result in zip(padded, ys, strict=True):
             if y is not result:
                 result.copy_(y[:, : result.shape[1]])
+        if self.has_factors(batch):
+            self._scale(ys, target_indices)
+
+    def has_factors(self, batch: LoraBatch) -> bool:
+        """Whether an adapter of the batch has factors."""
+        return self._table.has_factors(batch.table_rows_host)
+
+    def prepare_factors(self) -> None:
+        """Compile the kernel of factors: a start does not, as few servers need it."""
+        scale_rows.compile((types.boolean, *(types.int64,) * 6))
+
+    def _scale(self, ys: Sequence[torch.Tensor], target_indices: Sequence[int]) -> None:
+        """Apply the factors of the batch that the kernel's fields are set for."""
+        fields = [
+            value
+            for index, y in zip(target_indices, ys, strict=True)
+            for value in (index, y.data_ptr(), y.stride(0) * y.element_size(), y.shape[1])
+        ]
+        launcher, table = current_launcher(), self._table
+        targets = launcher.keep_alive(array("q", fields))  # read by the kernel through an address
+        launcher.launch(
+            scale_rows,
+            self._dtype == torch.float32,
+            targets.buffer_info()[0],
+            len(ys),
+            table.factor_pointers.data_ptr(),
+            table.num_targets,
+            self._batch_fields.buffer_info()[0],
+            num_kernel_threads(),
+        )
 
     def _prepare_replay(self, metadata: PassMetadata) -> None:
         assert metadata.lora is not None, "the captured pass has adapters"

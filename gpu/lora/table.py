@@ -4,7 +4,7 @@ Owns the rows and keeps the adapters' tensors alive. Independent of requests, st
 budget. The caller must not remove a row that a running step refers to.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,6 +24,7 @@ class TableEntries:
     b_pointers: np.ndarray  # int64
     ranks: np.ndarray  # int32
     scalings: np.ndarray  # float32
+    factor_pointers: np.ndarray  # int64, 0 = no factors
     max_rank: int
 
     @classmethod
@@ -36,6 +37,9 @@ class TableEntries:
             np.array([packed.b.data_ptr() for packed in matrices], np.int64),
             np.array([packed.rank for packed in matrices], np.int32),
             np.array([packed.scaling for packed in matrices], np.float32),
+            np.array(
+                [0 if p.factors is None else p.factors.data_ptr() for p in matrices], np.int64
+            ),
             max((packed.rank for packed in matrices), default=0),
         )
 
@@ -64,12 +68,12 @@ class DeviceAdapter:
 
 
 class LoraTable:
-    """Per (row, target): base pointers of A and B, rank, scaling; rank 0 = nothing to add.
+    """Per (row, target): pointers of A, B and factors, rank, scaling; rank 0 = nothing to add.
 
     Every array is [capacity, num_targets] and stays at one address permanently, so that captured
-    graphs may read it: ``a_pointers`` and ``b_pointers`` int64, ``ranks`` int32, ``scalings``
-    float32, all on ``device``. ``host_*`` are the same values as numpy arrays (on the CPU they
-    share the memory).
+    graphs may read it: ``a_pointers``, ``b_pointers`` and ``factor_pointers`` (0 = none) int64,
+    ``ranks`` int32, ``scalings`` float32, all on ``device``. ``host_*`` are the same values as
+    numpy arrays (on the CPU they share the memory).
     """
 
     def __init__(self, num_targets: int, capacity: int, device: torch.device | str) -> None:
@@ -82,14 +86,19 @@ class LoraTable:
         self.host_b_pointers = np.zeros(shape, np.int64)
         self.host_ranks = np.zeros(shape, np.int32)
         self.host_scalings = np.zeros(shape, np.float32)
-        self.a_pointers, self.b_pointers, self.ranks, self.scalings = (
+        self.host_factor_pointers = np.zeros(shape, np.int64)
+        self.a_pointers, self.b_pointers, self.ranks, self.scalings, self.factor_pointers = (
             torch.from_numpy(host).to(self.device) for host in self._host_arrays()
         )
+        self._scaled_rows: set[int] = set()  # with factors
         self._adapters: list[DeviceAdapter | None] = [None] * capacity
         self._free_rows = list(range(capacity - 1, -1, -1))
 
     def _host_arrays(self) -> tuple[np.ndarray, ...]:
-        return self.host_a_pointers, self.host_b_pointers, self.host_ranks, self.host_scalings
+        return (
+            self.host_a_pointers, self.host_b_pointers, self.host_ranks, self.host_scalings,
+            self.host_factor_pointers,
+        )  # fmt: skip
 
     @property
     def num_free_rows(self) -> int:
@@ -113,8 +122,15 @@ class LoraTable:
         self.host_b_pointers[row, entries.target_indices] = entries.b_pointers
         self.host_ranks[row, entries.target_indices] = entries.ranks
         self.host_scalings[row, entries.target_indices] = entries.scalings
+        self.host_factor_pointers[row, entries.target_indices] = entries.factor_pointers
+        if entries.factor_pointers.any():
+            self._scaled_rows.add(row)
         self._upload(row)
         return row
+
+    def has_factors(self, rows: Iterable[int]) -> bool:
+        """Whether the adapter of any of these rows has factors."""
+        return not self._scaled_rows.isdisjoint(rows)
 
     def remove(self, row: int) -> None:
         """Remove the adapter of ``row`` and release its tensors; the row may be reused."""
@@ -123,6 +139,7 @@ class LoraTable:
             host[row] = 0
         self._upload(row)
         adapter, self._adapters[row] = self._adapters[row], None
+        self._scaled_rows.discard(row)
         self._free_rows.append(row)
         if adapter is not None and adapter.release is not None:
             adapter.release()
@@ -142,6 +159,8 @@ class LoraTable:
     def _upload(self, row: int) -> None:
         if self.device.type == "cpu":
             return  # the tensors are views of the host arrays
-        tensors = (self.a_pointers, self.b_pointers, self.ranks, self.scalings)
+        tensors = (
+            self.a_pointers, self.b_pointers, self.ranks, self.scalings, self.factor_pointers,
+        )  # fmt: skip
         for tensor, host in zip(tensors, self._host_arrays(), strict=True):
             tensor[row].copy_(torch.from_numpy(host[row]))

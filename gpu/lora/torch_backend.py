@@ -44,4 +44,14 @@ class TorchLora(TargetByTarget):
             hidden = x[start:end].float() @ packed.a.float().t()
             delta = (hidden * packed.scaling) @ packed.b.float()
             rows = y[start:end]
-            rows.copy_(rows.float() + delta)
+            total = rows.float() + delta
+            if packed.factors is not None:
+                total = total * packed.factors[0] + packed.factors[1]
+            rows.copy_(total)
+
+    def has_factors(self, batch: LoraBatch) -> bool:
+        """Whether an adapter of the batch has factors."""
+        return self._table.has_factors(batch.table_rows_host)
+
+    def prepare_factors(self) -> None:
+        """Do nothing: torch compiles nothing."""

@@ -97,6 +97,7 @@ class TritonLora(TargetByTarget):
             y,
             *segments,
             table.b_pointers,
+            table.factor_pointers,
             table.ranks,
             target_index,
             table.num_targets,
@@ -109,7 +110,15 @@ class TritonLora(TargetByTarget):
             BLOCK_RANKS=tiles.ranks,
             BLOCK_OUT=tiles.expand_out,
             PRECISION=self._expand_precision,
+            HAS_FACTORS=self.has_factors(batch),
         )
+
+    def has_factors(self, batch: LoraBatch) -> bool:
+        """Whether an adapter of the batch has factors."""
+        return self._table.has_factors(batch.table_rows_host)
+
+    def prepare_factors(self) -> None:
+        """Do nothing: a start compiles both variants of the kernel."""
 
     def _scratch(self, num_values: int) -> torch.Tensor:
         if self._hidden.numel() < num_values:

@@ -85,6 +85,7 @@ def expand_kernel(
     segment_ends: tl.tensor,
     table_rows: tl.tensor,
     b_pointers: tl.tensor,
+    factor_pointers: tl.tensor,
     ranks: tl.tensor,
     target_index: tl.tensor,
     num_targets: tl.tensor,
@@ -97,9 +98,12 @@ def expand_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
 ) -> None:
     """y[token, column] += sum over splits and ranks of hidden[split, token, rank] B[column, rank].
 
+    With HAS_FACTORS, the sum of an entry with factors is then multiplied by the first row of them,
+    and the second is added: float32 [2, out_features].
     Grid: (segments, token tiles, column tiles). The sum is rounded to y's type once.
     """
     segment = tl.program_id(0)
@@ -136,5 +140,11 @@ def expand_kernel(
         total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
     target = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
     mask = token_ok[:, None] & column_ok[None, :]
-    old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, (old + total).to(y.dtype.element_ty), mask=mask)
+    total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        address = tl.load(factor_pointers + entry)
+        if address != 0:
+            factors = address.to(tl.pointer_type(tl.float32)) + column
+            total *= tl.load(factors, mask=column_ok, other=0.0)[None, :]
+            total += tl.load(factors + out_features, mask=column_ok, other=0.0)[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=mask)

@@ -40,13 +40,16 @@ class _Deltas(Enum):
 
     NOBODY = auto()
     RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
+    SCALED = auto()  # the same, and some adapters have factors
     OTHER = auto()  # the graph calls for them, group by group
 
     @classmethod
     def of(cls, metadata: PassMetadata) -> Self:
         if metadata.deltas is None:
             return cls.NOBODY
-        return cls.RESIDENT if metadata.deltas.is_repeatable else cls.OTHER
+        if not metadata.deltas.is_repeatable:
+            return cls.OTHER
+        return cls.SCALED if metadata.deltas.has_factors else cls.RESIDENT
 
 
 # Tokens, threads of the kernels, source of the deltas.

@@ -44,6 +44,7 @@ SIGNATURES = (
     "q" * 9,  # gated activations
     "q" * 17,  # rotations
     "q" * 5,  # sums
+    "bqqqqqq",  # factors of adapters
     *(tag + _ATTEND for tag in "hHf"),
     *(tag + _ADD_DELTAS for tag in "hHf"),
 )

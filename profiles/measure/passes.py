@@ -135,6 +135,7 @@ class _NoDeltas:
     """Adds nothing; see ``DeltaPass``."""
 
     is_repeatable = False  # as the passes that it replaces
+    has_factors = False
 
     def begin(self, group: object, x: torch.Tensor) -> None:
         """Do nothing."""

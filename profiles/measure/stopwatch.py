@@ -77,6 +77,7 @@ class GroupTimer:
     """A ``DeltaPass`` around another one, or around none, that times every input group."""
 
     is_repeatable = False  # it records the times of its calls
+    has_factors = False
 
     def __init__(self, stopwatch: Stopwatch, inner: DeltaPass | None) -> None:
         self._stopwatch = stopwatch

@@ -15,6 +15,7 @@ from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
 from .resolved import BaseWeights, RawTensor, ResolvedAdapter, TakeTensor
 from .target_map import TargetMap
 from .tensor_names import SAVED_MODULES_REASON
+from .values import check_magnitudes
 
 
 class OpenAdapter:
@@ -84,6 +85,15 @@ class OpenAdapter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def check_magnitudes(self) -> None:
+        """Check the magnitudes of DoRA. Raises ``AdapterError`` with a tensor's name."""
+        found = [lora.magnitudes for lora in self.adapter.targets if lora.magnitudes is not None]
+        for tensor, data in self._checkpoint.read(found):
+            try:
+                check_magnitudes(tensor, data)
+            except AdapterError as error:
+                raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
+
     def _check_copies(self) -> None:
         """Refuse tensors beside LoRA that differ from the base's."""
         problems = [
@@ -102,7 +112,7 @@ class OpenAdapter:
         """Return tensors by layer, ascending, not by name (layers.10 sorts before layers.2)."""
         by_layer: dict[int, list[RawTensor]] = {}
         for lora in sorted(self.adapter.targets, key=lambda lora: lora.target.layer):
-            by_layer.setdefault(lora.target.layer, []).extend((lora.a, lora.b))
+            by_layer.setdefault(lora.target.layer, []).extend(lora.tensors)
         for tensors in by_layer.values():
             tensors.sort(key=lambda tensor: tensor.name)
         return by_layer
@@ -118,7 +128,7 @@ def open_adapter(
     directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None,
     roots: AdapterRoots = OWN_FILES,
 ) -> OpenAdapter:  # fmt: skip
-    """Open the adapter in ``directory`` and check everything except its values.
+    """Open the adapter in ``directory`` and check everything except the values of A and B.
 
     ``base``: compared with weights of the base model in the file; None = such weights are refused.
     ``roots``: where links in the directory may lead. Raises ``AdapterError`` with the file and the
@@ -130,10 +140,12 @@ def open_adapter(
     checkpoint = Checkpoint(directory, max_tensor_bytes=max_bytes, roots=roots)
     try:
         adapter = resolve_adapter(spec, checkpoint.tensors, target_map, max_rank=max_rank)
+        opened = OpenAdapter(spec, adapter, checkpoint, base)
+        opened.check_magnitudes()
     except ResolveError as error:
         checkpoint.close()
         raise ResolveError(error.problems, directory) from None
     except BaseException:
         checkpoint.close()
         raise
-    return OpenAdapter(spec, adapter, checkpoint, base)
+    return opened

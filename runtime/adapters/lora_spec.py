@@ -35,6 +35,7 @@ class LoraSpec:
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()  # modules with full weights in the file
     base_model_name_or_path: str | None = None
+    use_dora: bool = False  # each target has a magnitude for each row of its output
     patterns: PathPatterns = field(default_factory=PathPatterns, compare=False, repr=False)
 
     def targets(self, path: str) -> bool:
@@ -70,6 +71,7 @@ class LoraSpec:
             "r": self.r,
             "lora_alpha": float(self.lora_alpha),
             "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
             "target_modules": names if isinstance(names, str) else sorted(names),
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": [(key, float(alpha)) for key, alpha in self.alpha_pattern],

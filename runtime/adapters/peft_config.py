@@ -42,6 +42,7 @@ SERVED_FIELDS = frozenset(
         "r",
         "lora_alpha",
         "use_rslora",
+        "use_dora",
         "target_modules",
         "rank_pattern",
         "alpha_pattern",
@@ -85,7 +86,6 @@ _INITS_KEEPING_BASE = ("gaussian", "eva", "orthogonal", "mica")
 _INITS_CHANGING_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 REFUSAL_REASONS = {
-    "use_dora": "DoRA is not served",
     "use_qalora": "QA-LoRA is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
     "lora_bias": "biases on LoRA matrices are not served",
@@ -212,6 +212,7 @@ def _build_spec(reader: "_Fields") -> LoraSpec:
         r=reader.rank("r", reader.fields["r"]),
         lora_alpha=reader.number("lora_alpha", reader.fields["lora_alpha"]),
         use_rslora=reader.boolean("use_rslora"),
+        use_dora=reader.boolean("use_dora"),
         target_modules=reader.names("target_modules"),
         rank_pattern=reader.pattern("rank_pattern", reader.rank),
         alpha_pattern=reader.pattern("alpha_pattern", reader.number),

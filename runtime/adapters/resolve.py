@@ -25,6 +25,7 @@ from .tensor_names import (
     refusal_of_name,
 )
 
+_MAGNITUDES = "magnitude_vector"  # of a tensor's name
 _MAX_LISTED = 8
 _MAX_MODULES_SHOWN = 3
 _MAX_KEPT = 32  # cached results, by the adapter's shapes
@@ -52,7 +53,8 @@ def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
         for one in target_map.vocabularies.values()
         for shape in one.shapes.values()
     )
-    return max(FLOAT_BYTES.values()) * (max_rank * features + weights)
+    # One more than the rank: DoRA has magnitudes.
+    return max(FLOAT_BYTES.values()) * ((max_rank + 1) * features + weights)
 
 
 def resolve_adapter(
@@ -101,7 +103,7 @@ class _Found:
 
     target: Target
     path: str  # in the model that the adapter was trained with
-    matrices: dict[str, RawTensor]  # by "A" and "B"
+    matrices: dict[str, RawTensor]  # by "A", "B" and "magnitude_vector"
 
 
 class _Resolver:
@@ -188,15 +190,23 @@ class _Resolver:
             )
         self._check_matrix(found, "A", (rank, target.in_features))
         self._check_matrix(found, "B", (target.out_features, rank))
+        magnitudes = found.matrices.get(_MAGNITUDES)
+        if self._spec.use_dora:
+            self._check_matrix(found, _MAGNITUDES, (target.out_features,))
+        elif magnitudes is not None:
+            self._problems.append(f"{magnitudes.name}: use_dora of the configuration is not true")
         if len(self._problems) > num_problems_before:
             return None
         matrices = found.matrices
-        return TargetLora(target, matrices["A"], matrices["B"], rank, self._spec.scaling(path))
+        return TargetLora(
+            target, matrices["A"], matrices["B"], rank, self._spec.scaling(path), magnitudes
+        )
 
-    def _check_matrix(self, found: _Found, matrix: str, shape: tuple[int, int]) -> None:
+    def _check_matrix(self, found: _Found, matrix: str, shape: tuple[int, ...]) -> None:
         tensor = found.matrices.get(matrix)
         if tensor is None:
-            self._problems.append(f"{found.path}: lora_{matrix} is missing in the file")
+            reason = "; use_dora needs it" if matrix == _MAGNITUDES else ""
+            self._problems.append(f"{found.path}: lora_{matrix} is missing in the file{reason}")
             return
         if tensor.dtype not in FLOAT_BYTES:
             served = ", ".join(FLOAT_BYTES)

@@ -10,6 +10,8 @@ from typing import Protocol, Self
 from .digest import ContentDigest
 from .target_map import Target
 
+# Of DoRA for each row of an output: a factor and a summand, float32.
+FACTOR_BYTES = 8
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the served types, by their names in safetensors
 
 
@@ -26,13 +28,23 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class TargetLora:
-    """The matrices of one target. The delta of its output is scaling * (x A^T) B^T."""
+    """The tensors of one target.
+
+    The delta of its output is scaling * (x A^T) B^T. With magnitudes (DoRA), the output without the
+    bias is then multiplied by magnitude / norm of (W + scaling * B A), by row of W.
+    """
 
     target: Target
     a: RawTensor  # [rank, in_features]
     b: RawTensor  # [out_features, rank]
     rank: int
     scaling: float
+    magnitudes: RawTensor | None = None  # [out_features]; of DoRA
+
+    @property
+    def tensors(self) -> tuple[RawTensor, ...]:
+        """All tensors of the target."""
+        return (self.a, self.b) if self.magnitudes is None else (self.a, self.b, self.magnitudes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +72,12 @@ class ResolvedAdapter:
 
     def num_bytes(self, bytes_per_element: int) -> int:
         """Bytes on a device that stores elements of this size, without padding."""
-        return bytes_per_element * sum(
+        matrices = bytes_per_element * sum(
             lora.rank * (lora.target.in_features + lora.target.out_features)
             for lora in self.targets
         )
+        scaled = (lora.target for lora in self.targets if lora.magnitudes is not None)
+        return matrices + FACTOR_BYTES * sum(target.out_features for target in scaled)
 
 
 # Called with one tensor and its bytes, which are valid until it returns.

@@ -14,6 +14,9 @@ from .target_map import EXPERTS_REASON
 _Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_MAGNITUDES = re.compile(
+    r"(?P<path>.+)\.lora_(?P<matrix>magnitude_vector)(?:\.(?P<adapter>[^.]+))?(?:\.weight)?"
+)
 # PEFT's model, possibly inside data parallelism, possibly inside another PEFT model.
 _PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
 
@@ -51,7 +54,6 @@ SAVED_MODULES_REASON = "fully trained modules beside LoRA are not served"
 
 # Parts of tensor names that are known but not served.
 _REFUSED_PARTS = (
-    ("lora_magnitude_vector", "DoRA is not served"),
     ("lora_embedding_", "LoRA on embeddings is not served"),
     ("modules_to_save", SAVED_MODULES_REASON),
     ("trainable_tokens", "trained token embeddings are not served"),
@@ -62,18 +64,18 @@ _REFUSED_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class LoraTensorName:
-    """The parts of a LoRA matrix's name."""
+    """The parts of the name of a LoRA matrix, or of DoRA's magnitudes."""
 
     path: str  # of the module, in the model that the adapter was trained with
-    matrix: str  # "A" or "B"
+    matrix: str  # "A", "B" or "magnitude_vector"
 
 
 def parse_tensor_name(name: str) -> LoraTensorName | None:
-    """Parse ``base_model.model.<path>.lora_A.weight``; None for any other kind of name.
+    """Parse ``base_model.model.<path>.lora_A.weight``, B or magnitudes; None for other names.
 
     An adapter's name after lora_A, and a missing prefix, are tolerated.
     """
-    match = _LORA_TENSOR.fullmatch(name)
+    match = _LORA_TENSOR.fullmatch(name) or _MAGNITUDES.fullmatch(name)
     if match is None:
         return None
     return LoraTensorName(_without_wrappers(match["path"]), match["matrix"])

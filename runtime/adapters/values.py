@@ -69,6 +69,21 @@ def check_values(raw: RawTensor, data: memoryview, dtype: str) -> None:
         )
 
 
+def check_magnitudes(raw: RawTensor, data: memoryview) -> None:
+    """Check the magnitudes of DoRA (``data``: their bytes): finite, and not zero.
+
+    Raises ``AdapterError`` with the tensor's name.
+    """
+    check_values(raw, data, "float32")
+    stored = _STORED[raw.dtype]
+    magnitudes = np.frombuffer(data, dtype=stored.dtype) & stored.dtype(stored.magnitude)
+    zeros = np.flatnonzero(magnitudes == 0)
+    if len(zeros):
+        raise AdapterError(
+            f"{raw.name} is 0 at {zeros[0]}; DoRA's magnitudes are norms of rows of weights"
+        )
+
+
 def _largest_magnitude(bits: np.ndarray, stored: _Stored) -> int:
     """Return the bits of the largest absolute value; NaN is larger than infinity."""
     largest = 0

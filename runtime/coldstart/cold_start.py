@@ -223,9 +223,8 @@ class PlannedColdStarts:
         self, request: Request, load: OpenLoad, num_others: int, rows: StepRows, now_s: float
     ) -> ColdRequest:
         co_scheduled = self._co_scheduled(rows, now_s)
-        num_workers = self._num_workers
         num_assisted_tokens = sum(part.num_tokens for part in co_scheduled.cold if part.split_layer)
-        max_assisted_tokens = self._worker_tokens[num_workers]
+        max_assisted_tokens = self._worker_tokens[self._num_workers]
         return ColdRequest(
             num_tokens=max(1, request.num_pending_tokens),
             adapter=_shape(load),
@@ -234,7 +233,8 @@ class PlannedColdStarts:
             max_chunk_tokens=rows.max_cold_tokens,
             start_position=request.num_computed_tokens,
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
-            num_workers=num_workers,
+            num_workers=self._num_workers,
+            has_factors=_layers(load).has_factors,
             num_running=num_others,
             co_scheduled=co_scheduled,
             later_co_scheduled=co_scheduled_decodes(self._planner.model, rows),

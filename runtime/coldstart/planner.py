@@ -17,6 +17,7 @@ from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 _MAX_EXCESS = 5.0  # limit of one step's excess wait, over the bearable share
 _FADING = 0.95  # of bad results, per decision that does not use the strategy
 _MAX_RATIO = 2.5  # cap of the ratio of one first token: longer delays have other causes
+_HAS_FACTORS = "; workers do not compute DoRA"
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 
@@ -64,8 +65,11 @@ class Planner:
         """Choose a strategy for ``request``."""
         forced = self.config.forced
         if forced is not None:
+            why = "forced by --load-strategy"
+            if forced is LoadStrategy.ASSISTED and request.has_factors:
+                forced, why = LoadStrategy.PIPELINED, f"assisted is {why}{_HAS_FACTORS}"
             self._fade(forced)
-            return Decision(forced, "forced by --load-strategy", (self.predict(request, forced),))
+            return Decision(forced, why, (self.predict(request, forced),))
         strategies, note = self._candidates(request)
         predictions = [self.predict(request, strategy) for strategy in strategies]
         if request.num_running:
@@ -155,6 +159,8 @@ class Planner:
             record.is_held_back = False
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
+        if request.has_factors:
+            return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), _HAS_FACTORS
         if not request.num_workers:
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), "; no worker is free"
         if self._num_penalty_decisions:

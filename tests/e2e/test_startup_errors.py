@@ -113,10 +113,10 @@ def test_port_in_use() -> None:
 
 
 def refused_adapter(directory: Path) -> dict[str, Any]:
-    path = shutil.copytree(demo_adapters_path() / "upper", directory / "dora")
+    path = shutil.copytree(demo_adapters_path() / "upper", directory / "biased")
     config = path / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
-    return {"lora_modules": (f"dora={path}",)}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "lora_bias": True}))
+    return {"lora_modules": (f"biased={path}",)}
 
 
 def refused_model(directory: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def refused_model(directory: Path) -> dict[str, Any]:
         (lambda d: {"model": str(d / "none")}, ModelError, "no such model directory.*none"),
         (lambda d: {"model": str(d)}, ModelError, "config.json"),
         (refused_model, ModelError, "(?i)bloom.*attention interface"),
-        (refused_adapter, AdapterError, "dora.*use_dora"),
+        (refused_adapter, AdapterError, "biased.*lora_bias"),
         (lambda _: {"max_model_len": 513}, ConfigError, "--max-model-len.*513.*512"),
         (
             lambda _: {"memory_gib": 1e-4, "max_model_len": 512},

@@ -1,5 +1,6 @@
 import itertools
 import struct
+from dataclasses import replace
 
 import pytest
 from corun.shm import region as regions
@@ -24,6 +25,24 @@ def test_header_comes_back(ranks: list[int], extra_bytes: int) -> None:
     region = regions.plan_region(40, 2, _targets(*ranks))
     assert regions.read_header(_written(region, extra_bytes)) == region
     assert region.y_columns == 48 * len(ranks) and region.rank_sum == sum(ranks)
+
+
+@given(st.lists(st.integers(0, 256), min_size=1, max_size=regions.MAX_TARGETS))
+def test_factors_have_places_of_their_own(ranks: list[int]) -> None:
+    sizes = [replace(size, factor_bytes=8 * 41 * bool(size.rank)) for size in _targets(*ranks)]
+    region = regions.plan_region(40, 2, sizes)
+    assert regions.read_header(_written(region)) == region
+    for size, place, following in zip(
+        sizes, region.targets, (*region.targets[1:], None), strict=True
+    ):
+        assert bool(place.factor_offset) == bool(size.rank)
+        if size.rank:
+            assert place.factor_offset % regions.ALIGNMENT_BYTES == 0
+            assert place.factor_offset >= place.b_offset + size.b_bytes
+            end = region.num_bytes
+            if following is not None and following.rank:
+                end = following.a_offset
+            assert place.factor_offset + size.factor_bytes <= end
 
 
 @given(st.lists(st.integers(0, 256), min_size=1, max_size=regions.MAX_TARGETS))

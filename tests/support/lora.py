@@ -1,7 +1,7 @@
 """Batches of LoRA segments, the plain loop that is the truth, and the tolerance of each type."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from corun.gpu.forward.batch import LoraBatch
@@ -128,3 +128,47 @@ def check_case(
     integer = {2: torch.int16, 4: torch.int32}[y.element_size()]
     same = y.view(integer).cpu()[~covered] == before.view(integer).cpu()[~covered]
     assert bool(same.all()), f"{case.name}: tokens outside all segments changed"
+
+
+def check_factors(
+    make_backend: Callable[[LoraTable], LoraBackend], dtype: torch.dtype, device: str = "cpu",
+    *, num_tokens: int = 7,
+) -> None:  # fmt: skip
+    """Adapters with factors on one of two targets, beside one without; against a float64 loop."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    widths, in_features = (48, 37), 64
+    table = LoraTable(2, 3, device)
+    backend = make_backend(table)
+    a, bs = draw(8, in_features), [draw(width, 8) for width in widths]
+    factors = [torch.randn(2, width, generator=generator).to(device) for width in widths]
+    scaled = [{0}, set(), {0, 1}]  # targets with factors, by adapter
+    rows = []
+    for targets in scaled:
+        packed = {index: backend.pack(a, b, SCALING) for index, b in enumerate(bs)}
+        packed |= {index: replace(packed[index], factors=factors[index]) for index in targets}
+        rows.append(table.add(DeviceAdapter(packed)))
+    third = num_tokens // 3
+    segments = ((0, third, 0), (third, 2 * third, 1), (2 * third, num_tokens - 1, 2))
+    x, ys = draw(num_tokens, in_features), [draw(num_tokens, width) for width in widths]
+    before = [y.clone() for y in ys]
+    for only, wanted in (((1,), False), ((0,), True)):
+        batch = make_batch([(0, 1, adapter) for adapter in only], table, rows)
+        assert backend.has_factors(batch) is wanted
+    backend.add_deltas(x, ys, (0, 1), make_batch(segments, table, rows))
+    for index, (y, old) in enumerate(zip(ys, before, strict=True)):
+        delta = SCALING * (x.double() @ a.double().t()) @ bs[index].double().t()
+        truth, before_factors = old.double(), old.double().abs()
+        for start, end, adapter in segments:
+            part = truth[start:end] + delta[start:end]
+            if index in scaled[adapter]:
+                before_factors[start:end] = (part * factors[index][0].double()).abs()
+                part = part * factors[index][0].double() + factors[index][1].double()
+            truth[start:end] = part
+        # Both the sum and the scaled sum may be rounded.
+        eps = max(torch.finfo(dtype).eps, 1e-6)
+        assert bool(((y - truth).abs() <= eps * (before_factors + truth.abs() + 100)).all())
+        assert torch.equal(y[-1], old[-1]), "a token of no segment changed"

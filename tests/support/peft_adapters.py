@@ -29,7 +29,9 @@ def save_adapter(
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if ".lora_" in name:
+                if ".lora_magnitude_vector" in name:
+                    parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
+                elif ".lora_" in name:
                     parameter.normal_(0.0, 0.1, generator=generator)
         model.save_pretrained(str(directory))
     return model

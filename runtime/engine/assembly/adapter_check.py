@@ -119,6 +119,7 @@ def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
     targets = ", ".join(f"{kind} x{count}" for kind, count in kinds.items())
     scalings = ", ".join(f"{scaling:g}" for scaling in sorted({lora.scaling for lora in loras}))
     rule = "alpha / sqrt(rank), rsLoRA" if spec.use_rslora else "alpha / rank"
+    rule += ", DoRA" if spec.use_dora else ""
     ranks = ", ".join(str(rank) for rank in sorted({lora.rank for lora in loras}))
     return [
         f"rank      {ranks}",

@@ -137,7 +137,9 @@ class HostFiles:
 
     def _register(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         adapter = self._host.register(path, make_room)
-        layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
+        layers = AdapterLayers(
+            adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.has_factors
+        )
         facts = AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes,
             host_bytes=adapter.host_bytes, layers=layers, left_out=adapter.left_out,

@@ -11,11 +11,12 @@ import pytest
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import AdapterCopier, SlabSize
-from corun.gpu.adapters.host import RegisteredAdapter
+from corun.gpu.adapters.host import ArenaSize, RegisteredAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import PacedLink
 from corun.gpu.lora.table import DeviceAdapter
 from corun.profiles.link import Direction
+from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
 from corun.shm.arena_pages import ArenaPages
 from support.host_adapters import Host, copied, shared
@@ -271,7 +272,7 @@ def test_a_copy_that_fails_fails_its_adapter(
         raise RuntimeError("no room for rows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("corun.gpu.adapters.arrival.unpack", fail)
+        patch.setattr("corun.gpu.adapters.copier.unpack", fail)
         arrival = host.fetch(facts.digest, files / "a")
         arrival.start(is_gradual=False)
         deadline_s = time.monotonic() + 30
@@ -412,3 +413,53 @@ def test_too_little_memory_for_an_elastic_arena(
     with pytest.raises(ResourceError, match="free memory or request less"):
         host.fetch(facts.digest, files / "a")
     assert host.arena.taken_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
+)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_factors_of_dora_are_made_whenever_its_files_are_read(
+    tmp_path: Path, device: CpuDevice, backend: str, size: ArenaSize
+) -> None:
+    save_adapter(tmp_path, target_modules="all-linear", use_dora=True)
+    model = load_with_peft(tmp_path)
+    host = Host(device, size, backend=backend)
+
+    def layer(target: Target) -> Any:
+        return model.get_submodule(f"base_model.model.{target.path}")
+
+    host.adapters.set_base(lambda one: (layer(one).base_layer.weight.detach(), None))
+    facts = host.register(tmp_path)
+    for num_opened in (1, 2):
+        adapter = load(host, facts, tmp_path)
+        row = host.table.add(DeviceAdapter(adapter.targets))
+        for target in host.target_map.targets:
+            x = torch.randn(5, target.in_features)
+            y, expected = layer(target).base_layer(x).detach(), layer(target)(x).detach()
+            batch = make_batch([(0, 5, 0)], host.table, [row])
+            host.backend.add_delta(x, y, target.index, batch)
+            torch.testing.assert_close(y, expected)
+        host.table.remove(row)
+        if adapter.release is not None:
+            release(host, facts, adapter)
+        del adapter
+        host.evict_idle()
+        assert host.num_opened == num_opened
+    host.adapters.close()
+
+
+def test_the_kernel_of_factors_is_compiled_for_the_first_adapter_that_needs_it(
+    files: Path, tmp_path: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that reads it: neither a start nor a step waits."""
+    save_adapter(tmp_path, use_dora=True)
+    host = Host(device, shared(ROOMY_BYTES), backend="numba")
+    prepared: list[str] = []
+    monkeypatch.setattr(host.backend, "prepare_factors", lambda: prepared.append("dora"))
+    host.adapters.set_base(lambda one: (torch.ones(one.out_features, one.in_features), None))
+    assert not host.register(files / "a").has_factors
+    assert prepared == []
+    assert host.register(tmp_path).has_factors
+    assert prepared == ["dora"]
+    host.adapters.close()

@@ -123,6 +123,7 @@ class AskedPass:
     """A pass with deltas that the graph must call for each time; see ``DeltaPass``."""
 
     is_repeatable = False
+    has_factors = False
 
     def __init__(self, inner: DeltaPass) -> None:
         self._inner = inner

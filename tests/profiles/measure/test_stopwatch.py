@@ -29,6 +29,7 @@ class _Inner:
     """Records its calls."""
 
     is_repeatable = False
+    has_factors = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Hashable]] = []

@@ -59,7 +59,6 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"use_dora": True}, "use_dora=True"),
         ({"bias": "lora_only"}, "bias='lora_only'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices="),
@@ -74,6 +73,34 @@ def test_variants_that_peft_writes_are_refused(
         read(tmp_path)
     assert field in str(caught.value)
     assert "adapter_config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(0.0, "is 0 at 2"), (float("nan"), "not finite"), (float("inf"), "finite")],
+)
+def test_magnitudes_are_checked_before_anything_is_read(
+    tmp_path: Path, value: float, reason: str
+) -> None:
+    """By name, when the adapter is opened, so before memory is taken for it."""
+    save_adapter(tmp_path, use_dora=True)
+
+    def spoil(tensor: Any) -> Any:
+        tensor[2] = value
+        return tensor
+
+    edit_tensors(tmp_path, layers__1__self_attn__v_proj__lora_magnitude=spoil)
+    with pytest.raises(AdapterError, match=reason) as caught:
+        open_adapter(tmp_path, _TARGET_MAP, max_rank=64)
+    assert "layers.1.self_attn.v_proj.lora_magnitude_vector" in str(caught.value)
+
+
+def test_a_magnitude_below_zero_is_read(tmp_path: Path) -> None:
+    """Training may lead there, and PEFT computes with it."""
+    save_adapter(tmp_path, use_dora=True)
+    edit_tensors(tmp_path, lora_magnitude=lambda tensor: -tensor)
+    adapter = read(tmp_path).adapter
+    assert all(lora.magnitudes is not None for lora in adapter.targets)
 
 
 def test_adapted_embeddings_and_head_are_refused_by_name(tmp_path: Path) -> None:

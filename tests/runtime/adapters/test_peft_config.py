@@ -82,7 +82,6 @@ def test_how_the_base_keeps_its_weights_is_not_asked(value: bool | None) -> None
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
         ("lora_bias", True),

@@ -1,5 +1,6 @@
 """Tensors and targets: shapes, ranks, names, and that file and configuration agree."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_pairs_are_found_by_target_index() -> None:
     assert adapter.max_rank == 4
     assert adapter.num_bytes(2) == 4 * 2 * 4 * (_IN + _OUT)
     num_features, num_saved = 7 * (_IN + _OUT) + 100, 1000 + 2 * _VOCAB * _IN
-    assert max_tensor_bytes(make_map(), 64) == 4 * (64 * num_features + num_saved)
+    assert max_tensor_bytes(make_map(), 64) == 4 * (65 * num_features + num_saved)
 
 
 def test_what_adapters_of_one_recipe_have_in_common_is_found_out_once() -> None:
@@ -222,7 +223,7 @@ def test_refused_modules_by_name_and_reason(path: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "DoRA"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "use_dora"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
         ("base_model.model.lm_head.modules_to_save.weight", "fully trained"),
         ("base_model.model.lm_head.bias", "not a LoRA matrix"),
@@ -237,6 +238,42 @@ def test_tensors_that_are_no_lora_matrix(name: str, reason: str) -> None:
     found = problems([*all_pairs(), raw(name, 3)])
     assert found[0].startswith(name)
     assert reason in found[0]
+
+
+def magnitudes(*shape: int) -> list[RawTensor]:
+    return [
+        raw(f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_magnitude_vector", *shape)
+        for layer in (0, 1)
+        for name in ("q_proj", "v_proj")
+    ]
+
+
+def test_magnitudes_of_dora() -> None:
+    adapter = resolve([*magnitudes(_OUT), *all_pairs()], make_spec(use_dora=True))
+    assert [lora.magnitudes for lora in adapter.targets] == magnitudes(_OUT)
+    assert adapter.num_bytes(2) == 4 * (2 * 4 * (_IN + _OUT) + 8 * _OUT)
+
+
+@pytest.mark.parametrize("infix", ["", ".default", ".weight", ".default.weight"])
+def test_magnitudes_have_several_names(infix: str) -> None:
+    named = [replace(one, name=f"{one.name}{infix}") for one in magnitudes(_OUT)]
+    adapter = resolve([*all_pairs(), *named], make_spec(use_dora=True))
+    assert all(lora.magnitudes in named for lora in adapter.targets)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([], "lora_magnitude_vector is missing in the file; use_dora needs it"),
+        (magnitudes(_OUT + 1), f"need [{_OUT}]"),
+        (magnitudes(_OUT, 1), f"need [{_OUT}]"),
+        (magnitudes(_OUT) + magnitudes(_OUT), "already has"),
+    ],
+)
+def test_magnitudes_that_do_not_fit(tensors: list[RawTensor], reason: str) -> None:
+    found = problems(all_pairs() + tensors, use_dora=True)
+    assert len(found) == 4
+    assert all(reason in problem for problem in found)
 
 
 def test_configured_module_that_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Cold starts from arrival to first token, with the real planner and made-up times."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -110,6 +110,21 @@ def test_workers_start_what_the_link_would_hold_up(loads: Loads) -> None:
     chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
     assert chunk is not None
     assert (chunk.num_tokens, chunk.split_layer) == (32, _LAYERS)
+
+
+def test_adapters_with_factors_do_not_use_workers(loads: Loads) -> None:
+    cold_starts = _cold_starts(loads)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
+    assert _FACTS.layers is not None
+    facts = replace(_FACTS, layers=replace(_FACTS.layers, has_factors=True))
+    loads.begin(ADAPTER, (200, 200), 0.0, adapter=facts)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    decision = cold_starts.decision(RequestId(1))
+    assert decision is not None
+    assert decision.strategy is LoadStrategy.PIPELINED
+    assert "workers do not compute DoRA" in decision.reason
+    chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
+    assert chunk is None or chunk.split_layer == 0
 
 
 def test_the_split_follows_what_has_arrived(loads: Loads) -> None:

@@ -64,6 +64,15 @@ def test_without_workers_the_load_is_pipelined() -> None:
     assert "no worker" in decision.reason
 
 
+@pytest.mark.parametrize("forced", [None, LoadStrategy.ASSISTED])
+def test_adapters_with_factors_have_no_workers(forced: LoadStrategy | None) -> None:
+    """And the reason says so."""
+    cold = replace(_cold(load_s=2.0), has_factors=True)
+    decision = Planner(_model(), PlannerConfig(forced=forced)).decide(cold)
+    assert decision.strategy is LoadStrategy.PIPELINED
+    assert decision.reason.endswith("; workers do not compute DoRA")
+
+
 def test_others_are_not_made_to_wait_for_a_load() -> None:
     # Workers as slow as thrice the layer: every start but waiting for the load stalls the others.
     slow = _model(delta_s_per_token=0.01)

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
-from support.lora import CASES, LoraCase, check_case
+from support.lora import CASES, LoraCase, check_case, check_factors
 
 _SMALLEST_SHARED_BYTES = 99 << 10  # of a block, on sm_86 and sm_89
 
@@ -24,6 +24,8 @@ def interpret() -> None:
     for dtype in (torch.float32, torch.float16):
         for case in (*SMALL, *quick):
             check_case(case, partial(TritonLora, dtype=dtype), dtype)
+        for num_tokens in (7, 60):
+            check_factors(partial(TritonLora, dtype=dtype), dtype, num_tokens=num_tokens)
 
 
 def compile_for_gpus() -> None:
@@ -33,9 +35,15 @@ def compile_for_gpus() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for kernel in (shrink_kernel, expand_kernel):
+    for kernel, has_factors in (
+        (shrink_kernel, False),
+        (expand_kernel, False),
+        (expand_kernel, True),
+    ):
         for tiles in (DECODE_TILES, PREFILL_TILES):
             constants = _constants(tiles, kernel is shrink_kernel)
+            if kernel is expand_kernel:
+                constants["HAS_FACTORS"] = has_factors
             names = kernel.arg_names
             source = ASTSource(
                 fn=kernel,
@@ -78,6 +86,7 @@ def _type_of(name: str, constants: dict[str, object]) -> str:
         "scalings": "*fp32",
         "a_pointers": "*i64",
         "b_pointers": "*i64",
+        "factor_pointers": "*i64",
         "segment_starts": "*i32",
         "segment_ends": "*i32",
         "table_rows": "*i32",

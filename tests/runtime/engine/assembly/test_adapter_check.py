@@ -42,6 +42,14 @@ def test_report_of_a_good_adapter(adapter_dir: Path, model_dir: str) -> None:
     )
 
 
+def test_dora_is_said_and_its_bytes_are_counted(tmp_path: Path, model_dir: str) -> None:
+    save_adapter(tmp_path / "dora", rank_pattern={"v_proj": 2}, use_dora=True)
+    lines = run_check(tmp_path / "dora", model_dir).lines()
+    assert "  scaling   2, 4 (alpha / rank, DoRA)" in lines
+    outputs = 2 * (64 + 32)
+    assert f"  bytes     {5632 + 8 * outputs:,} on the device in float32" in lines
+
+
 def test_another_base_is_noted(adapter_dir: Path, model_dir: str) -> None:
     named = Path(model_dir).rename(Path(model_dir).with_name("Tiny-1B"))
     for base, note in (
@@ -75,8 +83,8 @@ def test_values_are_checked(adapter_dir: Path, model_dir: str) -> None:
 def test_configuration_and_file_problems(adapter_dir: Path, model_dir: str) -> None:
     (adapter_dir / WEIGHTS).unlink()
     assert "holds no adapter_model.safetensors" in run_check(adapter_dir, model_dir).problems[0]
-    edit_config(adapter_dir, use_dora=True)
-    assert "use_dora" in run_check(adapter_dir, model_dir).problems[0]
+    edit_config(adapter_dir, lora_bias=True)
+    assert "lora_bias" in run_check(adapter_dir, model_dir).problems[0]
     missing = run_check(adapter_dir / "nowhere", model_dir)
     assert "no such adapter directory" in missing.problems[0]
 

@@ -1,0 +1,176 @@
+"""DoRA answers like transformers + PEFT on every path, in mixed batches and cold starts."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corun import Engine, LoRARequest, SamplingParams
+from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.request import Request
+from corun.runtime.scheduler.cold import ColdChunk
+from support.architectures import mostly
+from support.cold_engine import ColdEngine
+from support.cold_parity import check as check_cold
+from support.cold_parity import prompts
+from support.devices import DEVICES
+from support.model_profiles import Figures
+from support.parity import (
+    MAX_LOGPROBS,
+    VOCAB_SIZE,
+    AdapterSpec,
+    HalfErrors,
+    ParityCase,
+    largest_error,
+)
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+MAX_RELATIVE_ERROR = 1e-4
+MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
+SPECS = (
+    AdapterSpec("lora", {"r": 4, "lora_alpha": 6}),
+    AdapterSpec(
+        "dora",
+        {
+            "r": 5,
+            "lora_alpha": 8,
+            "use_dora": True,
+            "rank_pattern": {"o_proj": 3, "^.*layers.0.*down_proj": 17, "c_proj": 17},
+            "alpha_pattern": {"o_proj": 5},
+        },
+    ),
+    AdapterSpec(
+        "one layer", {"r": 8, "use_rslora": True, "use_dora": True, "layers_to_transform": [1]}
+    ),
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
+
+
+def make_case(architecture: str, directory: Path, **options: Any) -> ParityCase:
+    return ParityCase(architecture, directory, specs=SPECS, **options)
+
+
+def ask_twice(case: ParityCase, engine: Engine, *, is_kept: bool) -> list[tuple[str | None, Any]]:
+    """Requests for the base and all adapters; with ``is_kept`` the second turn finds prefixes."""
+    rng = random.Random(7)
+    names = [[None, *case.adapters][i % 4] for i in range(8)]
+    asked = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(5, 40))] for _ in names]
+    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
+    answers: list[tuple[str | None, Any]] = []
+    for turn in range(2):
+        outputs = engine.generate(asked, GREEDY, loras, predicted_output_tokens=1)
+        answers += zip(names, outputs, strict=True)
+        found = [output.outputs[0].num_cached_tokens for output in outputs]
+        assert not is_kept or (min(found) > 0) == (turn > 0), found
+        asked = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5] for out in outputs]
+    return answers
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "qwen2", "phi3"), "gpt2"])
+def test_mixed_batches_in_chunks_and_over_prefixes(
+    architecture: str, where: str, tmp_path: Path
+) -> None:
+    case = make_case(architecture, tmp_path)
+    with Engine(
+        model=str(case.directory), dtype="float32", device=where, max_num_batched_tokens=23,
+        block_size=4, memory_gib=0.05,
+    ) as engine:  # fmt: skip
+        answers = ask_twice(case, engine, is_kept=True)
+    errors = [largest_error(case, output, name) for name, output in answers]
+    assert max(errors) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(("num_blocks", "share"), [(25, 1.0), (12, 0.6)])
+def test_preempted_requests_and_adapters_that_are_loaded_again(
+    num_blocks: int, share: float, tmp_path: Path
+) -> None:
+    """Room for so many blocks and a share of all adapters: too little of one or the other."""
+    case = make_case("llama3-rope", tmp_path)
+    adapter_bytes = case.adapter_bytes(torch.float32)
+    room_bytes = num_blocks * case.kv_block_bytes(4, torch.float32) + share * adapter_bytes
+    rng = random.Random(2)
+    names = [[None, *case.adapters][i % 4] for i in range(10)]
+    asked = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 6))] for _ in names]
+    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
+    with Engine(
+        model=str(case.directory), dtype="float32", device="cpu", block_size=4, max_model_len=32,
+        max_num_batched_tokens=64, memory_gib=room_bytes / 2**30,
+    ) as engine:  # fmt: skip
+        params = replace(GREEDY, max_tokens=24)
+        outputs = engine.generate(asked, params, loras, predicted_output_tokens=1)
+        stats = engine.get_stats()
+    if share == 1.0:
+        assert stats.num_preemptions > 0
+    else:
+        assert stats.memory_bytes["device"]["adapters"] < adapter_bytes
+    errors = [largest_error(case, one, name) for name, one in zip(names, outputs, strict=True)]
+    assert max(errors) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_bfloat16_and_quantised_bases(quantization: str | None, tmp_path: Path) -> None:
+    """Norms are those of the weights that are served, which the truth has, too."""
+    case = make_case("llama3-rope", tmp_path, quantization=quantization)
+    errors = HalfErrors(case)
+    with Engine(
+        model=str(case.directory), dtype="bfloat16", device="cpu", block_size=4,
+        max_num_batched_tokens=23, memory_gib=0.05, quantization=quantization,
+    ) as engine:  # fmt: skip
+        answers = ask_twice(case, engine, is_kept=True)
+    for name, output in answers:
+        (choice,) = output.outputs
+        found = [{token: one.logprob for token, one in each.items()} for each in choice.logprobs]
+        errors.add(name, output.prompt_token_ids, choice.token_ids, found)
+    error, peft_error = errors.means
+    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+
+
+def splits_of(engine: ColdEngine, name: str) -> set[int]:
+    """Layers from which the device computed the deltas of cold rows of an adapter."""
+    asked = {
+        new.request_id
+        for plan in engine.plans
+        for new in plan.new_requests
+        if new.adapter_id == engine.adapter_id(name)
+    }
+    return {
+        split
+        for batch in engine.assisted
+        for request_id, split in zip(batch.request_ids, batch.split_layers, strict=True)
+        if request_id in asked
+    }
+
+
+def test_cold_starts_use_no_workers(tmp_path: Path) -> None:
+    """A load is pipelined instead, also where workers are forced, beside rows with workers."""
+    case = make_case("llama-deep", tmp_path / "case")
+    names = [None, "dora", "lora", "dora", "one layer", "lora"]
+
+    def cut(request: Request, max_tokens: int) -> ColdChunk:
+        is_lora = request.adapter_id == engine.adapter_id("lora")
+        return ColdChunk(max_tokens, 2 if is_lora else 0)
+
+    with ColdEngine(
+        case.directory, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6)
+    ) as engine:
+        for strategy in (None, LoadStrategy.ASSISTED, LoadStrategy.PIPELINED):
+            engine.use_strategy(strategy)
+            engine.plans.clear()
+            for name, prompt in zip(names, prompts(len(names), seed=4), strict=True):
+                engine.ask(name, prompt)
+            check_cold(case, engine.run())
+            assert splits_of(engine, "dora") | splits_of(engine, "one layer") <= {0}
+            engine.cool(*case.adapters)
+        engine.plans.clear()
+        with engine.chunks(cut):
+            for name, prompt in zip(names, prompts(len(names), seed=5), strict=True):
+                engine.ask(name, prompt)
+            answers = engine.run()
+        check_cold(case, answers)
+        assert splits_of(engine, "lora") == {2}
+        assert splits_of(engine, "dora") == splits_of(engine, "one layer") == {0}
+        engine.check_nothing_is_held()
