@@ -76,6 +76,8 @@ class Connection(HttpToolsProtocol):
         self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=self.limits.max_unsent_bytes)
         num_beyond = len(self.connections) - self.limits.max_connections
+        if num_beyond > 0 and self._close_surplus():  # a client with too many makes room
+            num_beyond = 0
         self._is_surplus = num_beyond > 0
         if num_beyond > _NUM_SURPLUS:
             self._cut("too_many_connections")
@@ -203,14 +205,19 @@ class Connection(HttpToolsProtocol):
     def _becomes_idle(self) -> None:
         if self.idle.add(self, self._client):
             # The request of a new connection may have arrived and not been read yet.
-            self.loop.call_later(_IDLE_GRACE_S, self._close_surplus)
+            self.loop.call_later(_IDLE_GRACE_S, self._close_surplus, self._client)
 
-    def _close_surplus(self) -> None:
-        surplus = self.idle.take_surplus(self._client)
+    def _close_surplus(self, client: str | None = None) -> bool:
+        """Close the longest idle connection of a client that has too many; return whether one has.
+
+        ``client``: None = of any client.
+        """
+        surplus = self.idle.take_surplus(client)
         if surplus is not None:
             limit = self.limits.max_idle_connections
             text = f"more than {limit} connections of this client are idle (--max-idle-connections)"
             surplus._refuse(ErrorReply(503, text, "too_many_idle_connections"))
+        return surplus is not None
 
     def _start_request_timer(self, timeout_s: float, late: Callable[[], None]) -> None:
         self._stop_request_timer()

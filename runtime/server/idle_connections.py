@@ -19,6 +19,7 @@ class IdleConnections(Generic[_C]):
         """``max_per_client``: 0 = no limit."""
         self._max_per_client = max_per_client
         self._of_client: defaultdict[str, dict[_C, None]] = defaultdict(dict)
+        self._crowded: set[str] = set()  # clients with too many
 
     def add(self, connection: _C, client: str) -> bool:
         """Add a connection that becomes idle; return whether its client has too many."""
@@ -26,15 +27,22 @@ class IdleConnections(Generic[_C]):
             return False
         idle = self._of_client[client]
         idle[connection] = None
-        return len(idle) > self._max_per_client
-
-    def take_surplus(self, client: str) -> _C | None:
-        """Remove and return the longest idle connection if its client has too many."""
-        idle = self._of_client.get(client, {})
         if len(idle) <= self._max_per_client:
+            return False
+        self._crowded.add(client)
+        return True
+
+    def take_surplus(self, client: str | None = None) -> _C | None:
+        """Remove and return the longest idle connection of a client, if that has too many.
+
+        ``client``: None = any client that has too many.
+        """
+        if client is None:
+            client = next(iter(self._crowded), "")
+        if client not in self._crowded:
             return None
-        longest_idle = next(iter(idle))
-        del idle[longest_idle]
+        longest_idle = next(iter(self._of_client[client]))
+        self.discard(longest_idle, client)
         return longest_idle
 
     def discard(self, connection: _C, client: str) -> None:
@@ -42,6 +50,8 @@ class IdleConnections(Generic[_C]):
         idle = self._of_client.get(client)
         if idle is not None:
             idle.pop(connection, None)
+            if len(idle) <= self._max_per_client:
+                self._crowded.discard(client)
             if not idle:
                 del self._of_client[client]
 

@@ -325,6 +325,25 @@ def test_a_client_with_too_many_idle_connections(
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
+def test_idle_connections_of_one_client_make_room_for_another(
+    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_IDLE_GRACE_S", 60.0)
+    limits = HttpLimits(max_idle_connections=2, max_connections=4)
+    server = start_server(FakeEngine(), limits=limits)
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connected(server))
+        for is_closed in (True, True, False):
+            sock = stack.enter_context(socket.create_connection(
+                ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
+            ))  # fmt: skip
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = sock.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 %d" % (200 if is_closed else 503))
+    assert server.state.metrics.connections_ended["too_many_idle_connections"] == 2
+
+
 def test_many_requests_at_once_are_answered(
     start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

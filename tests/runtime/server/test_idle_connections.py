@@ -26,6 +26,17 @@ def test_connections_that_are_used_at_once_are_not_too_many() -> None:
     assert idle.take_surplus("a") is None
 
 
+def test_any_client_with_too_many() -> None:
+    idle = IdleConnections[int](2)
+    for one in (1, 2, 3, 4):
+        idle.add(one, "a")
+    idle.add(5, "b")
+    assert [idle.take_surplus() for _ in range(3)] == [1, 2, None]
+    idle.add(6, "a")
+    idle.discard(3, "a")
+    assert idle.take_surplus() is None
+
+
 def test_one_that_is_idle_already_stays_in_its_place() -> None:
     idle = IdleConnections[int](2)
     assert [idle.add(one, "a") for one in (1, 2, 1, 3)] == [False, False, False, True]
