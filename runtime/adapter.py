@@ -10,7 +10,7 @@ class AdapterLayers:
     rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
     group_bytes: tuple[int, ...]  # over the link, by layer group in order of loading
     group_of_layer: tuple[int, ...]  # layer group of each layer, ascending from 0
-    has_factors: bool = False  # of DoRA, which workers do not apply
+    not_by_workers: str = ""  # a part that CPU workers do not compute, e.g. "DoRA"
 
 
 @dataclass(frozen=True, slots=True)

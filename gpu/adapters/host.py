@@ -32,7 +32,7 @@ class RegisteredAdapter:
     rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
     group_bytes: tuple[int, ...]  # copied over the link, by layer group
     group_of_layer: tuple[int, ...]  # the layer group of each layer
-    has_factors: bool  # DoRA
+    not_by_workers: str  # a part that CPU workers do not compute, e.g. "DoRA"
     left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
     is_kept: bool  # stored in the place reserved for it
 
@@ -77,7 +77,8 @@ class HostAdapters:
         self._group_layers = group_layers
         targets = target_map.targets
         self._num_layers = 1 + max((target.layer for target in targets), default=-1)
-        self._num_groups = 1 + max((target.input_group for target in targets), default=-1)
+        inside = [target.input_group for target in target_map.inside]
+        self._num_groups = 1 + max(inside, default=-1)
         self._placements: dict[str, DeviceLayout] = {}  # by digest; of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
@@ -134,12 +135,16 @@ class HostAdapters:
             group_bytes[group] += size
         if self._copier is not None:
             self._placements[facts.digest] = self._copier.place(facts.plans, group_of_layer)
-        has_factors = any(at.factor_offset for plan in facts.plans for at in plan.region.targets)
-        if has_factors:
+        not_by_workers = []
+        if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
             self._backend.prepare_factors()
+            not_by_workers.append("DoRA")
+        if any(lora is not None and lora.target.is_head for p in facts.plans for lora in p.loras):
+            not_by_workers.append("the output head")
         return RegisteredAdapter(
             facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,
-            tuple(group_bytes), group_of_layer, has_factors, facts.left_out, facts.is_kept,
+            tuple(group_bytes), group_of_layer, " and ".join(not_by_workers), facts.left_out,
+            facts.is_kept,
         )  # fmt: skip
 
     def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:
@@ -202,5 +207,6 @@ class HostAdapters:
         for plan in plans:
             layer, group = plan.key
             layer_bytes[layer] += plan.region.num_bytes
-            rank_sums[layer][group] = plan.region.rank_sum
+            if 0 <= group < self._num_groups:  # predictions leave out what is outside of layers
+                rank_sums[layer][group] = plan.region.rank_sum
         return layer_bytes, tuple(tuple(ranks) for ranks in rank_sums)

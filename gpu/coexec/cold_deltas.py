@@ -105,6 +105,15 @@ class ColdDeltas:
         if invocations is not None:
             self._take_in(invocations, ys)
 
+    def of_head(self, batch: LoraBatch) -> "ColdDeltas":
+        """Those of the output head, whose tokens ``batch`` has.
+
+        The device computes them, behind the loads of the last layer.
+        """
+        plan = self._plan
+        batches = (batch,) * len(plan.batches)
+        return ColdDeltas(self._handover, self._backend, ColdPlan({}, batches, plan.arrivals))
+
     def release_workers(self) -> None:
         """Release workers that still wait for x: the pass has failed, and its results are void.
 

@@ -40,7 +40,7 @@ from ..model.probe import layer_shapes, record_attention
 from ..model.quantization import QuantizedLinears, Weights, check_dtype, plan_quantization
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
-from ..model.targets import build_target_map, record_input_groups, with_input_groups
+from ..model.targets import build_target_map, record_calls, with_calls
 from ..replay.select import OFF, select_decode_graphs
 from .adaptive_threads import AdaptiveThreads
 from .executor import AdapterFetch, DeviceExecutor
@@ -156,12 +156,11 @@ def _equip(
         nonlocal record
         record = record_attention(model, hook)
 
-    groups = record_input_groups(
-        model, [target.path for target in target_map.targets], pass_through
-    )
+    calls = record_calls(model, [target.path for target in target_map.targets], pass_through)
     assert record is not None
-    target_map = with_input_groups(target_map, groups)
-    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where)
+    target_map = with_calls(target_map, calls)
+    heads = tuple(target.index for target in target_map.targets if target.is_head)
+    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where, heads=heads)
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
     if linears is None or dtype != torch.bfloat16 or not linears.quantizes_all(model):
@@ -204,13 +203,16 @@ def _replace_linears(
     full_bytes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     target_of = {target.physical_path: target.index for target in target_map.targets}
     group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
+    heads = frozenset(t.physical_path for t in target_map.targets if t.is_head)
     if linears is None:
-        wrap_linears(model, context, make_linear, target_of, group_of)
+        wrap_linears(model, context, make_linear, target_of, group_of, heads=heads)
         weights = Weights(sum(full_bytes.values()))
     else:
         if linears.kind:
             on_progress(f"quantising weights, or reading kept ones ({linears.kind})")
-        wrap_linears(model, context, make_linear, target_of, group_of, linears.make)
+        wrap_linears(
+            model, context, make_linear, target_of, group_of, linears.make, heads=heads
+        )  # fmt: skip
         weights = linears.finish(full_bytes)
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:

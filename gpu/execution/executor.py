@@ -32,8 +32,8 @@ from ..adapters.fetcher import FetchAdapter
 from ..adapters.loader import AdapterLoader
 from ..adapters.resident import ResidentAdapter, ResidentAdapters
 from ..coexec.assistant import Assistant, ColdRow
+from ..coexec.cold_deltas import ColdDeltas
 from ..device.lost import raise_if_lost
-from ..forward.batch import DeltaPass
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
 from ..kv.transfers import KvTransfers
@@ -280,19 +280,21 @@ class DeviceExecutor:
 
     def _forward(
         self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs,
-        deltas: DeltaPass | None,
+        deltas: ColdDeltas | None,
     ) -> torch.Tensor:  # fmt: skip
         """Logits of the rows that sample. Scores of prompts are stored in the requests' states."""
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         indices = inputs.last_indices
         if len(sampling_rows) < len(batch.samples):
             indices = indices[sampling_rows]
+        of_head = None if deltas is None else deltas.of_head
         spans = scored_spans(batch, states, inputs.attention.query_starts_host)
         if not spans:
-            return self._runner.forward(inputs, indices, deltas)
+            return self._runner.forward(inputs, indices, deltas, sampling_rows, of_head)
         num_sampling = len(indices)
         indices = torch.cat((indices, packed_indices(spans, indices.device)))
-        logits = self._runner.forward(inputs, indices, deltas)
+        rows = sampling_rows + [span.row for span in spans for _ in range(span.num_tokens)]
+        logits = self._runner.forward(inputs, indices, deltas, rows, of_head)
         record_scores(logits[num_sampling:], spans)
         return logits[:num_sampling]
 

@@ -17,6 +17,7 @@ from .request_table import RequestState
 class ScoredSpan:
     """Packed tokens of a row with logits that score the next token of the prompt."""
 
+    row: int
     state: RequestState
     first_position: int  # position of the first token in its request
     first_index: int  # index of the first token in the packed sequence
@@ -35,7 +36,7 @@ def scored_spans(
         # The logits of the prompt's last token belong to the output.
         number = min(batch.num_tokens[row], state.num_prompt_tokens - 1 - start)
         if number > 0:
-            spans.append(ScoredSpan(state, start, row_starts[row], number))
+            spans.append(ScoredSpan(row, state, start, row_starts[row], number))
     return spans
 
 

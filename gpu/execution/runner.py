@@ -1,12 +1,12 @@
 """Runs packed forward passes of one model. Owns the model and the metadata its modules read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..forward.batch import DeltaPass, PassMetadata, StepContext, WorkProgress
+from ..forward.batch import DeltaPass, LoraBatch, PassMetadata, StepContext, WorkProgress
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
@@ -40,14 +40,19 @@ class ModelRunner:
         return self._context.progress
 
     def forward(
-        self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None
-    ) -> torch.Tensor:
+        self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None,
+        logit_rows: Sequence[int] | None = None,
+        of_head: Callable[[LoraBatch], DeltaPass] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute one pass, writing keys and values into the pool.
 
         Args:
             inputs: The packed rows.
             logit_indices: int64 [n], packed indices of the tokens that need logits.
             deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
+            logit_rows: The rows of these tokens; None = one token of each row.
+            of_head: Makes the deltas of the output head, for the tokens of a batch; None = all
+                adapters are on the device.
 
         Returns:
             float32 [n, vocabulary]. With n = 0 one row is computed and discarded, because packed
@@ -60,16 +65,35 @@ class ModelRunner:
             assert self._lora_backend is not None, "adapters need a LoRA backend"
             deltas = ResidentDeltas(self._lora_backend, inputs.lora)
         context.deltas = deltas
-        context.known_lens_host = inputs.known_lens
+        rows = range(len(logit_indices)) if logit_rows is None else logit_rows
+        context.head_deltas = self._head_deltas(inputs, rows, of_head)
+        context.known_lens_host = inputs.rows.known_lens
         try:
             with torch.inference_mode():
-                metadata = PassMetadata(inputs.attention, inputs.lora, deltas)
+                metadata = PassMetadata(
+                    inputs.attention, inputs.lora, deltas, context.head_deltas is not None
+                )
                 run_pass: RunPass = self.graphs or self._run_modules
                 logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
                 return logits[0, : len(logit_indices)].to(torch.float32, copy=True)
         finally:
             context.attention = None
-            context.deltas = None
+            context.deltas = context.head_deltas = None
+
+    def _head_deltas(
+        self, inputs: ForwardInputs, rows: Sequence[int],
+        make: Callable[[LoraBatch], DeltaPass] | None,
+    ) -> DeltaPass | None:  # fmt: skip
+        """Those of the output head, for one token of each of ``rows``; None if there are none."""
+        backend = self._lora_backend
+        if inputs.lora is None or backend is None:
+            return None
+        if not backend.table.has_head(inputs.lora.table_rows_host):
+            return None
+        batch = inputs.head_lora(rows)
+        if batch is None:
+            return None
+        return ResidentDeltas(backend, batch) if make is None else make(batch)
 
     def _run_modules(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,

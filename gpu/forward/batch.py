@@ -102,6 +102,7 @@ class PassMetadata:
     attention: AttentionMetadata
     lora: LoraBatch | None  # None = no row has an adapter
     deltas: DeltaPass | None  # None = no row has an adapter
+    has_head: bool = False  # an adapter may change the output head
 
 
 class WorkProgress(Protocol):
@@ -135,5 +136,6 @@ class StepContext:
 
     attention: AttentionMetadata | None = None
     deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
+    head_deltas: DeltaPass | None = None  # of the output head; None = no row changes it
     known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)
     progress: WorkProgress = _UNWATCHED

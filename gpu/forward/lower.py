@@ -36,7 +36,18 @@ class ForwardInputs:
     last_indices: torch.Tensor  # int64 [rows], packed index of each row's last token
     attention: AttentionMetadata
     lora: LoraBatch | None
-    known_lens: tuple[int, ...]
+    rows: PackedRows
+
+    def head_lora(self, rows: Sequence[int]) -> LoraBatch | None:
+        """The batch of the output head if its tokens are those of ``rows``, in this order."""
+        packed = self.rows
+        if not rows:
+            return None
+        if list(rows) == list(range(self.attention.num_tokens)):
+            return self.lora  # each row has one token
+        table_rows = [packed.table_rows[row] for row in rows]
+        ranks = [packed.ranks[row] for row in rows]
+        return lora_batch(table_rows, ranks, range(len(rows) + 1), self.input_ids.device)
 
 
 def lower(rows: PackedRows, block_size: int, device: torch.device) -> ForwardInputs:
@@ -67,7 +78,7 @@ def lower(rows: PackedRows, block_size: int, device: torch.device) -> ForwardInp
         last_indices=_to(query_starts[1:] - 1, device),
         attention=metadata,
         lora=lora_batch(rows.table_rows, rows.ranks, starts_host, device),
-        known_lens=rows.known_lens,
+        rows=rows,
     )
 
 

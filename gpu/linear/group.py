@@ -21,10 +21,14 @@ class InputGroup:
     yet are stored together with x; after the last one nothing is stored.
     """
 
-    def __init__(self, context: StepContext, key: Hashable) -> None:
-        """Start without members; ``key`` names the group to the pass that adds deltas."""
+    def __init__(self, context: StepContext, key: Hashable, *, is_head: bool = False) -> None:
+        """Start without members.
+
+        ``key`` names the group to the pass that adds deltas; ``is_head``: it is the output head.
+        """
         self._context = context
         self._key = key
+        self._is_head = is_head
         self._backends: list[LinearBackend] = []
         self._fused: FusedProduct | None = None  # of all members, if they can be fused
         self._targets: list[tuple[int, int]] = []  # member, its target index
@@ -48,7 +52,7 @@ class InputGroup:
         if len(self._backends) == 1:
             return self._compute(x)[0]
         # A member called twice with the same x is called in another pass.
-        deltas = self._context.deltas
+        deltas = self._pass_deltas
         if not (self._x is x and self._deltas is deltas and member in self._waiting):
             self._waiting = dict(enumerate(self._compute(x)))
             self._x, self._deltas = x, deltas
@@ -59,7 +63,7 @@ class InputGroup:
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._context.progress.advance()
-        deltas = self._context.deltas
+        deltas = self._pass_deltas
         if deltas is None or not self._targets:
             return self._base_products(x)
         tokens = x.reshape(-1, x.shape[-1])
@@ -73,8 +77,12 @@ class InputGroup:
         call(lambda: self._running_deltas().add(self._key, tokens, ys, indices))
         return results
 
+    @property
+    def _pass_deltas(self) -> DeltaPass | None:
+        return self._context.head_deltas if self._is_head else self._context.deltas
+
     def _running_deltas(self) -> DeltaPass:
-        deltas = self._context.deltas
+        deltas = self._pass_deltas
         assert deltas is not None
         return deltas
 

@@ -77,15 +77,18 @@ def wrap_linears(
     target_of: Mapping[str, int],
     group_of: Mapping[str, Hashable],
     make_at: MakeAt = lambda _path, _linear: None,
+    *,
+    heads: frozenset[str] = frozenset(),
 ) -> int:
     """Replace every ``nn.Linear`` of ``model`` in place and return their number.
 
     Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
-    ``target_of`` maps module paths to target indices; all of them must be replaced. Linears with
-    the same value in ``group_of`` read the same x and are computed together. ``make_at`` may return
-    the back end of a path; with None ``make_backend`` makes it. Weights are replaced one by one, so
-    a packed copy and its original coexist for only one linear. An embedding tied to a linear reads
-    its rows from the packed copy if possible; otherwise it keeps the weight alive.
+    ``target_of`` maps module paths to target indices; all of them must be replaced. ``heads``:
+    paths of those that are output heads. Linears with the same value in ``group_of`` read the same
+    x and are computed together. ``make_at`` may return the back end of a path; with None
+    ``make_backend`` makes it. Weights are replaced one by one, so a packed copy and its original
+    coexist for only one linear. An embedding tied to a linear reads its rows from the packed copy
+    if possible; otherwise it keeps the weight alive.
     """
     missing = set(target_of)
     groups: dict[Hashable, InputGroup] = {}
@@ -94,7 +97,7 @@ def wrap_linears(
     for paths in _linear_paths(model):
         index = next((target_of[path] for path in paths if path in target_of), None)
         key = next((group_of[path] for path in paths if path in group_of), None)
-        group = InputGroup(context, key)
+        group = InputGroup(context, key, is_head=not heads.isdisjoint(paths))
         if key is not None:
             group = groups.setdefault(key, group)
         linear = model.get_submodule(paths[0])

@@ -6,12 +6,15 @@ Adapters with factors (DoRA) then scale y: y = y * factor + summand, by column.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..forward.batch import LoraBatch
 from .matrix_layout import ROWS, MatrixLayout
+
+if TYPE_CHECKING:
+    from .table import LoraTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class LoraBackend(Protocol):
 
     name: str
     layout: MatrixLayout  # the layout of A and B
+    table: "LoraTable"
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """Lay out A [rank, in_features] and B [out_features, rank] for this back end.
@@ -58,10 +62,6 @@ class LoraBackend(Protocol):
         batch: LoraBatch,
     ) -> None:
         """``add_delta`` for several targets that read the same x, each with its own y."""
-        ...
-
-    def has_factors(self, batch: LoraBatch) -> bool:
-        """Whether an adapter of the batch has factors: its passes call one kernel more."""
         ...
 
     def prepare_factors(self) -> None:

@@ -16,7 +16,7 @@ class ResidentDeltas:
     def __init__(self, backend: LoraBackend, batch: LoraBatch) -> None:
         self._backend = backend
         self._batch = batch
-        self.has_factors = backend.has_factors(batch)
+        self.has_factors = backend.table.has_factors(batch.table_rows_host)
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Do nothing: no deltas are computed elsewhere."""

@@ -40,7 +40,7 @@ class NumbaLora:
         """
         assert dtype in {torch.bfloat16, torch.float32}, dtype
         assert table.device.type == "cpu", table.device
-        self._table = table
+        self.table = table
         self._dtype = dtype
         self._tag: np.generic = layout.FLOAT32
         if dtype == torch.bfloat16:
@@ -98,7 +98,7 @@ class NumbaLora:
         ]
         targets = launcher.keep_alive(array("q", fields))  # read by the kernel through an address
         launcher.before_replay(self, self._prepare_replay)
-        table = self._table
+        table = self.table
         launcher.launch(
             add_deltas,
             self._tag,
@@ -119,12 +119,8 @@ class NumbaLora:
         for y, result in zip(padded, ys, strict=True):
             if y is not result:
                 result.copy_(y[:, : result.shape[1]])
-        if self.has_factors(batch):
+        if self.table.has_factors(batch.table_rows_host):
             self._scale(ys, target_indices)
-
-    def has_factors(self, batch: LoraBatch) -> bool:
-        """Whether an adapter of the batch has factors."""
-        return self._table.has_factors(batch.table_rows_host)
 
     def prepare_factors(self) -> None:
         """Compile the kernel of factors: a start does not, as few servers need it."""
@@ -137,7 +133,7 @@ class NumbaLora:
             for index, y in zip(target_indices, ys, strict=True)
             for value in (index, y.data_ptr(), y.stride(0) * y.element_size(), y.shape[1])
         ]
-        launcher, table = current_launcher(), self._table
+        launcher, table = current_launcher(), self.table
         targets = launcher.keep_alive(array("q", fields))  # read by the kernel through an address
         launcher.launch(
             scale_rows,
@@ -161,7 +157,7 @@ class NumbaLora:
         has_room = num_targets <= self._most_targets and in_features <= self._most_features
         if batch is self._seen and has_room:
             return
-        ranks = self._table.host_ranks[list(batch.table_rows_host)].max(axis=0)
+        ranks = self.table.host_ranks[list(batch.table_rows_host)].max(axis=0)
         self._has_rank = [rank > 0 for rank in ranks.tolist()]
         self._seen = batch
         self._most_targets = max(self._most_targets, num_targets)

@@ -76,8 +76,15 @@ class LoraTable:
     numpy arrays (on the CPU they share the memory).
     """
 
-    def __init__(self, num_targets: int, capacity: int, device: torch.device | str) -> None:
-        """Make an empty table for ``capacity`` adapters at once."""
+    def __init__(
+        self, num_targets: int, capacity: int, device: torch.device | str,
+        *, heads: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """Make an empty table for ``capacity`` adapters at once.
+
+        ``heads``: indices of the targets that are output heads.
+        """
+        self._heads = frozenset(heads)
         shape = (capacity, num_targets)
         self.num_targets = num_targets
         self.capacity = capacity
@@ -91,6 +98,7 @@ class LoraTable:
             torch.from_numpy(host).to(self.device) for host in self._host_arrays()
         )
         self._scaled_rows: set[int] = set()  # with factors
+        self._head_rows: set[int] = set()  # that change the output head
         self._adapters: list[DeviceAdapter | None] = [None] * capacity
         self._free_rows = list(range(capacity - 1, -1, -1))
 
@@ -125,6 +133,8 @@ class LoraTable:
         self.host_factor_pointers[row, entries.target_indices] = entries.factor_pointers
         if entries.factor_pointers.any():
             self._scaled_rows.add(row)
+        if not self._heads.isdisjoint(entries.target_indices.tolist()):
+            self._head_rows.add(row)
         self._upload(row)
         return row
 
@@ -140,9 +150,14 @@ class LoraTable:
         self._upload(row)
         adapter, self._adapters[row] = self._adapters[row], None
         self._scaled_rows.discard(row)
+        self._head_rows.discard(row)
         self._free_rows.append(row)
         if adapter is not None and adapter.release is not None:
             adapter.release()
+
+    def has_head(self, rows: Iterable[int]) -> bool:
+        """Whether the adapter of any of these rows changes the output head."""
+        return not self._head_rows.isdisjoint(rows)
 
     def clear(self) -> None:
         """Remove all adapters."""

@@ -17,12 +17,12 @@ class TorchLora(TargetByTarget):
 
     def __init__(self, table: LoraTable, *, dtype: torch.dtype) -> None:
         """Serve the adapters of ``table``, in ``dtype``."""
-        self._table = table
+        self.table = table
         self._dtype = dtype
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """A [rank, in_features] as it is, B transposed to [rank, out_features]; contiguous."""
-        device = self._table.device
+        device = self.table.device
         return PackedLora(
             a=a.to(device, self._dtype).contiguous(),
             b=b.t().to(device, self._dtype).contiguous(),
@@ -38,7 +38,7 @@ class TorchLora(TargetByTarget):
             batch.segment_starts_host, batch.segment_ends_host, batch.table_rows_host, strict=True
         )
         for start, end, row in segments:
-            packed = self._table.packed(row, target_index)
+            packed = self.table.packed(row, target_index)
             if packed is None:
                 continue
             hidden = x[start:end].float() @ packed.a.float().t()
@@ -48,10 +48,6 @@ class TorchLora(TargetByTarget):
             if packed.factors is not None:
                 total = total * packed.factors[0] + packed.factors[1]
             rows.copy_(total)
-
-    def has_factors(self, batch: LoraBatch) -> bool:
-        """Whether an adapter of the batch has factors."""
-        return self._table.has_factors(batch.table_rows_host)
 
     def prepare_factors(self) -> None:
         """Do nothing: torch compiles nothing."""

@@ -39,7 +39,7 @@ class TritonLora(TargetByTarget):
 
     def __init__(self, table: LoraTable, *, dtype: torch.dtype) -> None:
         """Serve the adapters of ``table``, in ``dtype``."""
-        self._table = table
+        self.table = table
         self._dtype = dtype
         self._hidden = torch.empty(0, dtype=torch.float32, device=table.device)
         # Products of float32 inputs: exact for a float32 model; for 16 bits three tf32 products
@@ -48,7 +48,7 @@ class TritonLora(TargetByTarget):
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """A [rank, in_features] as it is, B transposed to [rank, out_features]; contiguous."""
-        device = self._table.device
+        device = self.table.device
         packed = PackedLora(
             a=a.to(device, self._dtype).contiguous(),
             b=b.t().to(device, self._dtype).contiguous(),
@@ -71,7 +71,7 @@ class TritonLora(TargetByTarget):
         segments = (batch.segment_starts, batch.segment_ends, batch.table_rows)
         token_tiles = -(-batch.max_segment_tokens // tiles.tokens)
         rank_tiles = -(-max_rank // tiles.ranks)
-        table = self._table
+        table = self.table
         shrink_kernel[(batch.num_segments, token_tiles, rank_tiles * tiles.num_splits)](
             x,
             hidden,
@@ -110,17 +110,13 @@ class TritonLora(TargetByTarget):
             BLOCK_RANKS=tiles.ranks,
             BLOCK_OUT=tiles.expand_out,
             PRECISION=self._expand_precision,
-            HAS_FACTORS=self.has_factors(batch),
+            HAS_FACTORS=self.table.has_factors(batch.table_rows_host),
         )
-
-    def has_factors(self, batch: LoraBatch) -> bool:
-        """Whether an adapter of the batch has factors."""
-        return self._table.has_factors(batch.table_rows_host)
 
     def prepare_factors(self) -> None:
         """Do nothing: a start compiles both variants of the kernel."""
 
     def _scratch(self, num_values: int) -> torch.Tensor:
         if self._hidden.numel() < num_values:
-            self._hidden = torch.empty(num_values, dtype=torch.float32, device=self._table.device)
+            self._hidden = torch.empty(num_values, dtype=torch.float32, device=self.table.device)
         return self._hidden

@@ -360,7 +360,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) -> list[str]:
     """Paths of linears in the decoder layers, without routers, which decide by small margins."""
     target_map = build_target_map(skeleton)
-    paths = {target.physical_path for target in target_map.targets}
+    paths = {target.physical_path for target in target_map.inside}
     paths |= {path for path, reason in target_map.refused.items() if reason == EXPERTS_REASON}
     return [path for path in linears if path in paths]
 

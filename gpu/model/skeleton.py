@@ -29,7 +29,7 @@ from .fingerprint import code_files
 from .probe import record_attention
 from .source import ModelSource, describe, load_config, warn_of_adapter
 from .stored_quantization import read_stored_quantization
-from .targets import build_target_map, record_input_groups, with_input_groups
+from .targets import build_target_map, record_calls, with_calls
 from .text_part import leave_out_other_parts, without_other_parts
 
 _T = TypeVar("_T")
@@ -150,12 +150,12 @@ def _as_called(
 
     for with_padding_mask in (False, True):
         try:
-            groups = record_input_groups(model, paths, partial(run, with_padding_mask))
+            calls = record_calls(model, paths, partial(run, with_padding_mask))
         except ModelError as error:
             if not _needs_values(error.__cause__):
                 raise
         else:
-            return with_input_groups(target_map, groups)
+            return with_calls(target_map, calls)
     return target_map
 
 

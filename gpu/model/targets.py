@@ -3,8 +3,11 @@
 Decides which modules are targets, and why others are not. Independent of adapters and kernels.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import NoReturn
 
 import torch
@@ -42,9 +45,10 @@ class LeftOut(nn.Module):
 def build_target_map(model: PreTrainedModel) -> TargetMap:
     """List the targets of a causal language model of transformers, in the order of its modules.
 
-    Every ``nn.Linear`` inside the decoder layers is one, including fused projections, unless it is
-    an expert or a router. Each is its own input group until ``with_input_groups`` states which ones
-    share an input. Omitted parts of the model, and modules that layers may lack, are unused.
+    Every ``nn.Linear`` is one, including fused projections and the output head, unless it is an
+    expert or a router. Each is its own input group of the first layer, or of its own, until
+    ``with_calls`` states which ones share an input, and which of those outside of the layers are
+    called behind them. Omitted parts of the model, and modules that layers may lack, are unused.
     Raises ``ModelError`` if the model has no decoder layers.
     """
     layers_path = find_layers(model)
@@ -53,14 +57,19 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     refused: dict[str, str] = {}
     next_group: dict[int, int] = {}
     for path, module in model.named_modules():
-        reason = _refusal(model, path, module, layers_path, is_head=module is head)
+        reason = _refusal(model, path, module)
         if reason is not None:
             refused[path] = reason
         elif isinstance(module, nn.Linear):
             layer = _layer_index(path, layers_path)
-            group = next_group.setdefault(layer, 0)
-            next_group[layer] = group + 1
-            targets.append(_target(len(targets), path, layer, group, module))
+            group = next_group.setdefault(layer or 0, 0)
+            next_group[layer or 0] = group + 1
+            targets.append(
+                Target(
+                    len(targets), path, layer or 0, group, module.in_features, module.out_features,
+                    physical_path=path, is_inside=layer is not None, is_head=module is head,
+                )
+            )  # fmt: skip
     unused = (*left_out_parts(model), *_of_shared_kv(model, layers_path))
     return TargetMap(tuple(targets), refused, unused, _vocabularies(model))
 
@@ -103,20 +112,31 @@ def group_by_input(records: Iterable[tuple[str, int]]) -> dict[str, int]:
     return groups
 
 
-def record_input_groups(
-    model: nn.Module, paths: Sequence[str], forward: Callable[[], object]
-) -> dict[str, int]:
-    """Run ``forward`` (a tiny pass through ``model``) and group ``paths`` by their input tensor.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of one module in a pass."""
 
-    Returns a number per path; paths of modules that are not called are missing.
+    group: int  # of its input, numbered in the order of first use
+    num: int
+    num_tokens: int  # of its last input
+
+
+def record_calls(
+    model: nn.Module, paths: Sequence[str], forward: Callable[[], object]
+) -> dict[str, Calls]:
+    """Run ``forward`` (a tiny pass through ``model``) and record the calls of ``paths``.
+
+    The result is in the order of first calls. Paths of modules that are not called are missing.
     """
     records: list[tuple[str, int]] = []
+    num_tokens: dict[str, int] = {}
     alive: list[torch.Tensor] = []  # an identity is unique only while the tensor lives
 
     def hook_for(path: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             alive.append(inputs[0])
             records.append((path, id(inputs[0])))
+            num_tokens[path] = inputs[0].shape[:-1].numel()
 
         return hook
 
@@ -129,35 +149,79 @@ def record_input_groups(
     finally:
         for handle in handles:
             handle.remove()
-    return group_by_input(records)
-
-
-def with_input_groups(target_map: TargetMap, groups: Mapping[str, int]) -> TargetMap:
-    """Return the map with ``groups`` (path -> number) as input groups.
-
-    ``groups`` numbers them in the order in which the model calls them, and so does the result,
-    within each layer: CPU workers compute their jobs in this order. A target that is missing in
-    ``groups`` was not called, so an adapter on it would have no effect: it becomes refused.
-    """
-    called = [target for target in target_map.targets if target.path in groups]
-    of_layer: dict[int, set[int]] = {}
-    for target in called:
-        of_layer.setdefault(target.layer, set()).add(groups[target.path])
-    numbers = {
-        (layer, group): number
-        for layer, found in of_layer.items()
-        for number, group in enumerate(sorted(found))
+    num_calls = Counter(path for path, _ in records)
+    return {
+        path: Calls(group, num_calls[path], num_tokens[path])
+        for path, group in group_by_input(records).items()
     }
+
+
+def with_calls(target_map: TargetMap, calls: Mapping[str, Calls]) -> TargetMap:
+    """Return the map with layers and input groups as the model calls its modules.
+
+    Input groups of a layer are numbered in the order of ``calls``: CPU workers compute their jobs
+    in this order. A target that ``calls`` lacks becomes refused, as an adapter on it would have no
+    effect, and so does one outside of the layers that does not run once for each token.
+    """
+    of_layers = [calls[one.path] for one in target_map.inside if one.path in calls]
+    refused = {
+        target.path: reason
+        for target in target_map.targets
+        if (reason := _refusal_of_calls(target, calls.get(target.path), of_layers)) is not None
+    }
+    first = min((one.group for one in of_layers), default=0)
+    last_layer = max((target.layer for target in target_map.inside), default=0)
+    called = [
+        (
+            target
+            if target.is_inside or calls[target.path].group <= first
+            else replace(target, layer=last_layer)
+        )
+        for target in target_map.targets
+        if target.path not in refused
+    ]
+    numbers = _group_numbers([(target, calls[target.path].group) for target in called])
     targets = tuple(
-        replace(target, index=index, input_group=numbers[target.layer, groups[target.path]])
+        replace(target, index=index, input_group=numbers[target.layer, calls[target.path].group])
         for index, target in enumerate(called)
     )
-    never = {
-        target.path: "the model never calls this module"
-        for target in target_map.targets
-        if target.path not in groups
+    return replace(target_map, targets=targets, refused={**target_map.refused, **refused})
+
+
+def _group_numbers(called: Sequence[tuple[Target, int]]) -> dict[tuple[int, int], int]:
+    """The numbers of input groups, by layer and the number of their input in the order of calls.
+
+    Those in layers count from 0 in each layer.
+    """
+    inside = sorted({(target.layer, group) for target, group in called if target.is_inside})
+    numbers = {
+        key: number
+        for _, found in groupby(inside, key=itemgetter(0))
+        for number, key in enumerate(found)
     }
-    return replace(target_map, targets=targets, refused={**target_map.refused, **never})
+    outside = sorted({(target.layer, group) for target, group in called} - set(inside))
+    before = [key for key in outside if inside and key < inside[0]]
+    behind = outside[len(before) :]
+    next_number = max(numbers.values(), default=-1) + 1
+    return (
+        numbers
+        | {key: number for number, key in enumerate(before, start=-len(before))}
+        | {key: number for number, key in enumerate(behind, start=next_number)}
+    )
+
+
+def _refusal_of_calls(target: Target, own: Calls | None, of_layers: Sequence[Calls]) -> str | None:
+    """Why a target cannot be served as it is called (``own``), beside the calls of the layers."""
+    if own is None:
+        return "the model never calls this module"
+    if target.is_inside:
+        return None
+    if own.num > 1 or all(own.num_tokens != one.num_tokens for one in of_layers):
+        return "it is outside of the decoder layers, and does not run once for each token"
+    groups = [one.group for one in of_layers]
+    if min(groups) < own.group < max(groups):
+        return "it is outside of the decoder layers, and is called between them"
+    return None
 
 
 def left_out_parts(model: nn.Module) -> Iterator[UnusedModule]:
@@ -210,33 +274,15 @@ def _matrix_shape(weight: nn.Parameter) -> tuple[int, ...]:
     return (weight.shape[0], weight[0].numel()) if weight.ndim >= 2 else ()
 
 
-def _target(index: int, path: str, layer: int, group: int, module: nn.Linear) -> Target:
-    return Target(
-        index=index,
-        path=path,
-        layer=layer,
-        input_group=group,
-        in_features=module.in_features,
-        out_features=module.out_features,
-        physical_path=path,
-    )
-
-
-def _refusal(
-    model: nn.Module, path: str, module: nn.Module, layers_path: str, *, is_head: bool
-) -> str | None:
+def _refusal(model: PreTrainedModel, path: str, module: nn.Module) -> str | None:
     """Why a module with matrices is not a target; None for targets and all other modules."""
     reason = None
-    if is_head:
-        reason = "the output head (lm_head) is not served as a target"
-    elif isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):
         reason = "embeddings are not served as targets"
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         reason = f"convolution targets ({type(module).__name__}) are not served yet"
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
         reason = None
-    elif not path.startswith(f"{layers_path}."):
-        reason = "it is outside of the decoder layers"
     elif "experts" in path.split(".") or _holds_stacked_matrices(module):
         reason = EXPERTS_REASON
     elif _is_router(model, path):
@@ -256,7 +302,10 @@ def _is_router(model: nn.Module, path: str) -> bool:
     return name in _ROUTER_NAMES and hasattr(model.get_submodule(parent), "experts")
 
 
-def _layer_index(path: str, layers_path: str) -> int:
+def _layer_index(path: str, layers_path: str) -> int | None:
+    """The decoder layer of a path; None outside of the layers."""
+    if not path.startswith(f"{layers_path}."):
+        return None
     return int(path.removeprefix(f"{layers_path}.").partition(".")[0])
 
 

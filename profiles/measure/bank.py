@@ -30,7 +30,7 @@ class AdapterBank:
     def __init__(self, loaded: LoadedModel, ranks: Sequence[int], max_bytes: int) -> None:
         """One adapter for each entry of ``ranks``, in ``max_bytes`` or in one layer each."""
         self._loaded = loaded
-        targets = loaded.target_map.targets
+        targets = loaded.target_map.inside
         self.num_layers = 1 + max(target.layer for target in targets)
         self._templates: dict[tuple[int, int, int], PackedLora] = {}
         layer_bytes = sum(self._layer_bytes(rank) for rank in ranks)
@@ -58,7 +58,7 @@ class AdapterBank:
         middle = self.num_layers // 2
         return sum(
             _num_bytes(self._template(rank, target.in_features, target.out_features))
-            for target in self._loaded.target_map.targets
+            for target in self._loaded.target_map.inside
             if target.layer == middle
         )
 
@@ -75,7 +75,7 @@ class AdapterBank:
 
     def _add(self, rank: int) -> BankAdapter:
         packed = {}
-        for target in self._loaded.target_map.targets:
+        for target in self._loaded.target_map.inside:
             if target.layer < self.num_adapted_layers:
                 one = self._template(rank, target.in_features, target.out_features)
                 packed[target.index] = PackedLora(

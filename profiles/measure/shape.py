@@ -24,7 +24,7 @@ class ModelGroups:
 def model_groups(loaded: LoadedModel) -> ModelGroups:
     """Count the shapes of all layers."""
     members: dict[tuple[int, int], list[Target]] = defaultdict(list)
-    for target in loaded.target_map.targets:
+    for target in loaded.target_map.inside:
         members[target.layer, target.input_group].append(target)
     shape_of = {key: _shape(targets) for key, targets in members.items()}
     counts: dict[int, Counter[GroupShape]] = defaultdict(Counter)

@@ -38,20 +38,26 @@ class LoraSpec:
     use_dora: bool = False  # each target has a magnitude for each row of its output
     patterns: PathPatterns = field(default_factory=PathPatterns, compare=False, repr=False)
 
-    def targets(self, path: str) -> bool:
-        """Whether PEFT puts LoRA on the linear module ``path``.
+    def targets(self, path: str, *, is_head: bool = False) -> bool:
+        """Whether PEFT puts LoRA on the linear module ``path``; ``is_head``: the output head.
 
         Raises ``TimeoutError`` if the patterns take too long, as ``rank`` and ``scaling`` do.
-        "all-linear" excludes the output head, which is not known here: call this for other modules.
         """
         if self._is_named(self.exclude_modules, path):
             return False
+        if self.targets_all_linear:
+            return not is_head
         if isinstance(self.target_modules, str):
-            wants_all = self.target_modules.lower() == ALL_LINEAR
-            return wants_all or self._is_named(self.target_modules, path)
+            return self._is_named(self.target_modules, path)
         if path in self.target_modules:  # a full path counts in any layer
             return True
         return self._is_named(self.target_modules, path) and self._takes_layer_of(path)
+
+    @property
+    def targets_all_linear(self) -> bool:
+        """Whether all linear modules except the output head are targeted."""
+        names = self.target_modules
+        return isinstance(names, str) and names.lower() == ALL_LINEAR
 
     def rank(self, path: str) -> int:
         """The rank of module ``path``."""

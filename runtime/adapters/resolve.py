@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import AdapterError
 from ..near_names import near_names
-from .lora_spec import ALL_LINEAR, LoraSpec
+from .lora_spec import LoraSpec
 from .resolved import FLOAT_BYTES, BaseCopy, RawTensor, ResolvedAdapter, TargetLora
 from .target_map import EXPERTS_REASON, Target, TargetMap, UnusedModule
 from .tensor_names import (
@@ -178,7 +178,7 @@ class _Resolver:
     def _check(self, found: _Found) -> TargetLora | None:
         num_problems_before = len(self._problems)
         target, path = found.target, found.path
-        if not self._spec.targets(path):
+        if not self._spec.targets(path, is_head=target.is_head):
             self._problems.append(
                 f"{path}: the file has tensors for it, but target_modules, exclude_modules or "
                 "layers_to_transform of the configuration exclude it"
@@ -236,8 +236,10 @@ class _Resolver:
         """Check that every module that the configuration targets is in the file and served."""
         trained = self._trained_paths()
         for target in self._map.targets:
+            # Without tensors, PEFT makes a LoRA of the head that has no effect.
             path = trained(target.path)
-            if target.index not in self._found and self._spec.targets(path):
+            is_expected = not target.is_head and target.index not in self._found
+            if is_expected and self._spec.targets(path):
                 self._problems.append(
                     f"{path}: the configuration targets it, but the file has no tensors for it"
                 )
@@ -247,12 +249,11 @@ class _Resolver:
                     f"{name}: modules_to_save names it, but the file does not have its weights; "
                     f"{SAVED_MODULES_REASON}"
                 )
-        modules = self._spec.target_modules
-        if isinstance(modules, str) and modules.lower() == ALL_LINEAR:
-            return  # excludes the output head and modules that are not linear
+        if self._spec.targets_all_linear:
+            return  # excludes modules that are not linear
         for refused, reason in self._map.refused.items():
-            # LoRA on embeddings and the head is refused if the file has it. Without, PEFT makes one
-            # that has no effect.
+            # LoRA on embeddings is refused if the file has it. Without, PEFT makes one that has no
+            # effect.
             if refused not in self._map.vocabularies and self._spec.targets(trained(refused)):
                 self._problems.append(f"{refused}: the configuration targets it: {reason}")
 

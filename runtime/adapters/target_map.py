@@ -16,11 +16,15 @@ class Target:
 
     index: int  # position in ``TargetMap.targets`` and in the kernels' tables
     path: str  # module path in the base model, e.g. "model.layers.0.self_attn.q_proj"
-    layer: int  # decoder layer
-    input_group: int  # within the layer; members read the same x
+    layer: int  # decoder layer; one outside counts to the layer next to it
+    # Within the layer, in the order of calls; members read the same x. Outside of the layers it is
+    # below 0 before the first one, and above the numbers in all layers behind the last one.
+    input_group: int
     in_features: int
     out_features: int
     physical_path: str  # the module that computes it; a fused module computes several targets
+    is_inside: bool = True  # of a decoder layer
+    is_head: bool = False  # the output head, which reads only the tokens that need logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +57,9 @@ class TargetMap:
     targets: tuple[Target, ...]
     refused: Mapping[str, str]  # module path -> reason, for modules that PEFT could adapt
     unused: tuple[UnusedModule, ...] = ()
-    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)  # by path; also refused
+    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)  # by path
+
+    @property
+    def inside(self) -> tuple[Target, ...]:
+        """The targets in decoder layers: those that most adapters have."""
+        return tuple(target for target in self.targets if target.is_inside)

@@ -64,7 +64,7 @@ class ColdRequest:
     start_position: int = 0  # of the first of these tokens
     max_assisted_tokens: int = 0  # limit of workers for one step; 0 = no workers
     num_workers: int = 0  # ready workers
-    has_factors: bool = False  # its adapter has, which workers cannot apply
+    not_by_workers: str = ""  # a part of its adapter that they do not compute
     num_running: int = 0  # other running requests, which wait if it delays a step
     co_scheduled: CoScheduledRows = EMPTY  # of its first step
     later_co_scheduled: CoScheduledRows = EMPTY  # of the steps after that

@@ -234,7 +234,7 @@ class PlannedColdStarts:
             start_position=request.num_computed_tokens,
             max_assisted_tokens=max(0, max_assisted_tokens - num_assisted_tokens),
             num_workers=self._num_workers,
-            has_factors=_layers(load).has_factors,
+            not_by_workers=_layers(load).not_by_workers,
             num_running=num_others,
             co_scheduled=co_scheduled,
             later_co_scheduled=co_scheduled_decodes(self._planner.model, rows),

@@ -17,7 +17,6 @@ from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 _MAX_EXCESS = 5.0  # limit of one step's excess wait, over the bearable share
 _FADING = 0.95  # of bad results, per decision that does not use the strategy
 _MAX_RATIO = 2.5  # cap of the ratio of one first token: longer delays have other causes
-_HAS_FACTORS = "; workers do not compute DoRA"
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
 
 
@@ -66,8 +65,11 @@ class Planner:
         forced = self.config.forced
         if forced is not None:
             why = "forced by --load-strategy"
-            if forced is LoadStrategy.ASSISTED and request.has_factors:
-                forced, why = LoadStrategy.PIPELINED, f"assisted is {why}{_HAS_FACTORS}"
+            if forced is LoadStrategy.ASSISTED and request.not_by_workers:
+                forced, why = (
+                    LoadStrategy.PIPELINED,
+                    f"assisted is {why}{_without_workers(request)}",
+                )
             self._fade(forced)
             return Decision(forced, why, (self.predict(request, forced),))
         strategies, note = self._candidates(request)
@@ -159,8 +161,8 @@ class Planner:
             record.is_held_back = False
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
-        if request.has_factors:
-            return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), _HAS_FACTORS
+        if request.not_by_workers:
+            return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), _without_workers(request)
         if not request.num_workers:
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), "; no worker is free"
         if self._num_penalty_decisions:
@@ -186,6 +188,10 @@ class Planner:
         if gain_s >= self.config.margin * _cost_s(second, request):
             return best, f"{_describe(best)}, {second.strategy} {_ms(second.first_token_s)}"
         return second, f"{_describe(second)}; workers would gain only {_ms(gain_s)}"
+
+
+def _without_workers(request: ColdRequest) -> str:
+    return f"; workers do not compute {request.not_by_workers}"
 
 
 def _cost_s(prediction: Prediction, request: ColdRequest) -> float:

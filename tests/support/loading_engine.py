@@ -165,7 +165,7 @@ class _Runner:
             self._groups.setdefault((target.layer, target.input_group), []).append(target)
 
     def forward(
-        self, inputs: ForwardInputs, indices: Sequence[int], deltas: DeltaPass | None
+        self, inputs: ForwardInputs, indices: Sequence[int], deltas: DeltaPass | None, *_: object
     ) -> torch.Tensor:
         num_tokens = inputs.attention.num_tokens
         right = torch.ones(num_tokens, dtype=torch.bool)

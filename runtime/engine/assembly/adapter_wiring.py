@@ -138,7 +138,7 @@ class HostFiles:
     def _register(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         adapter = self._host.register(path, make_room)
         layers = AdapterLayers(
-            adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.has_factors
+            adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.not_by_workers
         )
         facts = AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes,

@@ -24,7 +24,7 @@ def read_base_model(config: EngineConfig) -> BaseModel:
     model = load_config(source)
     dtype = resolve_dtype(config.dtype, model)
     text = model.get_text_config()
-    targets = target_map_of(source).targets
+    targets = target_map_of(source).inside
     return BaseModel(
         fingerprint=model_fingerprint(source, model),
         dtype=str(dtype).removeprefix("torch."),

@@ -244,7 +244,7 @@ def _measured(
 ) -> _Measured:  # fmt: skip
     from .profiling import profile_for, saved_profile
 
-    if not loaded.target_map.targets:  # a profile needs adapters
+    if not loaded.target_map.inside:  # a profile needs adapters
         _LOG.warning(
             "adapters cannot target any module of %s: only the base model is served",
             config.model,
@@ -383,10 +383,10 @@ def _model_info(
         backends=loaded.backend_names,
         summary=(),
         has_profile_failed=profile is None
-        and bool(loaded.target_map.targets)
+        and bool(loaded.target_map.inside)
         and copies_adapters(config, loaded),
         weight_bytes=loaded.weights.num_bytes,
         quantized_bytes=loaded.weights.quantized_bytes,
         adapter_bytes_per_rank=loaded.dtype.itemsize
-        * sum(target.in_features + target.out_features for target in loaded.target_map.targets),
+        * sum(target.in_features + target.out_features for target in loaded.target_map.inside),
     )

@@ -225,15 +225,19 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
 
 
 def _widths(loaded: "LoadedModel") -> tuple[int, int]:
-    """Return the largest width of x, and of y for all targets of an input group together."""
+    """Return the largest width of x, and of y for all targets of an input group together.
+
+    Without the output head, which workers do not compute.
+    """
     from ....cpu_workers.kernels.simd.layout import padded_features
 
     columns: dict[tuple[int, int], int] = {}
-    for target in loaded.target_map.targets:
+    targets = [target for target in loaded.target_map.targets if not target.is_head]
+    for target in targets:
         key = (target.layer, target.input_group)
         _, padded = padded_features(0, target.out_features, loaded.dtype.itemsize)
         columns[key] = columns.get(key, 0) + padded
-    return max(t.in_features for t in loaded.target_map.targets), max(columns.values())
+    return max(target.in_features for target in targets), max(columns.values())
 
 
 def _slice_tokens(model: MachineModel) -> int:

@@ -17,7 +17,7 @@ class MadeUpAdapter:
     """See the module; an ``AdapterReader``."""
 
     def __init__(self, target_map: "TargetMap", rank: int) -> None:
-        self.adapter = ResolvedAdapter(tuple(_lora(one, rank) for one in target_map.targets))
+        self.adapter = ResolvedAdapter(tuple(_lora(one, rank) for one in target_map.inside))
         self.digest = ContentDigest(b"made up", ())
 
     def expect(self, digest: ContentDigest) -> None:

@@ -96,7 +96,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
         source, config, listener.on_progress, placement.background_cpus, kept_directory()
     )
     try:
-        if not loaded.target_map.targets:
+        if not loaded.target_map.inside:
             raise ModelError(
                 f"adapters cannot target any module of {config.model}: there is nothing to measure"
             )

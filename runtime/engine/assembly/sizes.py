@@ -79,7 +79,7 @@ def max_model_len_of(config: EngineConfig, hf_config: Any, exact_limit: int | No
 def _host_facts(
     config: EngineConfig, loaded: "LoadedModel", facts: MachineFacts, adapters: Sequence[LoraModule]
 ) -> HostFacts:
-    targets = loaded.target_map.targets
+    targets = loaded.target_map.inside
     num_features = sum(target.in_features + target.out_features for target in targets)
     adapter_bytes = needed_adapter_bytes(
         [stored_bytes(adapter) for adapter in adapters],

@@ -434,7 +434,7 @@ def test_factors_of_dora_are_made_whenever_its_files_are_read(
     for num_opened in (1, 2):
         adapter = load(host, facts, tmp_path)
         row = host.table.add(DeviceAdapter(adapter.targets))
-        for target in host.target_map.targets:
+        for target in host.target_map.inside:
             x = torch.randn(5, target.in_features)
             y, expected = layer(target).base_layer(x).detach(), layer(target)(x).detach()
             batch = make_batch([(0, 5, 0)], host.table, [row])
@@ -458,8 +458,8 @@ def test_the_kernel_of_factors_is_compiled_for_the_first_adapter_that_needs_it(
     prepared: list[str] = []
     monkeypatch.setattr(host.backend, "prepare_factors", lambda: prepared.append("dora"))
     host.adapters.set_base(lambda one: (torch.ones(one.out_features, one.in_features), None))
-    assert not host.register(files / "a").has_factors
+    assert host.register(files / "a").not_by_workers == ""
     assert prepared == []
-    assert host.register(tmp_path).has_factors
+    assert host.register(tmp_path).not_by_workers == "DoRA"
     assert prepared == ["dora"]
     host.adapters.close()

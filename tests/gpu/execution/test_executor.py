@@ -154,10 +154,10 @@ def test_an_exception_voids_its_sub_batch_alone(
 ) -> None:
     forward = device.runner.forward
 
-    def broken(inputs: Any, indices: Any, deltas: Any) -> Any:
+    def broken(inputs: Any, *others: Any) -> Any:
         if inputs.attention.max_query_len > 1:
             raise MemoryError("no room")
-        return forward(inputs, indices, deltas)
+        return forward(inputs, *others)
 
     monkeypatch.setattr(device.runner, "forward", broken)
     (result,) = device.run(
@@ -179,7 +179,7 @@ def test_an_exception_voids_its_sub_batch_alone(
 def test_a_lost_device_is_the_engines_end(
     device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(inputs: Any, indices: Any, deltas: Any) -> Any:
+    def broken(inputs: Any, *others: Any) -> Any:
         raise accelerator_error(700)
 
     monkeypatch.setattr(device.runner, "forward", broken)

@@ -49,6 +49,9 @@ def cold_rows(*columns: tuple[int, int, int, bool, int]) -> SubBatch:
     return SubBatch(SubBatchKind.ASSISTED, request_ids, starts, counts, samples, splits)
 
 
+OF_WORKERS = SimpleNamespace(of_head=None)  # deltas
+
+
 class Assisting:
     """Replaces the workers: they fail, or return void results."""
 
@@ -63,7 +66,7 @@ class Assisting:
         if self.error is not None and any(row.split_layer for row in rows):
             raise self.error
         return SimpleNamespace(
-            deltas="of workers", finish=lambda: frozenset(self.void), abandon=self.abandon
+            deltas=OF_WORKERS, finish=lambda: frozenset(self.void), abandon=self.abandon
         )
 
     def abandon(self) -> None:
@@ -84,7 +87,7 @@ def beside_the_cold_one(
     forward = device.runner.forward
     deltas_of_passes: list[Any] = []
 
-    def with_workers(inputs: Any, indices: Any, deltas: Any) -> Any:
+    def with_workers(inputs: Any, indices: Any, deltas: Any, *_: Any) -> Any:
         deltas_of_passes.append(deltas)
         if deltas is not None and is_broken:
             forward(inputs, indices)  # all is written; the next thing fails
@@ -101,7 +104,7 @@ def beside_the_cold_one(
     (alone,) = device.run(rows((1, 2, 1, True), (2, 0, 3, True)))
     monkeypatch.setattr(device.runner, "forward", with_workers)
     (result,) = device.run(cold_rows((1, 2, 1, True, 0), (2, 0, 3, True, 0), (3, 0, 2, True, 1)))
-    assert deltas_of_passes == ([] if assisting.error else ["of workers"])  # and nothing else
+    assert deltas_of_passes == ([] if assisting.error else [OF_WORKERS])  # and nothing else
     return {row.request_id: row for row in result.rows}, list(alone.rows)
 
 

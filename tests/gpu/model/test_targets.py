@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.model.targets import (
+    Calls,
     build_target_map,
     find_layers,
     group_by_input,
-    record_input_groups,
-    with_input_groups,
+    record_calls,
+    with_calls,
 )
 from corun.gpu.model.text_part import leave_out_other_parts
+from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,15 +29,15 @@ def make_skeleton(model_type: str, **overrides: Any) -> PreTrainedModel:
 
 
 def grouped(model: PreTrainedModel) -> dict[int, dict[int, set[str]]]:
-    """Per layer and input group, the last components of its targets."""
+    """Per layer and input group, the last components of its targets in the layer."""
     target_map = build_target_map(model)
-    groups = record_input_groups(
+    calls = record_calls(
         model,
         [target.path for target in target_map.targets],
         lambda: model(torch.tensor([[3, 4]]), use_cache=False),
     )
     found: dict[int, dict[int, set[str]]] = {}
-    for target in with_input_groups(target_map, groups).targets:
+    for target in with_calls(target_map, calls).inside:
         members = found.setdefault(target.layer, {}).setdefault(target.input_group, set())
         members.add(target.path.rpartition(".")[2])
     return found
@@ -80,12 +82,12 @@ def test_targets_are_the_linears_of_the_layers(name: str) -> None:
             target.in_features,
             target.out_features,
         )
-        assert f".{target.layer}." in target.path
+        assert target.is_head or f".{target.layer}." in target.path
         assert target.physical_path == target.path
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    head = {path for path in target_map.refused if "head" in path or "embed_out" in path}
-    assert {target.path for target in target_map.targets} == linears - head
-    assert len(head) == 1
+    assert {target.path for target in target_map.targets} == linears
+    (head,) = (target for target in target_map.targets if not target.is_inside)
+    assert head.is_head and head.path in ("lm_head", "embed_out")
     assert any("embed" in path for path in target_map.refused)
 
 
@@ -99,7 +101,6 @@ def test_targets_are_the_linears_of_the_layers(name: str) -> None:
         ("llama4_text", "model.layers.0.feed_forward.router", "expert routers"),
         ("llama4_text", "model.layers.0.feed_forward.experts", "expert targets"),
         ("gpt2", "transformer.wpe", "embeddings"),
-        ("gpt2", "lm_head", "output head"),
     ],
 )
 def test_refused_by_name(model_type: str, path: str, reason: str) -> None:
@@ -119,15 +120,13 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     config = AutoConfig.for_model("gemma3", vision_config=vision, text_config=text)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    target_map = build_target_map(model)
     assert find_layers(model) == "model.language_model.layers"
-    assert all("language_model" in target.path for target in target_map.targets)
-    reason = target_map.refused["model.vision_tower.encoder.layers.0.self_attn.q_proj"]
-    assert reason == "it is outside of the decoder layers"
+    assert all("language_model" in target.path for target in build_target_map(model).inside)
     tower = list(model.model.vision_tower.parameters())
     leave_out_other_parts(model)
     target_map = build_target_map(model)
     assert not any("vision" in path for path in target_map.refused)
+    assert [target.path for target in target_map.targets if not target.is_inside] == ["lm_head"]
     first, second = target_map.unused
     assert (first.path, second.path) == ("model.vision_tower", "model.multi_modal_projector")
     assert first.reason == "it is not used for text"
@@ -149,9 +148,8 @@ def test_projections_that_layers_with_shared_kv_lack(model_type: str) -> None:
         for layer in (2, 3)
         for name in ("k_proj", "v_proj")
     ]
-    assert target_map.refused["model.per_layer_model_projection"] == (
-        "it is outside of the decoder layers"
-    )
+    outside = [target.path for target in target_map.targets if not target.is_inside]
+    assert "model.per_layer_model_projection" in outside
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -186,10 +184,35 @@ def test_a_linear_that_overrides_forward_is_no_target() -> None:
 def test_modules_that_are_not_called_are_refused() -> None:
     target_map = build_target_map(make_model("llama3-rope"))
     unused = target_map.targets[3].path
-    groups = {target.path: target.index for target in target_map.targets if target.path != unused}
-    changed = with_input_groups(target_map, groups)
+    calls = {one.path: Calls(one.index, 1, 5) for one in target_map.targets if one.path != unused}
+    changed = with_calls(target_map, calls)
     assert changed.refused[unused] == "the model never calls this module"
     assert [target.index for target in changed.targets] == list(range(len(target_map.targets) - 1))
+
+
+def test_linears_outside_of_the_layers_belong_to_the_layer_beside_them() -> None:
+    linears = ("before", "layers.0.a", "layers.1.a", "between", "behind", "twice", "pooled", "head")
+    targets = tuple(
+        Target(
+            index, path, int(path[7]) if "layers" in path else 0, index, 8, 8, path,
+            is_inside="layers" in path, is_head=path == "head",
+        )
+        for index, path in enumerate(linears)
+    )  # fmt: skip
+    calls = {
+        "before": Calls(0, 1, 5), "layers.0.a": Calls(1, 1, 5), "between": Calls(2, 1, 5),
+        "layers.1.a": Calls(3, 1, 5), "behind": Calls(4, 1, 5), "twice": Calls(5, 2, 5),
+        "pooled": Calls(6, 1, 1), "head": Calls(7, 1, 5),
+    }  # fmt: skip
+    found = with_calls(TargetMap(targets, {}), calls)
+    assert {one.path: (one.layer, one.input_group) for one in found.targets} == {
+        "before": (0, -1), "layers.0.a": (0, 0), "layers.1.a": (1, 0), "behind": (1, 1),
+        "head": (1, 2),
+    }  # fmt: skip
+    assert [one.index for one in found.targets] == list(range(5))
+    each = "it is outside of the decoder layers, and does not run once for each token"
+    between = "it is outside of the decoder layers, and is called between them"
+    assert found.refused == {"twice": each, "pooled": each, "between": between}
 
 
 def test_group_by_input() -> None:
@@ -200,5 +223,5 @@ def test_group_by_input() -> None:
 
 def test_without_records_every_target_is_alone() -> None:
     targets = build_target_map(make_model("llama3-rope")).targets
-    assert [target.input_group for target in targets] == [*range(7), *range(7)]
+    assert [target.input_group for target in targets] == [*range(7), *range(7), 7]
     assert replace(targets[0], input_group=0) == targets[0]

@@ -242,6 +242,16 @@ def test_every_number_of_rows_and_adapters_that_come_and_go(llama: Pair) -> None
     assert llama.graphs.num_verified == before > 0
 
 
+def test_an_adapter_of_the_output_head_is_another_graph(llama: Pair) -> None:
+    for passes in llama.both:
+        rows = [passes.add_adapter(8, every=3), passes.add_adapter(8)]
+        assert [passes.loaded.lora_table.has_head([row]) for row in rows] == [False, True]
+    llama.start((0, rows[0], 8), (1, rows[1], 8))
+    for number in (0, 0, 0, 0, 1, 1, 1, 1, 0):
+        llama.decode(number)
+    assert llama.graphs.num_verified == 2
+
+
 def test_contexts_grow_over_many_blocks(llama: Pair) -> None:
     """Work is cut differently as contexts grow; replays follow."""
     llama.start((0, -1, 0), (1, -1, 0))

@@ -116,7 +116,7 @@ def test_adapters_with_factors_do_not_use_workers(loads: Loads) -> None:
     cold_starts = _cold_starts(loads)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)
     assert _FACTS.layers is not None
-    facts = replace(_FACTS, layers=replace(_FACTS.layers, has_factors=True))
+    facts = replace(_FACTS, layers=replace(_FACTS.layers, not_by_workers="DoRA"))
     loads.begin(ADAPTER, (200, 200), 0.0, adapter=facts)
     assert cold_starts.may_start(request, 0, _rows(), 0.0)
     decision = cold_starts.decision(RequestId(1))

@@ -67,7 +67,7 @@ def test_without_workers_the_load_is_pipelined() -> None:
 @pytest.mark.parametrize("forced", [None, LoadStrategy.ASSISTED])
 def test_adapters_with_factors_have_no_workers(forced: LoadStrategy | None) -> None:
     """And the reason says so."""
-    cold = replace(_cold(load_s=2.0), has_factors=True)
+    cold = replace(_cold(load_s=2.0), not_by_workers="DoRA")
     decision = Planner(_model(), PlannerConfig(forced=forced)).decide(cold)
     assert decision.strategy is LoadStrategy.PIPELINED
     assert decision.reason.endswith("; workers do not compute DoRA")

@@ -1,4 +1,7 @@
-"""DoRA answers like transformers + PEFT on every path, in mixed batches and cold starts."""
+"""Kinds of adapters answer like transformers + PEFT on every path of a token.
+
+Mixed with the base and plain LoRA: in chunks, over prefixes, preempted, loaded again, and cold.
+"""
 
 import random
 from dataclasses import replace
@@ -11,7 +14,7 @@ from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk
-from support.architectures import mostly
+from support.architectures import ARCHITECTURES
 from support.cold_engine import ColdEngine
 from support.cold_parity import check as check_cold
 from support.cold_parity import prompts
@@ -30,10 +33,11 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MAX_RELATIVE_ERROR = 1e-4
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
-SPECS = (
-    AdapterSpec("lora", {"r": 4, "lora_alpha": 6}),
-    AdapterSpec(
-        "dora",
+DORA, HEAD, BOTH = "DoRA", "the output head", "DoRA and the output head"
+LORA = AdapterSpec("lora", {"r": 4, "lora_alpha": 6})
+# Two adapters of each kind; it is named as in the reason for which workers are not used.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    DORA: (
         {
             "r": 5,
             "lora_alpha": 8,
@@ -41,16 +45,29 @@ SPECS = (
             "rank_pattern": {"o_proj": 3, "^.*layers.0.*down_proj": 17, "c_proj": 17},
             "alpha_pattern": {"o_proj": 5},
         },
+        {"r": 8, "use_rslora": True, "use_dora": True, "layers_to_transform": [1]},
     ),
-    AdapterSpec(
-        "one layer", {"r": 8, "use_rslora": True, "use_dora": True, "layers_to_transform": [1]}
+    HEAD: (
+        {"r": 9, "target_modules": ["lm_head"]},
+        {"r": 5, "target_modules": ["lm_head", "o_proj", "c_attn"], "use_rslora": True},
     ),
-)
+    BOTH: (
+        {"r": 5, "target_modules": ["lm_head", "o_proj"], "use_dora": True},
+        {"r": 3, "target_modules": ["lm_head"], "use_dora": True},
+    ),
+}
+CHUNKS = [
+    *[(DORA, name) for name in ("llama3-rope", "qwen2", "phi3", "gpt2")],
+    *[(HEAD, name) for name in ("llama3-rope", "gemma2", "gpt2")],
+    (BOTH, "llama3-rope"),
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
-def make_case(architecture: str, directory: Path, **options: Any) -> ParityCase:
-    return ParityCase(architecture, directory, specs=SPECS, **options)
+def make_case(kind: str, architecture: str, directory: Path, **options: Any) -> ParityCase:
+    first, second = KINDS[kind]
+    specs = (LORA, AdapterSpec("first", first), AdapterSpec("second", second))
+    return ParityCase(architecture, directory, specs=specs, **options)
 
 
 def ask_twice(case: ParityCase, engine: Engine, *, is_kept: bool) -> list[tuple[str | None, Any]]:
@@ -70,11 +87,19 @@ def ask_twice(case: ParityCase, engine: Engine, *, is_kept: bool) -> list[tuple[
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "qwen2", "phi3"), "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        pytest.param(kind, name, marks=() if (kind, name) in CHUNKS else pytest.mark.full)
+        for kind in KINDS
+        for name in (*ARCHITECTURES, "gpt2")
+        if name != "gpt-neox" or kind == DORA  # its head has another name
+    ],
+)
 def test_mixed_batches_in_chunks_and_over_prefixes(
-    architecture: str, where: str, tmp_path: Path
+    kind: str, architecture: str, where: str, tmp_path: Path
 ) -> None:
-    case = make_case(architecture, tmp_path)
+    case = make_case(kind, architecture, tmp_path)
     with Engine(
         model=str(case.directory), dtype="float32", device=where, max_num_batched_tokens=23,
         block_size=4, memory_gib=0.05,
@@ -84,12 +109,31 @@ def test_mixed_batches_in_chunks_and_over_prefixes(
     assert max(errors) < MAX_RELATIVE_ERROR
 
 
+@pytest.mark.parametrize("architecture", ["gemma3n_text", "gemma4_text"])
+def test_linears_outside_of_the_layers(architecture: str, tmp_path: Path) -> None:
+    """Gemma projects embeddings for all layers, in front of the first one."""
+    specs = (
+        AdapterSpec("all", {"r": 4, "target_modules": "all-linear"}),
+        AdapterSpec("projection", {"r": 4, "target_modules": ["per_layer_model_projection"]}),
+        AdapterSpec("head", {"r": 4, "target_modules": ["lm_head", "q_proj"]}),
+    )
+    case = ParityCase(architecture, tmp_path, specs=specs)
+    with Engine(
+        model=str(case.directory), dtype="float32", device="cpu", max_num_batched_tokens=23,
+        block_size=4, memory_gib=0.05,
+    ) as engine:  # fmt: skip
+        answers = ask_twice(case, engine, is_kept=True)
+    errors = [largest_error(case, output, name) for name, output in answers]
+    assert max(errors) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("kind", [DORA, HEAD])
 @pytest.mark.parametrize(("num_blocks", "share"), [(25, 1.0), (12, 0.6)])
 def test_preempted_requests_and_adapters_that_are_loaded_again(
-    num_blocks: int, share: float, tmp_path: Path
+    kind: str, num_blocks: int, share: float, tmp_path: Path
 ) -> None:
     """Room for so many blocks and a share of all adapters: too little of one or the other."""
-    case = make_case("llama3-rope", tmp_path)
+    case = make_case(kind, "llama3-rope", tmp_path)
     adapter_bytes = case.adapter_bytes(torch.float32)
     room_bytes = num_blocks * case.kv_block_bytes(4, torch.float32) + share * adapter_bytes
     rng = random.Random(2)
@@ -111,10 +155,12 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
     assert max(errors) < MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_bfloat16_and_quantised_bases(quantization: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "quantization"), [(DORA, None), (DORA, "int8"), (HEAD, None), (BOTH, "int8")]
+)
+def test_bfloat16_and_quantised_bases(kind: str, quantization: str | None, tmp_path: Path) -> None:
     """Norms are those of the weights that are served, which the truth has, too."""
-    case = make_case("llama3-rope", tmp_path, quantization=quantization)
+    case = make_case(kind, "llama3-rope", tmp_path, quantization=quantization)
     errors = HalfErrors(case)
     with Engine(
         model=str(case.directory), dtype="bfloat16", device="cpu", block_size=4,
@@ -145,10 +191,11 @@ def splits_of(engine: ColdEngine, name: str) -> set[int]:
     }
 
 
-def test_cold_starts_use_no_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_cold_starts_use_no_workers(kind: str, tmp_path: Path) -> None:
     """A load is pipelined instead, also where workers are forced, beside rows with workers."""
-    case = make_case("llama-deep", tmp_path / "case")
-    names = [None, "dora", "lora", "dora", "one layer", "lora"]
+    case = make_case(kind, "llama-deep", tmp_path / "case")
+    names = [None, "first", "lora", "first", "second", "lora"]
 
     def cut(request: Request, max_tokens: int) -> ColdChunk:
         is_lora = request.adapter_id == engine.adapter_id("lora")
@@ -163,7 +210,7 @@ def test_cold_starts_use_no_workers(tmp_path: Path) -> None:
             for name, prompt in zip(names, prompts(len(names), seed=4), strict=True):
                 engine.ask(name, prompt)
             check_cold(case, engine.run())
-            assert splits_of(engine, "dora") | splits_of(engine, "one layer") <= {0}
+            assert splits_of(engine, "first") | splits_of(engine, "second") <= {0}
             engine.cool(*case.adapters)
         engine.plans.clear()
         with engine.chunks(cut):
@@ -172,5 +219,5 @@ def test_cold_starts_use_no_workers(tmp_path: Path) -> None:
             answers = engine.run()
         check_cold(case, answers)
         assert splits_of(engine, "lora") == {2}
-        assert splits_of(engine, "dora") == splits_of(engine, "one layer") == {0}
+        assert splits_of(engine, "first") == splits_of(engine, "second") == {0}
         engine.check_nothing_is_held()
