@@ -157,7 +157,7 @@ class ServeConfig:
         0.5,
         above=0,
         maximum=60,
-        help="Maximum seconds that a chat template runs; then the request is refused.",
+        help="Maximum seconds of a processor that a chat template takes; then it is refused.",
     )
     max_template_chars: int = option(
         2**22,

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,16 @@ def test_errors_pass_through() -> None:
             run(refuses, is_large=is_large)
     with pytest.raises(TemplateTimeoutError):
         run(Rendering(LOOP, is_compiled=False), SHORT)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_only_the_processor_time_of_a_template_counts(*, is_large: bool) -> None:
+    def waits() -> str:
+        time.sleep(SHORT.timeout_s)
+        return "x"
+
+    rendering = Rendering("{{ x() }}{{ x() }}", x=waits)
+    assert run(rendering, SHORT, is_large=is_large) == "xx"
 
 
 @pytest.mark.parametrize("is_large", [False, True])
