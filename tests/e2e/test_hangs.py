@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,12 @@ def assert_given_up(server: Served, stream: Streamed, words: str) -> None:
     _, alive = psutil.wait_procs(server.processes, timeout=10)
     assert not alive
     assert not named_segments(*(process.pid for process in server.processes))
-    log = "\n".join(server.log_lines)
     for part in ("It is not ready meanwhile", "--engine-hang-s", "is killed", "exit code 3"):
-        assert part in log
+        wait_until(partial(logs, server, part))
+
+
+def logs(server: Served, part: str) -> bool:
+    return any(part in line for line in server.log_lines)
 
 
 def test_a_stopped_process(start: Callable[[float], StuckServer]) -> None:
@@ -110,7 +114,7 @@ def goes_on(server: StuckServer) -> None:
     server.engine.send_signal(signal.SIGCONT)
     until_ready(server)
     assert stream.join()[-1] == "data: [DONE]"
-    assert any("makes progress again" in line for line in server.log_lines)
+    wait_until(partial(logs, server, "makes progress again"))
     assert server.metrics()["corun:engine_stalled_seconds"] == 0
 
 
@@ -138,4 +142,4 @@ def does_not_return(server: StuckServer) -> None:
     assert server.metrics()["corun:engine_stalled_seconds"] >= LIMIT_S
     assert httpx.get(server.url + "/health").status_code == 200
     assert_given_up(server, stream, "layer 1 ")
-    assert any("in forward_when_let" in line for line in server.log_lines)  # where it stands
+    wait_until(partial(logs, server, "in forward_when_let"))  # where it stands

@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corun.runtime import file_calls
@@ -26,10 +28,14 @@ class Mount:
 
     def __init__(self) -> None:
         self.answers = threading.Event()
-        self.num_calls = 0
+        self._calls: list[Place] = []
 
-    def read(self, _: Place) -> str:
-        self.num_calls += 1
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def read(self, place: Place) -> str:
+        self._calls.append(place)
         assert self.answers.wait(_SOON_S)
         return "content"
 
@@ -101,6 +107,7 @@ def test_a_file_system_that_does_not_answer_holds_one_thread(
             with pytest.raises(SilentError):
                 files.call(dead.read, path, _SOON_S)
     assert time.monotonic() - begin_s < _SOON_S / 2
+    wait_until(lambda: dead.num_calls > 0)  # its thread may be late
     assert dead.num_calls == 1
     assert files.call(lambda _: "other", "/mnt/dead2") == "other"
     assert "/mnt/dead: the file system does not answer" in caplog.text
@@ -123,26 +130,49 @@ def test_only_so_many_threads_wait(dead: Mount, monkeypatch: pytest.MonkeyPatch)
     for number in range(5):
         with pytest.raises(SilentError):
             files.call(dead.read, f"/mnt/{number}", 0.1)
+    wait_until(lambda: dead.num_calls >= 3)  # their threads may be late
     assert dead.num_calls == 3
 
 
-def test_progress_extends_the_deadline(dead: Mount) -> None:
-    files = FileCalls()
+def test_progress_extends_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two waits; the function makes a step in each of the first twenty."""
+    waits, steps = threading.Semaphore(0), threading.Semaphore(0)
+    left = iter(range(20))
+    real_wait = Future[Any].exception
+
+    def wait(future: Future[Any], _: float) -> BaseException | None:
+        if next(left, None) is None:
+            return real_wait(future, _SOON_S)
+        waits.release()
+        assert steps.acquire(timeout=_SOON_S)
+        raise TimeoutError
 
     def slow(place: Place) -> int:
         for number in range(20):
-            time.sleep(_SHORT_S)
+            assert waits.acquire(timeout=_SOON_S)
             place.move(f"/a/{number}")
+            steps.release()
         return place.num_steps
 
-    assert files.call(slow, "/a", 10 * _SHORT_S) == 20
+    monkeypatch.setattr(Future, "exception", wait)
+    assert FileCalls().call(slow, "/a", 2 * _SHORT_S) == 20
+
+
+def test_what_a_call_waits_for_is_silent(dead: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FileCalls()
+    real_wait = Future[Any].exception
+
+    def wait(future: Future[Any], timeout_s: float) -> BaseException | None:
+        wait_until(lambda: dead.num_calls > 0)
+        return real_wait(future, timeout_s)
 
     def stuck_at(place: Place) -> str:
         place.move("/a/stuck")
         return dead.read(place)
 
+    monkeypatch.setattr(Future, "exception", wait)
     with pytest.raises(SilentError) as caught:
-        files.call(stuck_at, "/a", 0.1)
+        files.call(stuck_at, "/a", 2 * _SHORT_S)
     assert caught.value.filename == "/a/stuck"
     assert files.is_silent("/a/stuck") and not files.is_silent("/a")
 
@@ -164,7 +194,7 @@ def test_a_call_that_was_left_ends_at_its_next_step(dead: Mount) -> None:
 
 
 def test_an_event_loop_goes_on_meanwhile(dead: Mount) -> None:
-    files = FileCalls(10 * _SHORT_S)
+    files = FileCalls(_SOON_S)
 
     async def run() -> None:
         waiting = [
@@ -172,6 +202,7 @@ def test_an_event_loop_goes_on_meanwhile(dead: Mount) -> None:
         ]
         assert await files.answer(lambda _: "other", "/a") == "other"
         assert await asyncio.to_thread(lambda: "the default pool is free")
+        files.timeout_s = _SHORT_S
         for one in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(one, SilentError)
         # Work that consists of calls has no deadline of its own, and its calls have theirs.

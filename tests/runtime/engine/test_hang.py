@@ -119,9 +119,11 @@ def test_an_engine_that_waits_for_ever_is_given_up(
                 assert not psutil.pid_exists(pid_of(one))
 
     run(test)
-    levels = [(one.levelname, one.message) for one in caplog.records if "progress" in one.message]
-    assert [level for level, _ in levels][:2] == ["WARNING", "ERROR"], levels
-    assert all("engine" in text for _, text in levels)
+    said = [one for one in caplog.records if "progress" in one.message]
+    levels = [one.levelname for one in said]
+    # On a busy machine it may make progress again meanwhile, which is said too.
+    assert levels[levels.index("ERROR") - 1] == "WARNING", levels
+    assert all("engine" in one.message for one in said)
 
 
 def test_the_log_has_the_stack_of_the_thread_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
