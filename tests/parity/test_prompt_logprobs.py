@@ -10,7 +10,7 @@ import torch
 from corun import Engine, LoRARequest, RequestError, SamplingParams
 from corun.runtime.frontend.outputs import RequestOutput
 from support.devices import DEVICES
-from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase
+from support.parity import ADAPTER_SPECS, MAX_LOGPROBS, VOCAB_SIZE, AdapterSpec, ParityCase
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -21,7 +21,9 @@ LENGTHS = (1, 2, 9, 16, 17, 33, 40, 150)  # in steps of 16 tokens; one row is co
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
-    return ParityCase("llama3-rope", tmp_path_factory.mktemp("llama"))
+    head = AdapterSpec("head", {"r": 6, "target_modules": ["lm_head", "v_proj"]})
+    specs = (head, *ADAPTER_SPECS)
+    return ParityCase("llama3-rope", tmp_path_factory.mktemp("llama"), specs=specs)
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:

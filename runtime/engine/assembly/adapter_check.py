@@ -114,7 +114,7 @@ def run_check(
 
 def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
     loras = adapter.targets
-    layers = sorted({lora.target.layer for lora in loras})
+    layers = sorted({lora.target.layer for lora in loras if lora.target.is_inside})
     kinds = Counter(lora.target.path.rpartition(".")[2] for lora in loras)
     targets = ", ".join(f"{kind} x{count}" for kind, count in kinds.items())
     scalings = ", ".join(f"{scaling:g}" for scaling in sorted({lora.scaling for lora in loras}))
@@ -125,7 +125,7 @@ def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
         f"rank      {ranks}",
         f"scaling   {scalings} ({rule})",
         f"targets   {len(loras)}: {targets}",
-        f"layers    {len(layers)}: {_ranges(layers)}",
+        f"layers    {len(layers)}{': ' if layers else ''}{_ranges(layers)}",
         *(
             f"bytes     {adapter.num_bytes(size):,} on the device in {name}"
             for name, size in _DEVICE_DTYPES

@@ -50,6 +50,13 @@ def test_dora_is_said_and_its_bytes_are_counted(tmp_path: Path, model_dir: str) 
     assert f"  bytes     {5632 + 8 * outputs:,} on the device in float32" in lines
 
 
+def test_the_output_head_is_in_no_layer(tmp_path: Path, model_dir: str) -> None:
+    save_adapter(tmp_path / "head", target_modules=["lm_head"])
+    edit_tensors(tmp_path / "head", base_layer=...)  # a copy, which needs the base's weights
+    lines = run_check(tmp_path / "head", model_dir).lines()
+    assert {"  targets   1: lm_head x1", "  layers    0"} <= set(lines)
+
+
 def test_another_base_is_noted(adapter_dir: Path, model_dir: str) -> None:
     named = Path(model_dir).rename(Path(model_dir).with_name("Tiny-1B"))
     for base, note in (
