@@ -7,8 +7,9 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -272,13 +273,44 @@ def is_hung(server: Served) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def ending(
+    options: dict[bool, list[str]], request: pytest.FixtureRequest
+) -> Iterator[Iterator[Served]]:
+    """A server for each test that ends one; the next starts meanwhile."""
+    kinds = [
+        item.function is test_ends_with_workers
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.function in (test_ends, test_ends_with_workers)
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        starting = deque[Future[Served]]()
+
+        def begin_next() -> None:
+            if kinds:
+                start = partial(Served, *options[kinds.pop(0)], environment=UPDATES)
+                starting.append(pool.submit(start))
+
+        def servers() -> Iterator[Served]:
+            begin_next()
+            while starting:
+                server = starting.popleft().result()
+                begin_next()
+                yield server
+
+        yield servers()
+        for one in starting:  # a test before it has failed
+            one.result().close()
+
+
 @pytest.mark.parametrize("name", ENDS)
-def test_ends(options: dict[bool, list[str]], rows: Rows, name: str) -> None:
-    with Served(*options[False]) as server:
+def test_ends(ending: Iterator[Served], rows: Rows, name: str) -> None:
+    with next(ending) as server:
         check_end(server, name, ENDS[name], rows, with_workers=False)
 
 
 @pytest.mark.parametrize("name", ENDS_WITH_WORKERS)
-def test_ends_with_workers(options: dict[bool, list[str]], rows: Rows, name: str) -> None:
-    with Served(*options[True], environment=UPDATES) as server:
+def test_ends_with_workers(ending: Iterator[Served], rows: Rows, name: str) -> None:
+    with next(ending) as server:
         check_end(server, name, ENDS_WITH_WORKERS[name], rows, with_workers=True)

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,24 +41,21 @@ print(json.dumps([*result, peak_bytes, time.monotonic() - began_s]))
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "max_model_len", "num_kept", "expected"),
-    [
-        ("' ' * (128 * 131_071)", 131_072, None, 131_071),
-        ("' ' * (128 * 131_072)", 131_072, None, "more than 131071 tokens"),
-        ("' ' * (1 << 25)", 131_072, None, "more than 131071 tokens"),
-        ("'the world, ' * 3_000_000", 131_072, None, "more than 131071 tokens"),
-        ("'the world, ' * 3_000_000", 512, None, "more than 511 tokens"),
-        ("'the world, ' * 3_000_000", 131_072, 1000, 1000),
-        ("' ' * 2_000_000", 131_072, 1000, 1000),
-        ("' ' * (1 << 25)", 131_072, 1000, "cannot be tokenized in parts"),
-        ("' ' * (1 << 25)", 512, 8, "cannot be tokenized in parts"),
-        ("'x' * (1 << 25)", 131_072, None, "more than 131071 tokens"),
-    ],
-)
-def test_memory_and_time(
-    text: str, max_model_len: int, num_kept: int | None, expected: object
-) -> None:
+CASES: list[tuple[str, int, int | None, int | str]] = [
+    ("' ' * (128 * 131_071)", 131_072, None, 131_071),
+    ("' ' * (128 * 131_072)", 131_072, None, "more than 131071 tokens"),
+    ("' ' * (1 << 25)", 131_072, None, "more than 131071 tokens"),
+    ("'the world, ' * 3_000_000", 131_072, None, "more than 131071 tokens"),
+    ("'the world, ' * 3_000_000", 512, None, "more than 511 tokens"),
+    ("'the world, ' * 3_000_000", 131_072, 1000, 1000),
+    ("' ' * 2_000_000", 131_072, 1000, 1000),
+    ("' ' * (1 << 25)", 131_072, 1000, "cannot be tokenized in parts"),
+    ("' ' * (1 << 25)", 512, 8, "cannot be tokenized in parts"),
+    ("'x' * (1 << 25)", 131_072, None, "more than 131071 tokens"),
+]
+
+
+def run(text: str, max_model_len: int, num_kept: int | None) -> list[Any]:
     from support.tokenizers import run_tokenizer
 
     done = subprocess.run(
@@ -65,7 +64,29 @@ def test_memory_and_time(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result: list[Any] = json.loads(done.stdout)
-    number, _, peak_bytes, took_s = result
-    assert number == expected if isinstance(expected, int) else str(expected) in number
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[list[Any]]]]:
+    """The results of the cases that are tested, two of which run at a time."""
+    wanted = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_memory_and_time
+    }
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            number: pool.submit(run, *case[:3])
+            for number, case in enumerate(CASES)
+            if number in wanted
+        }
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[str(one[:3]) for one in CASES])
+def test_memory_and_time(runs: dict[int, Future[list[Any]]], case: int) -> None:
+    expected = CASES[case][3]
+    number, _, peak_bytes, took_s = runs[case].result()
+    assert number == expected if isinstance(expected, int) else expected in number
     assert peak_bytes < MAX_BYTES, f"{peak_bytes / 2**20:.0f} MiB"
     assert took_s < 120

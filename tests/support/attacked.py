@@ -12,7 +12,10 @@ from support.stream_probe import Gaps, StreamProbe
 
 WORST_GAP_S = 0.25
 MIB = 1 << 20
+_AFTER_S = WORST_GAP_S + 0.05  # what an attack has left behind counts, too
 _NUM_STREAMS = 8
+_NUM_FIRST = 20 * _NUM_STREAMS  # events before the first attack
+_START_S = 60.0
 _MAX_API_BYTES = 300 << 20
 _NUM_TRIES = 3  # another process of the machine may hold up one
 
@@ -60,7 +63,7 @@ class Attacked:
             self._reset_peak()
             self._probe.read()
             result = attack()
-            time.sleep(0.5)  # what it left behind counts too
+            time.sleep(_AFTER_S)
             gaps, peak_bytes = self._probe.read(), self._peak_bytes()
             if max(gaps.stream_s, gaps.health_s) <= WORST_GAP_S or number == _NUM_TRIES - 1:
                 break
@@ -93,7 +96,11 @@ class Attacked:
 
 @contextlib.contextmanager
 def streams_on(served: Served, rows: Rows, group: Path | None = None) -> Iterator[Attacked]:
-    """Start streams on a server."""
+    """Start streams on a server, and wait until they run."""
     with StreamProbe(served.url, _NUM_STREAMS) as probe:
-        time.sleep(2)
+        num_events, deadline_s = 0, time.monotonic() + _START_S
+        while num_events < _NUM_FIRST:
+            assert time.monotonic() < deadline_s, "the streams do not run"
+            time.sleep(0.05)
+            num_events += probe.read().num_events
         yield Attacked(served, probe, rows, group)

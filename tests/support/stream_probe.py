@@ -23,8 +23,8 @@ _ANSWER_S = 60.0
 class Gaps:
     """What was seen for a time."""
 
-    stream_s: float = 0.0  # longest time without an event of a stream
-    health_s: float = 0.0  # longest answer of /health
+    stream_s: float = 0.0  # longest time without an event of a stream, up to now
+    health_s: float = 0.0  # longest answer of /health, or time without one, up to now
     noise_s: float = 0.0  # longest delay of this process itself
     num_events: int = 0
     num_failed: int = 0  # streams and health checks without the right answer
@@ -35,6 +35,17 @@ class _Probe:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self.seen = Gaps()
+        self._last_s: dict[int, float] = {}  # when each stream had its last event
+        self._asked_s: float | None = None  # when /health was asked; None = it has answered
+
+    def read(self) -> Gaps:
+        """Return what was seen since the last call; a delay counts before it ends, too."""
+        seen, self.seen = self.seen, Gaps()
+        now_s = time.monotonic()
+        seen.stream_s = max([seen.stream_s, *(now_s - one for one in self._last_s.values())])
+        if self._asked_s is not None:
+            seen.health_s = max(seen.health_s, now_s - self._asked_s)
+        return seen
 
     async def stream(self, number: int) -> None:
         while True:
@@ -53,22 +64,22 @@ class _Probe:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
             writer.write(head.encode() + body)
-            last_s = 0.0
             while (line := await reader.readline()) != b"data: [DONE]\n":
                 if not line:
                     raise EOFError
                 if line.startswith(b"data: "):
                     now_s = time.monotonic()
-                    if last_s:
-                        self.seen.stream_s = max(self.seen.stream_s, now_s - last_s)
-                    last_s = now_s
+                    last_s = self._last_s.get(number, now_s)
+                    self.seen.stream_s = max(self.seen.stream_s, now_s - last_s)
+                    self._last_s[number] = now_s
                     self.seen.num_events += 1
         finally:
+            self._last_s.pop(number, None)
             writer.close()
 
     async def health(self) -> None:
         while True:
-            began_s = time.monotonic()
+            began_s = self._asked_s = time.monotonic()
             try:
                 reader, writer = await asyncio.open_connection(self._host, self._port)
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -78,6 +89,7 @@ class _Probe:
                     self.seen.num_failed += 1
             except (OSError, TimeoutError):
                 self.seen.num_failed += 1
+            self._asked_s = None
             self.seen.health_s = max(self.seen.health_s, time.monotonic() - began_s)
             await asyncio.sleep(_HEALTH_EVERY_S)
 
@@ -94,9 +106,8 @@ async def _main(url: str, num_streams: int) -> None:
     running = [probe.stream(number) for number in range(num_streams)]
     tasks = [loop.create_task(one) for one in (*running, probe.health(), probe.noise())]
     while await loop.run_in_executor(None, sys.stdin.readline):
-        sys.stdout.write(json.dumps(asdict(probe.seen)) + "\n")
+        sys.stdout.write(json.dumps(asdict(probe.read())) + "\n")
         sys.stdout.flush()
-        probe.seen = Gaps()
     for task in tasks:
         task.cancel()
 
