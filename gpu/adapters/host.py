@@ -139,7 +139,10 @@ class HostAdapters:
         if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
             self._backend.prepare_factors()
             not_by_workers.append("DoRA")
-        if any(lora is not None and lora.target.is_head for p in facts.plans for lora in p.loras):
+        changed = [lora.target for plan in facts.plans for lora in plan.loras if lora is not None]
+        if any(target.is_embedding for target in changed):
+            not_by_workers.append("embeddings")
+        if any(target.is_head for target in changed):
             not_by_workers.append("the output head")
         return RegisteredAdapter(
             facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,

@@ -20,6 +20,7 @@ from ..device.base import Event
 from ..forward.batch import LoraBatch
 from ..lora.adapter_layout import GroupKey
 from ..lora.base import LoraBackend
+from ..lora.deltas import add_deltas
 from .handover import Handover
 from .invocation import Invocation
 
@@ -97,7 +98,7 @@ class ColdDeltas:
             self._await_layer(layer)
             self._exchange.device.launch(
                 self._exchange.compute,
-                partial(self._backend.add_deltas, x, ys, target_indices, batch),
+                partial(add_deltas, self._backend, x, ys, target_indices, batch),
                 reads=(x, *[arrival.memory for arrival in self._plan.arrivals[layer]]),
                 writes=ys,
             )

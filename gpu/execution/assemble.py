@@ -29,7 +29,7 @@ from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
 from ..linear.read_base import BaseReader
 from ..linear.select import select_linear_backend
-from ..linear.wrapper import detach_from_weight_files, wrap_linears
+from ..linear.wrapper import adapt_embedding, detach_from_weight_files, wrap_linears
 from ..lora.base import LoraBackend
 from ..lora.select import select_lora_backend
 from ..lora.table import LoraTable
@@ -159,8 +159,12 @@ def _equip(
     calls = record_calls(model, [target.path for target in target_map.targets], pass_through)
     assert record is not None
     target_map = with_calls(target_map, calls)
-    heads = tuple(target.index for target in target_map.targets if target.is_head)
-    table = LoraTable(len(target_map.targets), _MAX_RESIDENT_ADAPTERS, where, heads=heads)
+    targets = target_map.targets
+    table = LoraTable(
+        len(targets), _MAX_RESIDENT_ADAPTERS, where,
+        embeddings=[target.index for target in targets if target.is_embedding],
+        heads=[target.index for target in targets if target.is_head],
+    )  # fmt: skip
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
     if linears is None or dtype != torch.bfloat16 or not linears.quantizes_all(model):
@@ -201,8 +205,9 @@ def _replace_linears(
     linears: QuantizedLinears | None, on_progress: Callable[[str], None],
 ) -> Weights:  # fmt: skip
     full_bytes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    target_of = {target.physical_path: target.index for target in target_map.targets}
-    group_of = {t.physical_path: (t.layer, t.input_group) for t in target_map.targets}
+    linear_targets = [target for target in target_map.targets if not target.is_embedding]
+    target_of = {target.physical_path: target.index for target in linear_targets}
+    group_of = {t.physical_path: (t.layer, t.input_group) for t in linear_targets}
     heads = frozenset(t.physical_path for t in target_map.targets if t.is_head)
     if linears is None:
         wrap_linears(model, context, make_linear, target_of, group_of, heads=heads)
@@ -214,6 +219,9 @@ def _replace_linears(
             model, context, make_linear, target_of, group_of, linears.make, heads=heads
         )  # fmt: skip
         weights = linears.finish(full_bytes)
+    for one in target_map.targets:
+        if one.is_embedding:
+            adapt_embedding(model, context, one.path, one.index, (one.layer, one.input_group))
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:
         detach_from_weight_files(model)

@@ -66,19 +66,25 @@ class ModelRunner:
             deltas = ResidentDeltas(self._lora_backend, inputs.lora)
         context.deltas = deltas
         rows = range(len(logit_indices)) if logit_rows is None else logit_rows
+        if deltas is not None and self._changes_embedding(inputs):
+            context.embedding_deltas = deltas
         context.head_deltas = self._head_deltas(inputs, rows, of_head)
+        outside = context.embedding_deltas is not None, context.head_deltas is not None
         context.known_lens_host = inputs.rows.known_lens
         try:
             with torch.inference_mode():
-                metadata = PassMetadata(
-                    inputs.attention, inputs.lora, deltas, context.head_deltas is not None
-                )
+                metadata = PassMetadata(inputs.attention, inputs.lora, deltas, outside)
                 run_pass: RunPass = self.graphs or self._run_modules
                 logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
                 return logits[0, : len(logit_indices)].to(torch.float32, copy=True)
         finally:
             context.attention = None
-            context.deltas = context.head_deltas = None
+            context.deltas = context.embedding_deltas = context.head_deltas = None
+
+    def _changes_embedding(self, inputs: ForwardInputs) -> bool:
+        if inputs.lora is None or self._lora_backend is None:
+            return False
+        return self._lora_backend.table.has_embedding(inputs.lora.table_rows_host)
 
     def _head_deltas(
         self, inputs: ForwardInputs, rows: Sequence[int],

@@ -90,7 +90,8 @@ class DeltaPass(Protocol):
     ) -> None:
         """Add the deltas of the group's targets to the base products ys, in place.
 
-        x as in ``begin``; ys: one [tokens, out_features] per target.
+        x as in ``begin``, or int64 [tokens], the ids, of an embedding; ys: one [tokens,
+        out_features] per target.
         """
         ...
 
@@ -102,7 +103,8 @@ class PassMetadata:
     attention: AttentionMetadata
     lora: LoraBatch | None  # None = no row has an adapter
     deltas: DeltaPass | None  # None = no row has an adapter
-    has_head: bool = False  # an adapter may change the output head
+    # Whether adapters change the embedding of tokens, and the output head.
+    outside: tuple[bool, bool] = (False, False)
 
 
 class WorkProgress(Protocol):
@@ -136,6 +138,8 @@ class StepContext:
 
     attention: AttentionMetadata | None = None
     deltas: DeltaPass | None = None  # None = no row of this pass has an adapter
-    head_deltas: DeltaPass | None = None  # of the output head; None = no row changes it
+    # Of the embedding of tokens and of the output head; None = no row of this pass changes it.
+    embedding_deltas: DeltaPass | None = None
+    head_deltas: DeltaPass | None = None
     known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)
     progress: WorkProgress = _UNWATCHED

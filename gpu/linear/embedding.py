@@ -1,8 +1,12 @@
-"""An embedding that reads its rows from the packed weight of the tied output head."""
+"""Embeddings of tokens: from the packed weight of the tied output head, and with adapters."""
+
+from collections.abc import Hashable
 
 import torch
 from torch import nn
 
+from ..forward.batch import StepContext
+from ..forward.launcher import current_launcher
 from .numba_backend import NumbaLinear
 
 
@@ -21,6 +25,44 @@ class TiedEmbedding(nn.Module):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Look up: int64 [...] -> [..., features]."""
         return self._source.rows(indices)
+
+
+class AdaptedEmbedding(nn.Module):
+    """Replaces the embedding of tokens: a look-up, and the deltas of adapters."""
+
+    def __init__(
+        self, base: nn.Module, context: StepContext, key: Hashable, target_index: int
+    ) -> None:
+        """``base``: an ``nn.Embedding``, which may scale its rows, or its replacement."""
+        super().__init__()
+        self._base = base
+        self._context = context
+        self._key = key
+        self._target_index = target_index
+        scale = getattr(base, "embed_scale", None)
+        self._scale = None if scale is None else float(scale)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's matrix [num_embeddings, features]; may be unpacked at each access."""
+        weight = self._base.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Look up: int64 [1, tokens] -> [1, tokens, features]."""
+        y: torch.Tensor = self._base(token_ids)
+        if self._context.embedding_deltas is None:
+            return y
+        deltas = y if self._scale is None else torch.zeros_like(y)
+        rows = deltas.view(-1, y.shape[-1])
+        current_launcher().call_in_every_pass(lambda: self._add(token_ids.view(-1), rows))
+        return y if self._scale is None else y + deltas * self._scale
+
+    def _add(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        deltas = self._context.embedding_deltas
+        assert deltas is not None
+        deltas.add(self._key, token_ids, (rows,), (self._target_index,))
 
 
 def plain_embeddings(model: nn.Module) -> dict[int, list[str]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..forward.batch import StepContext
 from .base import LinearBackend, MakeLinear
-from .embedding import TiedEmbedding, plain_embeddings
+from .embedding import AdaptedEmbedding, TiedEmbedding, plain_embeddings
 from .group import InputGroup
 from .numba_backend import NumbaLinear
 from .plain import PlainLinear
@@ -115,6 +115,13 @@ def wrap_linears(
         num_wrapped += 1
     assert not missing, f"no nn.Linear at {sorted(missing)[:3]}"
     return num_wrapped
+
+
+def adapt_embedding(
+    model: nn.Module, context: StepContext, path: str, target_index: int, key: Hashable
+) -> None:
+    """Replace the embedding of tokens at ``path`` in place; ``key`` names it to the deltas."""
+    _put(model, path, AdaptedEmbedding(model.get_submodule(path), context, key, target_index))
 
 
 def detach_from_weight_files(model: nn.Module) -> None:

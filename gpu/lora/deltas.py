@@ -6,6 +6,18 @@ import torch
 
 from ..forward.batch import LoraBatch
 from .base import LoraBackend
+from .embedding_deltas import add_embedding_deltas
+
+
+def add_deltas(
+    backend: LoraBackend, x: torch.Tensor, ys: Sequence[torch.Tensor],
+    target_indices: Sequence[int], batch: LoraBatch,
+) -> None:  # fmt: skip
+    """See ``LoraBackend.add_deltas``; also for an embedding, whose x are token ids."""
+    if x.dtype != torch.int64:
+        backend.add_deltas(x, ys, target_indices, batch)
+    else:
+        add_embedding_deltas(backend.table, x, ys[0], target_indices[0], batch)
 
 
 class ResidentDeltas:
@@ -29,4 +41,4 @@ class ResidentDeltas:
         target_indices: Sequence[int],
     ) -> None:
         """Add the deltas of the batch's adapters."""
-        self._backend.add_deltas(x, ys, target_indices, self._batch)
+        add_deltas(self._backend, x, ys, target_indices, self._batch)

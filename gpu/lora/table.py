@@ -78,13 +78,13 @@ class LoraTable:
 
     def __init__(
         self, num_targets: int, capacity: int, device: torch.device | str,
-        *, heads: Iterable[int] = (),
+        *, embeddings: Iterable[int] = (), heads: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """Make an empty table for ``capacity`` adapters at once.
 
-        ``heads``: indices of the targets that are output heads.
+        ``embeddings``, ``heads``: indices of the targets that are one.
         """
-        self._heads = frozenset(heads)
+        self._embeddings, self._heads = frozenset(embeddings), frozenset(heads)
         shape = (capacity, num_targets)
         self.num_targets = num_targets
         self.capacity = capacity
@@ -98,6 +98,7 @@ class LoraTable:
             torch.from_numpy(host).to(self.device) for host in self._host_arrays()
         )
         self._scaled_rows: set[int] = set()  # with factors
+        self._embedding_rows: set[int] = set()  # that change the embedding of tokens
         self._head_rows: set[int] = set()  # that change the output head
         self._adapters: list[DeviceAdapter | None] = [None] * capacity
         self._free_rows = list(range(capacity - 1, -1, -1))
@@ -133,7 +134,10 @@ class LoraTable:
         self.host_factor_pointers[row, entries.target_indices] = entries.factor_pointers
         if entries.factor_pointers.any():
             self._scaled_rows.add(row)
-        if not self._heads.isdisjoint(entries.target_indices.tolist()):
+        indices = entries.target_indices.tolist()
+        if not self._embeddings.isdisjoint(indices):
+            self._embedding_rows.add(row)
+        if not self._heads.isdisjoint(indices):
             self._head_rows.add(row)
         self._upload(row)
         return row
@@ -150,10 +154,15 @@ class LoraTable:
         self._upload(row)
         adapter, self._adapters[row] = self._adapters[row], None
         self._scaled_rows.discard(row)
+        self._embedding_rows.discard(row)
         self._head_rows.discard(row)
         self._free_rows.append(row)
         if adapter is not None and adapter.release is not None:
             adapter.release()
+
+    def has_embedding(self, rows: Iterable[int]) -> bool:
+        """Whether the adapter of any of these rows changes the embedding of tokens."""
+        return not self._embedding_rows.isdisjoint(rows)
 
     def has_head(self, rows: Iterable[int]) -> bool:
         """Whether the adapter of any of these rows changes the output head."""

@@ -46,9 +46,10 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     """List the targets of a causal language model of transformers, in the order of its modules.
 
     Every ``nn.Linear`` is one, including fused projections and the output head, unless it is an
-    expert or a router. Each is its own input group of the first layer, or of its own, until
-    ``with_calls`` states which ones share an input, and which of those outside of the layers are
-    called behind them. Omitted parts of the model, and modules that layers may lack, are unused.
+    expert or a router, and so is the embedding of tokens. Each is its own input group of its layer,
+    or of the first one, until ``with_calls`` states which ones share an input, and which of those
+    outside of the layers are called behind them. Omitted parts of the model, and modules that
+    layers may lack, are unused.
     Raises ``ModelError`` if the model has no decoder layers.
     """
     layers_path = find_layers(model)
@@ -60,14 +61,15 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
         reason = _refusal(model, path, module)
         if reason is not None:
             refused[path] = reason
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear | nn.Embedding):
             layer = _layer_index(path, layers_path)
             group = next_group.setdefault(layer or 0, 0)
             next_group[layer or 0] = group + 1
             targets.append(
                 Target(
-                    len(targets), path, layer or 0, group, module.in_features, module.out_features,
-                    physical_path=path, is_inside=layer is not None, is_head=module is head,
+                    len(targets), path, layer or 0, group, *_features(module), physical_path=path,
+                    is_inside=layer is not None, is_head=module is head,
+                    is_embedding=isinstance(module, nn.Embedding),
                 )
             )  # fmt: skip
     unused = (*left_out_parts(model), *_of_shared_kv(model, layers_path))
@@ -136,7 +138,8 @@ def record_calls(
         def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             alive.append(inputs[0])
             records.append((path, id(inputs[0])))
-            num_tokens[path] = inputs[0].shape[:-1].numel()
+            shape = inputs[0].shape  # of token ids, or of features
+            num_tokens[path] = (shape[:-1] if inputs[0].is_floating_point() else shape).numel()
 
         return hook
 
@@ -278,7 +281,8 @@ def _refusal(model: PreTrainedModel, path: str, module: nn.Module) -> str | None
     """Why a module with matrices is not a target; None for targets and all other modules."""
     reason = None
     if isinstance(module, nn.Embedding):
-        reason = "embeddings are not served as targets"
+        if module is not model.get_input_embeddings():
+            reason = "only the embedding of tokens is served as a target"
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         reason = f"convolution targets ({type(module).__name__}) are not served yet"
     elif not any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
@@ -300,6 +304,13 @@ def _is_router(model: nn.Module, path: str) -> bool:
     """Whether the module has a router's name and is next to experts."""
     parent, _, name = path.rpartition(".")
     return name in _ROUTER_NAMES and hasattr(model.get_submodule(parent), "experts")
+
+
+def _features(module: nn.Linear | nn.Embedding) -> tuple[int, int]:
+    """The inputs and outputs of a target."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return module.in_features, module.out_features
 
 
 def _layer_index(path: str, layers_path: str) -> int | None:

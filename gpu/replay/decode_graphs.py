@@ -52,8 +52,8 @@ class _Deltas(Enum):
         return cls.SCALED if metadata.deltas.has_factors else cls.RESIDENT
 
 
-# Tokens, threads of the kernels, whether the output head has deltas, source of the deltas.
-_Kind = tuple[int, int, bool, _Deltas]
+# Tokens, threads of the kernels, whether embedding and head have deltas, source of the deltas.
+_Kind = tuple[int, int, tuple[bool, bool], _Deltas]
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class DecodeGraphs:
         is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
         if self._is_off or not is_decode or num_tokens > _MAX_TOKENS:
             return self.run_modules(input_ids, position_ids, logit_indices, metadata)
-        kind = (num_tokens, num_kernel_threads(), metadata.has_head, _Deltas.of(metadata))
+        kind = (num_tokens, num_kernel_threads(), metadata.outside, _Deltas.of(metadata))
         graph = self._verified.get(kind)
         if graph is not None:
             return graph.replay(input_ids, position_ids, metadata)

@@ -38,15 +38,15 @@ class LoraSpec:
     use_dora: bool = False  # each target has a magnitude for each row of its output
     patterns: PathPatterns = field(default_factory=PathPatterns, compare=False, repr=False)
 
-    def targets(self, path: str, *, is_head: bool = False) -> bool:
-        """Whether PEFT puts LoRA on the linear module ``path``; ``is_head``: the output head.
+    def targets(self, path: str, *, is_vocabulary: bool = False) -> bool:
+        """Whether PEFT puts LoRA on module ``path``; ``is_vocabulary``: the head or an embedding.
 
         Raises ``TimeoutError`` if the patterns take too long, as ``rank`` and ``scaling`` do.
         """
         if self._is_named(self.exclude_modules, path):
             return False
         if self.targets_all_linear:
-            return not is_head
+            return not is_vocabulary
         if isinstance(self.target_modules, str):
             return self._is_named(self.target_modules, path)
         if path in self.target_modules:  # a full path counts in any layer

@@ -178,7 +178,7 @@ class _Resolver:
     def _check(self, found: _Found) -> TargetLora | None:
         num_problems_before = len(self._problems)
         target, path = found.target, found.path
-        if not self._spec.targets(path, is_head=target.is_head):
+        if not self._spec.targets(path, is_vocabulary=target.is_head or target.is_embedding):
             self._problems.append(
                 f"{path}: the file has tensors for it, but target_modules, exclude_modules or "
                 "layers_to_transform of the configuration exclude it"
@@ -191,7 +191,9 @@ class _Resolver:
         self._check_matrix(found, "A", (rank, target.in_features))
         self._check_matrix(found, "B", (target.out_features, rank))
         magnitudes = found.matrices.get(_MAGNITUDES)
-        if self._spec.use_dora:
+        if self._spec.use_dora and target.is_embedding:
+            self._problems.append(f"{path}: DoRA on embeddings is not served")
+        elif self._spec.use_dora:
             self._check_matrix(found, _MAGNITUDES, (target.out_features,))
         elif magnitudes is not None:
             self._problems.append(f"{magnitudes.name}: use_dora of the configuration is not true")
@@ -236,9 +238,10 @@ class _Resolver:
         """Check that every module that the configuration targets is in the file and served."""
         trained = self._trained_paths()
         for target in self._map.targets:
-            # Without tensors, PEFT makes a LoRA of the head that has no effect.
+            # Without tensors, PEFT makes a LoRA of these that has no effect.
+            is_vocabulary = target.is_head or target.is_embedding
             path = trained(target.path)
-            is_expected = not target.is_head and target.index not in self._found
+            is_expected = not is_vocabulary and target.index not in self._found
             if is_expected and self._spec.targets(path):
                 self._problems.append(
                     f"{path}: the configuration targets it, but the file has no tensors for it"
@@ -252,8 +255,8 @@ class _Resolver:
         if self._spec.targets_all_linear:
             return  # excludes modules that are not linear
         for refused, reason in self._map.refused.items():
-            # LoRA on embeddings is refused if the file has it. Without, PEFT makes one that has no
-            # effect.
+            # LoRA on other embeddings is refused if the file has it. Without, PEFT makes one that
+            # has no effect.
             if refused not in self._map.vocabularies and self._spec.targets(trained(refused)):
                 self._problems.append(f"{refused}: the configuration targets it: {reason}")
 

@@ -25,6 +25,7 @@ class Target:
     physical_path: str  # the module that computes it; a fused module computes several targets
     is_inside: bool = True  # of a decoder layer
     is_head: bool = False  # the output head, which reads only the tokens that need logits
+    is_embedding: bool = False  # of tokens; ``in_features`` is the number of their ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,13 @@ from .target_map import EXPERTS_REASON
 _Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_EMBEDDING_TENSOR = re.compile(
+    r"(?P<path>.+)\.lora_embedding_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?"
+)
 _MAGNITUDES = re.compile(
     r"(?P<path>.+)\.lora_(?P<matrix>magnitude_vector)(?:\.(?P<adapter>[^.]+))?(?:\.weight)?"
 )
+_TENSORS = (_LORA_TENSOR, _EMBEDDING_TENSOR, _MAGNITUDES)
 # PEFT's model, possibly inside data parallelism, possibly inside another PEFT model.
 _PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
 
@@ -54,7 +58,6 @@ SAVED_MODULES_REASON = "fully trained modules beside LoRA are not served"
 
 # Parts of tensor names that are known but not served.
 _REFUSED_PARTS = (
-    ("lora_embedding_", "LoRA on embeddings is not served"),
     ("modules_to_save", SAVED_MODULES_REASON),
     ("trainable_tokens", "trained token embeddings are not served"),
     ("token_adapter", "trained token embeddings are not served"),
@@ -75,7 +78,7 @@ def parse_tensor_name(name: str) -> LoraTensorName | None:
 
     An adapter's name after lora_A, and a missing prefix, are tolerated.
     """
-    match = _LORA_TENSOR.fullmatch(name) or _MAGNITUDES.fullmatch(name)
+    match = next(filter(None, (one.fullmatch(name) for one in _TENSORS)), None)
     if match is None:
         return None
     return LoraTensorName(_without_wrappers(match["path"]), match["matrix"])

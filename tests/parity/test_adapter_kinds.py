@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MAX_RELATIVE_ERROR = 1e-4
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 DORA, HEAD, BOTH = "DoRA", "the output head", "DoRA and the output head"
+EMBEDDING = "embeddings and the output head"
 LORA = AdapterSpec("lora", {"r": 4, "lora_alpha": 6})
 # Two adapters of each kind; it is named as in the reason for which workers are not used.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -56,9 +57,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"r": 3, "target_modules": ["lm_head"], "use_dora": True},
     ),
 }
+KINDS[EMBEDDING] = (
+    {"r": 7, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    {"r": 3, "target_modules": ["embed_tokens"]},
+)
 CHUNKS = [
     *[(DORA, name) for name in ("llama3-rope", "qwen2", "phi3", "gpt2")],
     *[(HEAD, name) for name in ("llama3-rope", "gemma2", "gpt2")],
+    *[(EMBEDDING, name) for name in ("llama3-rope", "gemma3", "cohere")],
     (BOTH, "llama3-rope"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
@@ -127,7 +133,7 @@ def test_linears_outside_of_the_layers(architecture: str, tmp_path: Path) -> Non
     assert max(errors) < MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("kind", [DORA, HEAD])
+@pytest.mark.parametrize("kind", [DORA, EMBEDDING])
 @pytest.mark.parametrize(("num_blocks", "share"), [(25, 1.0), (12, 0.6)])
 def test_preempted_requests_and_adapters_that_are_loaded_again(
     kind: str, num_blocks: int, share: float, tmp_path: Path
@@ -156,7 +162,7 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantization"), [(DORA, None), (DORA, "int8"), (HEAD, None), (BOTH, "int8")]
+    ("kind", "quantization"), [(DORA, None), (DORA, "int8"), (EMBEDDING, None), (BOTH, "int8")]
 )
 def test_bfloat16_and_quantised_bases(kind: str, quantization: str | None, tmp_path: Path) -> None:
     """Norms are those of the weights that are served, which the truth has, too."""

@@ -227,12 +227,16 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
 def _widths(loaded: "LoadedModel") -> tuple[int, int]:
     """Return the largest width of x, and of y for all targets of an input group together.
 
-    Without the output head, which workers do not compute.
+    Without embedding and output head, which workers do not compute.
     """
     from ....cpu_workers.kernels.simd.layout import padded_features
 
     columns: dict[tuple[int, int], int] = {}
-    targets = [target for target in loaded.target_map.targets if not target.is_head]
+    targets = [
+        target
+        for target in loaded.target_map.targets
+        if not (target.is_head or target.is_embedding)
+    ]
     for target in targets:
         key = (target.layer, target.input_group)
         _, padded = padded_features(0, target.out_features, loaded.dtype.itemsize)

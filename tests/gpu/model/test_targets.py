@@ -71,24 +71,23 @@ def test_groups_per_layer(name: str, groups: list[set[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_targets_are_the_linears_of_the_layers(name: str) -> None:
+def test_targets_are_all_linears_and_the_embedding(name: str) -> None:
     model = make_model(name)
     target_map = build_target_map(model)
     assert [target.index for target in target_map.targets] == list(range(len(target_map.targets)))
     for target in target_map.targets:
         module = model.get_submodule(target.path)
-        assert isinstance(module, torch.nn.Linear)
-        assert (module.in_features, module.out_features) == (
-            target.in_features,
-            target.out_features,
-        )
-        assert target.is_head or f".{target.layer}." in target.path
+        assert isinstance(module, torch.nn.Embedding if target.is_embedding else torch.nn.Linear)
+        shape = module.weight.T.shape if target.is_embedding else module.weight.shape
+        assert shape == (target.out_features, target.in_features)
+        assert not target.is_inside or f".{target.layer}." in target.path
         assert target.physical_path == target.path
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    assert {target.path for target in target_map.targets} == linears
-    (head,) = (target for target in target_map.targets if not target.is_inside)
-    assert head.is_head and head.path in ("lm_head", "embed_out")
-    assert any("embed" in path for path in target_map.refused)
+    embedding, *_, head = target_map.targets
+    assert {target.path for target in target_map.targets} == linears | {embedding.path}
+    assert (embedding.is_embedding, head.is_head) == (True, True)
+    assert target_map.inside == target_map.targets[1:-1]
+    assert head.path in ("lm_head", "embed_out")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_targets_are_the_linears_of_the_layers(name: str) -> None:
         ("gpt_oss", "model.layers.1.mlp.router", "expert routers"),
         ("llama4_text", "model.layers.0.feed_forward.router", "expert routers"),
         ("llama4_text", "model.layers.0.feed_forward.experts", "expert targets"),
-        ("gpt2", "transformer.wpe", "embeddings"),
+        ("gpt2", "transformer.wpe", "only the embedding of tokens"),
     ],
 )
 def test_refused_by_name(model_type: str, path: str, reason: str) -> None:
@@ -126,7 +125,8 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     leave_out_other_parts(model)
     target_map = build_target_map(model)
     assert not any("vision" in path for path in target_map.refused)
-    assert [target.path for target in target_map.targets if not target.is_inside] == ["lm_head"]
+    outside = [target.path for target in target_map.targets if not target.is_inside]
+    assert outside == ["model.language_model.embed_tokens", "lm_head"]
     first, second = target_map.unused
     assert (first.path, second.path) == ("model.vision_tower", "model.multi_modal_projector")
     assert first.reason == "it is not used for text"
@@ -223,5 +223,5 @@ def test_group_by_input() -> None:
 
 def test_without_records_every_target_is_alone() -> None:
     targets = build_target_map(make_model("llama3-rope")).targets
-    assert [target.input_group for target in targets] == [*range(7), *range(7), 7]
+    assert [target.input_group for target in targets] == [*range(8), *range(7), 8]
     assert replace(targets[0], input_group=0) == targets[0]

@@ -58,9 +58,10 @@ class DecodePasses:
         self.runner.close()
         self.loaded.close()
 
-    def add_adapter(self, rank: int, *, every: int = 1) -> int:
+    def add_adapter(self, rank: int, *, every: int = 1, is_inside: bool = False) -> int:
         """An adapter of random weights on every n-th target; returns its row in the table."""
-        targets = self.loaded.target_map.targets[::every]
+        target_map = self.loaded.target_map
+        targets = (target_map.inside if is_inside else target_map.targets)[::every]
         return self.loaded.lora_table.add(
             DeviceAdapter(
                 {
@@ -242,10 +243,12 @@ def test_every_number_of_rows_and_adapters_that_come_and_go(llama: Pair) -> None
     assert llama.graphs.num_verified == before > 0
 
 
-def test_an_adapter_of_the_output_head_is_another_graph(llama: Pair) -> None:
+def test_an_adapter_of_embedding_and_head_is_another_graph(llama: Pair) -> None:
     for passes in llama.both:
-        rows = [passes.add_adapter(8, every=3), passes.add_adapter(8)]
-        assert [passes.loaded.lora_table.has_head([row]) for row in rows] == [False, True]
+        rows = [passes.add_adapter(8, is_inside=True), passes.add_adapter(8)]
+        table = passes.loaded.lora_table
+        assert [table.has_head([row]) for row in rows] == [False, True]
+        assert [table.has_embedding([row]) for row in rows] == [False, True]
     llama.start((0, rows[0], 8), (1, rows[1], 8))
     for number in (0, 0, 0, 0, 1, 1, 1, 1, 0):
         llama.decode(number)

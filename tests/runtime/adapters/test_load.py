@@ -103,12 +103,13 @@ def test_a_magnitude_below_zero_is_read(tmp_path: Path) -> None:
     assert all(lora.magnitudes is not None for lora in adapter.targets)
 
 
-def test_adapted_embeddings_are_refused_by_name(tmp_path: Path) -> None:
-    save_adapter(tmp_path, target_modules=["q_proj", "embed_tokens"])
+def test_dora_on_an_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    save_adapter(tmp_path, target_modules=["q_proj", "embed_tokens"], use_dora=True)
     with pytest.raises(AdapterError) as caught:
         read(tmp_path)
     assert isinstance(caught.value, ResolveError)
-    assert any("LoRA on embeddings is not served" in one for one in caught.value.problems)
+    problems = caught.value.problems
+    assert any("embed_tokens: DoRA on embeddings is not served" in one for one in problems)
 
 
 def test_expert_parameters_are_refused(tmp_path: Path) -> None:

@@ -224,7 +224,6 @@ def test_refused_modules_by_name_and_reason(path: str, reason: str) -> None:
     ("name", "reason"),
     [
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "use_dora"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
         ("base_model.model.lm_head.modules_to_save.weight", "fully trained"),
         ("base_model.model.lm_head.bias", "not a LoRA matrix"),
         ("base_model.model.score.weight", "not a LoRA matrix"),

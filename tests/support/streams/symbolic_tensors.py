@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from corun.gpu.device.base import Stream
 from support.streams.symbolic import SymbolicDevice
 from support.streams.symbolic_program import Buffer
@@ -22,6 +23,7 @@ class SymbolicTensor:
         self.buffers = tuple(buffers)
         self.buffer_bytes = buffer_bytes
         self.shape = shape
+        self.dtype = torch.bfloat16
 
     def numel(self) -> int:
         return len(self.buffers) * self.buffer_bytes
