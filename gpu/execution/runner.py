@@ -113,7 +113,8 @@ class ModelRunner:
             logits_to_keep=logit_indices,
         )
         logits: torch.Tensor = out.logits
-        return logits
+        is_of_all = logits.shape[1] != len(logit_indices)  # of a class without ``logits_to_keep``
+        return logits[:, logit_indices] if is_of_all else logits
 
     def probe_step(self, rows: Sequence[ProbeRow], num_sequences: int = 2) -> torch.Tensor:
         """Run base-model rows in the pool's first blocks; only for the parity probes.

@@ -33,6 +33,7 @@ from .targets import build_target_map, record_calls, with_calls
 from .text_part import leave_out_other_parts, without_other_parts
 
 _T = TypeVar("_T")
+_BIDIRECTIONAL = "use_bidirectional_attention"
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -97,6 +98,7 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
     """
     _check_layer_types(config)
     auto_class = _auto_class(source, config)
+    config = _for_text(config)
     try:
         # In bfloat16, because some products of experts support no other type on the meta device.
         with torch.device("meta"):
@@ -166,17 +168,30 @@ def _needs_values(error: BaseException | None) -> bool:
 
 
 def _auto_class(source: ModelSource, config: Any) -> Any:
-    """The auto class: for a causal language model, or for one of text and images."""
+    """The auto class: for a model of text and images, or for a causal language model.
+
+    The checkpoints of a type that is both are those of text and images, with names that adapters
+    have.
+    """
     auto_map = getattr(config, "auto_map", None) or {}
     is_remote = source.trust_remote_code and AutoModelForCausalLM.__name__ in auto_map
-    if is_remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not is_remote:
         return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or is_remote:
+        return AutoModelForCausalLM
     raise ModelError(
         f"cannot build {source.path!r} ({describe(config)}): transformers has neither a causal "
         "language model nor a model of images and text for this type"
     )
+
+
+def _for_text(config: Any) -> Any:
+    """A copy without attention between the tokens of an image, which masks of text read too."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if getattr(text, _BIDIRECTIONAL, None) == "vision":
+        setattr(text, _BIDIRECTIONAL, None)
+    return config
 
 
 def _check_layer_types(config: Any) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -140,6 +140,6 @@ def base_config(model_type: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that makes a text-generating model."""
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    """The class of transformers that makes a text-generating model, as checkpoints hold it."""
+    has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
