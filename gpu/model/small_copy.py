@@ -68,10 +68,21 @@ def make_small_copy(model: PreTrainedModel, min_threshold: int, limit: int) -> S
             thresholds = _shrink_thresholds(type(model), config, shapes, fields)
             if not thresholds:
                 return None
-            return SmallCopy(_build(type(model), config), thresholds)
+            return SmallCopy(build_random(type(model), config), thresholds)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
     raise ValueError(reason)
+
+
+def shrink_thresholds(
+    kind: type[PreTrainedModel], config: Any, min_threshold: int, limit: int
+) -> tuple[Threshold, ...]:
+    """Reduce the thresholds in ``config`` from ``min_threshold`` to ``limit``, both included.
+
+    Returns them in ascending order. ``kind`` is the class of the models of ``config``.
+    """
+    fields = dict(_numbers(config.get_text_config(), min_threshold, limit))
+    return _shrink_thresholds(kind, config, _shapes(kind, config), fields)
 
 
 def _numbers(config: Any, minimum: int, maximum: int) -> Iterator[tuple[_Field, int]]:
@@ -200,8 +211,8 @@ def _shapes(kind: type[PreTrainedModel], config: Any) -> dict[str, tuple[int, ..
     return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
 
 
-def _build(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """A model that has run once, with attention that is far from uniform."""
+def build_random(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A float32 model on the CPU that has run once, with attention that is far from uniform."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         model = kind(config).float().eval()

@@ -16,6 +16,8 @@ COMMANDS: Mapping[str, str] = {
     "cluster drain": "Let engines of a running cluster finish their requests, then remove them.",
     "check": "Check whether an adapter can be served over a model, without loading weights. With "
     "--quantization, show how much quantization changes the model's predictions.",
+    "models": "Try which model classes of the installed transformers are served exactly, with tiny "
+    "random models. Needs PEFT.",
     "adapters": "Show where the adapters of a running server or cluster are.",
     "env": "Show versions, devices and limits, for bug reports.",
     "profile": "Measure how fast this machine runs a model.",
@@ -29,7 +31,7 @@ COMMANDS: Mapping[str, str] = {
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Serve": ("serve", "cluster", "gateway"),
     "Running clusters": ("cluster status", "cluster add", "cluster remove", "cluster drain"),
-    "Inspect": ("check", "adapters", "env"),
+    "Inspect": ("check", "models", "adapters", "env"),
     "Measure and plan": ("profile", "plan", "simulate"),
     "Shell and documentation": ("options", "completion"),
 }
@@ -51,6 +53,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "check": (
         ("corun check adapters/sql --model Qwen/Qwen2.5-0.5B-Instruct", ""),
         ("corun check --model Qwen/Qwen2.5-0.5B-Instruct --quantization int8", ""),
+    ),
+    "models": (
+        ("corun models llama qwen3", "these types"),
+        ("corun models --update docs/models.md", "all types: takes up to an hour"),
     ),
     "adapters": (("corun adapters --url http://localhost:8000 --level device", ""),),
     "env": (("corun env", ""),),

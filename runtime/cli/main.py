@@ -31,6 +31,7 @@ _COMMAND_MODULES = {
     "simulate": ".simulate",
     "plan": ".plan",
     "check": ".check",
+    "models": ".models",
     "adapters": ".adapters",
     "cluster": ".cluster",
     "cluster status": ".cluster_asks",

@@ -59,6 +59,11 @@ def command_parser(command: str) -> CommandParser:
         _add_check_arguments(parser)
     elif command == "adapters":
         _add_adapters_arguments(parser)
+    elif command == "models":
+        parser.add("Arguments", "model_types", metavar="MODEL_TYPE", nargs="*",
+                   help="Types as in config.json, such as qwen3; default: all.")  # fmt: skip
+        parser.add("Options", "--update", metavar="FILE",
+                   help="Update the table in FILE.")  # fmt: skip
     elif command == "options":
         parser.add("Options", "--update", metavar="FILE",
                    help="Update the generated tables in FILE.")  # fmt: skip
@@ -108,7 +113,8 @@ def _answer(flag: str) -> None:
 def _check_command(command: str, rest: Sequence[str]) -> None:
     """Raise ``ConfigError`` for a command that does not exist, and for a mistyped second word."""
     if command not in COMMANDS:
-        near = suggestion(command, [name for name in COMMANDS if " " not in name])
+        known = [] if "/" in command else [name for name in COMMANDS if " " not in name]
+        near = suggestion(command, known)
         if not near and ("/" in command or Path(command).is_dir()):
             near = f"; to serve this model: corun serve {command}"
         raise ConfigError(f"unknown command {command!r}{near} (see corun --help)")

@@ -44,6 +44,7 @@ _ALLOWED_IMPORTS = {
     # Composition: only this puts policy and mechanism together.
     "runtime/engine/assembly": ("runtime", "gpu", "shm", "cpu_workers", "profiles"),
     "runtime/cli/env.py": ("runtime", "cpu_workers.kernels"),
+    "runtime/model_trials": ("runtime", "gpu.model", "cpu_workers.affinity"),
     "gpu": (
         "gpu",
         "shm",

@@ -25,8 +25,9 @@ print("imported", *(name for name in heavy if name in sys.modules), file=sys.std
 sys.exit(code)
 """
 COMMANDS = (
-    "serve", "profile", "simulate", "plan", "check", "adapters", "cluster", "cluster status",
-    "cluster add", "cluster remove", "cluster drain", "gateway", "env", "options", "completion",
+    "serve", "profile", "simulate", "plan", "check", "models", "adapters", "cluster",
+    "cluster status", "cluster add", "cluster remove", "cluster drain", "gateway", "env",
+    "options", "completion",
 )  # fmt: skip
 WORKLOAD = """
 rps: 2
