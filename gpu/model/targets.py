@@ -57,8 +57,12 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     targets: list[Target] = []
     refused: dict[str, str] = {}
     next_group: dict[int, int] = {}
+    decoder_path = layers_path.rpartition(".")[0]
     for path, module in model.named_modules():
         reason = _refusal(model, path, module)
+        is_linear = reason is None and isinstance(module, nn.Linear)
+        if is_linear and module is not head and not path.startswith(decoder_path):
+            reason = "it is outside of the decoder, where not all tokens are computed"
         if reason is not None:
             refused[path] = reason
         elif isinstance(module, nn.Linear | nn.Embedding):

@@ -134,6 +134,12 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     assert 0 < first.num_features < first.num_weights
 
 
+def test_linears_behind_the_decoder_are_refused() -> None:
+    """They run for the tokens alone of which logits are asked for."""
+    refused = build_target_map(make_model("modernbert-decoder")).refused
+    assert refused["lm_head.dense"].startswith("it is outside of the decoder, where not all")
+
+
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 def test_projections_that_layers_with_shared_kv_lack(model_type: str) -> None:
     types = ["sliding_attention", "full_attention"] * 2
