@@ -134,8 +134,7 @@ class _Comparison:
         for target in target_map_of(ModelSource(str(self._directory))).targets:
             *parents, name = target.path.split(".")
             is_attention = any("attn" in one or "attention" in one for one in parents)
-            # Users name no module by its place in a list, and the head is no feed-forward.
-            if not (name.isdigit() or target.is_head):
+            if target.is_inside and not name.isdigit():  # which is a place in a list
                 names["attention" if is_attention else "feed-forward"].add(name)
         names["attention"] -= names["feed-forward"]  # an adapter takes all modules of a name
         found = {kind: sorted(found) for kind, found in names.items() if found}
