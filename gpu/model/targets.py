@@ -3,6 +3,7 @@
 Decides which modules are targets, and why others are not. Independent of adapters and kernels.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,11 +59,14 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     refused: dict[str, str] = {}
     next_group: dict[int, int] = {}
     decoder_path = layers_path.rpartition(".")[0]
+    keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     for path, module in model.named_modules():
         reason = _refusal(model, path, module)
         is_linear = reason is None and isinstance(module, nn.Linear)
         if is_linear and module is not head and not path.startswith(decoder_path):
             reason = "it is outside of the decoder, where not all tokens are computed"
+        elif is_linear and module is head and not keeps_logits:
+            reason = "the model runs its output head for all tokens, not only where logits are used"
         if reason is not None:
             refused[path] = reason
         elif isinstance(module, nn.Linear | nn.Embedding):

@@ -134,6 +134,14 @@ def test_only_the_text_decoder_of_a_multi_modal_model() -> None:
     assert 0 < first.num_features < first.num_weights
 
 
+def test_a_head_that_runs_for_all_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas of the head are added to the rows of which logits are asked for."""
+    model = make_model("llama3-rope")
+    assert "lm_head" not in build_target_map(model).refused
+    monkeypatch.setattr(model, "forward", lambda input_ids: input_ids)
+    assert build_target_map(model).refused["lm_head"].startswith("the model runs its output head")
+
+
 def test_linears_behind_the_decoder_are_refused() -> None:
     """They run for the tokens alone of which logits are asked for."""
     refused = build_target_map(make_model("modernbert-decoder")).refused
