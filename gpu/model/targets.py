@@ -58,7 +58,7 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     targets: list[Target] = []
     refused: dict[str, str] = {}
     next_group: dict[int, int] = {}
-    decoder_path = layers_path.rpartition(".")[0]
+    decoder_path = layers_path.removesuffix(layers_path.rpartition(".")[2])  # with a dot, or ""
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     for path, module in model.named_modules():
         reason = _refusal(model, path, module)
