@@ -13,7 +13,11 @@ from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from ..limits import HttpLimits
 from .errors import ErrorReply, HttpError, error_reply
@@ -67,6 +71,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_frame_bytes = 0  # of trailers and chunk extensions since the last part of a body
         self._unparsed = b""  # requests behind those that are parsed and not answered
+        # The request that is being answered; ``cycle`` is the last one that was parsed.
+        self._answered: RequestResponseCycle | None = None
         self._client = ""
         self._request_timer: asyncio.TimerHandle | None = None
         self._unsent_timer: asyncio.TimerHandle | None = None
@@ -90,6 +96,9 @@ class Connection(HttpToolsProtocol):
         self.idle.discard(self, self._client)
         self._stop_request_timer()
         self._stop_unsent_timer()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -137,11 +146,11 @@ class Connection(HttpToolsProtocol):
         A client that has left looks the same. So a request that may take long ends. Any other one
         is answered.
         """
-        cycle = self.cycle
-        if cycle is None or cycle.more_body or cycle.response_started:
+        answered, last = self._answered, self.cycle
+        if answered is None or last.more_body or answered.response_started:
             return False
-        cycle.keep_alive = False
-        return cycle.scope["path"] not in _LONG_PATHS
+        last.keep_alive = False
+        return all(one.scope["path"] not in _LONG_PATHS for one in (answered, last))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -157,6 +166,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         _check_head(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()  # it raises if the URL is not valid
+        if not self.pipeline:
+            self._answered = self.cycle
         self._is_reading_head, self._is_reading_body, self._num_frame_bytes = False, True, 0
         self._start_request_timer(self.limits.body_timeout_s, self._body_is_late)
         if self._is_surplus:
@@ -178,6 +189,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
+        if not is_last:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if self.transport.is_closing():
             return

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -277,6 +278,27 @@ def test_a_request_that_generates_ends_with_what_its_client_sends(
         assert rest(sock) == b""
         wait_until(lambda: engine.num_aborted == 1)
     wait_until(lambda: not len(server.state.open_requests))
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_request_ends_with_its_client_also_if_others_wait_behind_it(
+    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None],
+    is_reset: bool, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    engine = type(engine)()
+    engine.held.set()
+    server = start_server(engine)
+    with connected(server) as sock:
+        sock.sendall(POST + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: engine.num_open == 1)
+        if is_reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            sock.shutdown(socket.SHUT_WR)
+            assert rest(sock) == b""
+    wait_until(lambda: engine.num_aborted == 1)
+    wait_until(lambda: not len(server.state.open_requests))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_routes_that_generate(server: Any) -> None:
