@@ -63,7 +63,7 @@ class ColdDeltas:
         self._plan = plan
         self._has_arrived = [not arrivals for arrivals in plan.arrivals]
         self._sent: set[int] = set()  # ids of invocations, kept alive by the plan
-        self._last_key: GroupKey = (-1, 0)  # whose x the workers were sent
+        self._last_key: GroupKey = (-1, 0)  # of the last x that the workers got
 
     def begin(self, group: Hashable, x: torch.Tensor) -> None:
         """Send x to the workers of this group.
@@ -107,7 +107,7 @@ class ColdDeltas:
             self._take_in(invocations, ys)
 
     def of_head(self, batch: LoraBatch) -> "ColdDeltas":
-        """Those of the output head, whose tokens ``batch`` has.
+        """Those of the output head; ``batch`` has the tokens that need logits.
 
         The device computes them, behind the loads of the last layer.
         """

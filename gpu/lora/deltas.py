@@ -13,7 +13,7 @@ def add_deltas(
     backend: LoraBackend, x: torch.Tensor, ys: Sequence[torch.Tensor],
     target_indices: Sequence[int], batch: LoraBatch,
 ) -> None:  # fmt: skip
-    """See ``LoraBackend.add_deltas``; also for an embedding, whose x are token ids."""
+    """See ``LoraBackend.add_deltas``; also for an embedding: its x are token ids."""
     if x.dtype != torch.int64:
         backend.add_deltas(x, ys, target_indices, batch)
     else:

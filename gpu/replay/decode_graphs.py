@@ -38,7 +38,7 @@ class RunPass(Protocol):
 class _Deltas(Enum):
     """The source of a pass's deltas."""
 
-    NOBODY = auto()
+    NONE = auto()
     RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
     SCALED = auto()  # the same, and some adapters have factors
     OTHER = auto()  # the graph calls for them, group by group
@@ -46,7 +46,7 @@ class _Deltas(Enum):
     @classmethod
     def of(cls, metadata: PassMetadata) -> Self:
         if metadata.deltas is None:
-            return cls.NOBODY
+            return cls.NONE
         if not metadata.deltas.is_repeatable:
             return cls.OTHER
         return cls.SCALED if metadata.deltas.has_factors else cls.RESIDENT

@@ -178,7 +178,7 @@ class _Resolver:
     def _check(self, found: _Found) -> TargetLora | None:
         num_problems_before = len(self._problems)
         target, path = found.target, found.path
-        if not self._spec.targets(path, is_vocabulary=target.is_head or target.is_embedding):
+        if not self._spec.targets(path, is_vocabulary=target.is_vocabulary):
             self._problems.append(
                 f"{path}: the file has tensors for it, but target_modules, exclude_modules or "
                 "layers_to_transform of the configuration exclude it"
@@ -239,9 +239,8 @@ class _Resolver:
         trained = self._trained_paths()
         for target in self._map.targets:
             # Without tensors, PEFT makes a LoRA of these that has no effect.
-            is_vocabulary = target.is_head or target.is_embedding
             path = trained(target.path)
-            is_expected = not is_vocabulary and target.index not in self._found
+            is_expected = not target.is_vocabulary and target.index not in self._found
             if is_expected and self._spec.targets(path):
                 self._problems.append(
                     f"{path}: the configuration targets it, but the file has no tensors for it"

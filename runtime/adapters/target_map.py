@@ -27,6 +27,11 @@ class Target:
     is_head: bool = False  # the output head, which reads only the tokens that need logits
     is_embedding: bool = False  # of tokens; ``in_features`` is the number of their ids
 
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether its inputs or its outputs are the tokens of the vocabulary."""
+        return self.is_head or self.is_embedding
+
 
 @dataclass(frozen=True, slots=True)
 class UnusedModule:

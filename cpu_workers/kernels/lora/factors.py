@@ -69,7 +69,7 @@ def scale_rows(
         y, bytes from one token of y to the next, columns of y.
     pointers: address of int64 entries, ``row_stride`` per row of the table: the address of float32
         [2, columns], factors and summands; 0 = the output is left alone.
-    batch: address of the fields of ``grouped.add_deltas``, whose first four are read.
+    batch: address of the fields of ``grouped.add_deltas``; the first four are read.
     num_threads: at most as many as numba has started.
     """
     num_segments = int64_at(batch, _NUM_SEGMENTS)

@@ -232,11 +232,7 @@ def _widths(loaded: "LoadedModel") -> tuple[int, int]:
     from ....cpu_workers.kernels.simd.layout import padded_features
 
     columns: dict[tuple[int, int], int] = {}
-    targets = [
-        target
-        for target in loaded.target_map.targets
-        if not (target.is_head or target.is_embedding)
-    ]
+    targets = [target for target in loaded.target_map.targets if not target.is_vocabulary]
     for target in targets:
         key = (target.layer, target.input_group)
         _, padded = padded_features(0, target.out_features, loaded.dtype.itemsize)
