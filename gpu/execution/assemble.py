@@ -37,7 +37,8 @@ from ..model.attention_hook import PagedAttentionHook
 from ..model.kv_pool import KvLayout, KvPool
 from ..model.load import load_model, resolve_device, resolve_dtype
 from ..model.probe import layer_shapes, record_attention
-from ..model.quantization import QuantizedLinears, Weights, check_dtype, plan_quantization
+from ..model.quantization import QuantizedLinears, Weights
+from ..model.quantization_plan import check_dtype, plan_quantization
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_calls, with_calls

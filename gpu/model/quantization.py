@@ -21,23 +21,26 @@ from ... import __version__
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_columns
 from ...runtime.adapters.target_map import EXPERTS_REASON
-from ...runtime.config.engine import EngineConfig
-from ...runtime.errors import ConfigError, ModelError
+from ...runtime.errors import ModelError
 from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, cached_answer
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
-from .four_bit_files import FourBitFiles
+from .four_bit import find_four_bit
+from .full_files import Found, FullFiles
 from .load import load_model
+from .packed_experts import find_packed_experts
+from .quantization_plan import Quantization
+from .scaled import find_floats, find_integers
 from .skeleton import Skeleton, build_skeleton
 from .source import ModelSource
-from .stored_quantization import (
-    StoredQuantization,
+from .stored_integers import (
+    find_stored_integers,
     is_stored_tensor,
     read_stored,
-    read_stored_quantization,
     stored_linears,
 )
+from .stored_quantization import StoredQuantization
 from .targets import build_target_map, left_out_parts
 from .weight_files import WeightFiles
 
@@ -51,25 +54,6 @@ _MAX_PRODUCT_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
-    """Which linears get how many bits."""
-
-    bits: int | None  # of linears that are not quantised yet; None = unchanged
-    head_bits: int | None  # of lm_head, likewise
-    stored: StoredQuantization | None  # the checkpoint's own quantisation
-
-    @property
-    def has_integers(self) -> bool:
-        """Whether any linear is served in 8 or 4 bits."""
-        return bool(self.bits or self.head_bits or (self.stored and self.stored.bits))
-
-    @property
-    def label(self) -> str:
-        """Identifies the conversion of the weights, besides their files."""
-        return f"linears {self.bits}, head {self.head_bits}, groups of {GROUP_SIZE}"
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
     """The memory of all weights of a model."""
 
@@ -79,60 +63,24 @@ class Weights:
     label: str = ""  # identifies the conversion of the files, for KV namespaces
 
 
-def plan_quantization(
-    config: EngineConfig, hf_config: Any, device: torch.device
-) -> Quantization | None:
-    """Decide what is quantised; None if nothing.
+def open_files(source: ModelSource, stored: StoredQuantization | None) -> WeightFiles:
+    """The files of a checkpoint, with full matrices unless they are served as stored."""
+    if stored is None or not stored.in_full:
+        return WeightFiles(source)
 
-    Raises ``ConfigError`` for options that contradict the device or the checkpoint, ``ModelError``
-    for an unsupported quantised checkpoint.
-    """
-    stored = read_stored_quantization(hf_config)
-    integers = stored if stored is not None and stored.bits else None
-    asked, head = config.quantization, config.lm_head_quantization
-    if stored is None and asked is None:
-        if head in _BITS:
-            raise ConfigError(
-                f"--lm-head-quantization {head} needs --quantization, or a quantised checkpoint"
-            )
-        return None
-    if asked is not None and integers is not None and integers.bits != {_BITS[asked]}:
-        found = " and ".join(f"int{bits}" for bits in sorted(integers.bits))
-        raise ConfigError(
-            f"--quantization is {asked}, but the checkpoint is already in {found} "
-            f"({integers.method}); leave it out"
+    def find(files: WeightFiles) -> Found:
+        found = [
+            find_four_bit(files), find_integers(files), find_floats(files, stored.block),
+            find_packed_experts(files),
+        ]  # fmt: skip
+        if stored.layout:
+            found.append(find_stored_integers(files, stored))
+        return Found(
+            {name: one for each in found for name, one in each.matrices.items()},
+            frozenset().union(*(each.parts for each in found)),
         )
-    bits = _BITS[asked] if asked is not None and integers is None else None
-    head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
-    plan = Quantization(bits, head_bits, stored)
-    if plan.has_integers and device.type != "cpu":
-        what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
-        if integers is not None:
-            what = f"a checkpoint of {integers.method}"
-        raise ConfigError(f"{what} is supported only on the CPU; use --device cpu")
-    return plan
 
-
-_BITS = {"int8": 8, "int4": 4}
-
-
-def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> torch.dtype:
-    """The dtype in which a quantised model computes, besides its integers.
-
-    ``dtype``: the dtype without quantisation; ``is_chosen``: set by the user, and then used.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if dtype == torch.bfloat16:
-        return dtype
-    if is_chosen:
-        if plan.has_integers:
-            _LOG.warning(
-                "--dtype %s with quantised weights dequantises them for each product, which is "
-                "exact, but many times slower than --dtype bfloat16", name,
-            )  # fmt: skip
-        return dtype
-    _LOG.info("the model's type is %s; with quantised weights it is served in bfloat16", name)
-    return torch.bfloat16
+    return FullFiles(source, find, stored.method)
 
 
 class QuantizedLinears:
@@ -150,8 +98,7 @@ class QuantizedLinears:
         self._source = source
         self._config = config
         self._quantization = quantization
-        in_full = quantization.stored is not None and not quantization.stored.bits
-        self._files = FourBitFiles(source) if in_full else WeightFiles(source)
+        self._files = open_files(source, quantization.stored)
         self._bits: dict[str, int | None] = {}  # by path; None = as stored
         self._stored: dict[str, str] = {}  # quantised paths on disk, by path
         self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another name
@@ -173,7 +120,7 @@ class QuantizedLinears:
                 if hasattr(self._config, name):
                     delattr(self._config, name)
         skeleton = build_skeleton(self._source, self._config, attention)
-        if isinstance(self._files, FourBitFiles):
+        if isinstance(self._files, FullFiles):
             self._files.transpose(skeleton.transposed)
         linears = _linears(skeleton.model)
         self._choose(skeleton, linears)
@@ -190,7 +137,7 @@ class QuantizedLinears:
         replaced = zeros.keys() | {f"{stored}.weight" for stored in self._stored.values()}
         names = [
             name for name in self._files.names
-            if name not in replaced and not (self._quantization.stored and is_stored_tensor(name))
+            if name not in replaced and not (self._stored and is_stored_tensor(name))
         ]  # fmt: skip
         with self._files.lazily(names) as tensors:
             return load_model(
@@ -201,8 +148,7 @@ class QuantizedLinears:
     def kind(self) -> str:
         """The format of most weights, for logs, such as "int4, head int8"; "" = all in full."""
         plan = self._quantization
-        stored_bits = frozenset() if plan.stored is None else plan.stored.bits
-        bits = stored_bits if plan.bits is None else {plan.bits}
+        bits = plan.stored_bits if plan.bits is None else {plan.bits}
         kinds = [" and ".join(f"int{bits}" for bits in sorted(bits))] if bits else []
         if plan.bits is not None and plan.head_bits is None:
             kinds.append("head in full")
@@ -264,7 +210,7 @@ class QuantizedLinears:
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Choose which of ``linears`` are quantised."""
-        if self._quantization.stored is not None:
+        if self._quantization.stored_bits:
             left_out = [one.path for one in left_out_parts(skeleton.model)]
             self._stored = stored_linears(self._files, linears, left_out)
         stored = self._stored.keys()

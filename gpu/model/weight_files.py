@@ -53,11 +53,11 @@ class WeightFiles:
         return self._of[name][2]
 
     def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
-        """``rows`` of a tensor, in their own memory. Raises ``ModelError``."""
-        path = self._of[name][0]
+        """``rows`` of a tensor, or a single number, in their own memory. Raises ``ModelError``."""
+        path, shape, _ = self._of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                part: torch.Tensor = file.get_slice(name)[rows]
+                part: torch.Tensor = file.get_slice(name)[rows] if shape else file.get_tensor(name)
                 return part.clone()
         except Exception as error:  # any error of the files
             raise ModelError(f"cannot read {name} of {path}: {error}") from error

@@ -13,7 +13,8 @@ from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import quantize
 from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 from corun.gpu.linear.wrapper import wrap_linears
-from corun.gpu.model.quantization import Quantization, QuantizedLinears
+from corun.gpu.model.quantization import QuantizedLinears
+from corun.gpu.model.quantization_plan import Quantization
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import StoredQuantization
 from support.four_bit import store_in_four_bits
@@ -42,7 +43,7 @@ def main(mode: str, directory: Path) -> None:
     plan = Quantization(8, 8, None)
     save(directory)
     if mode == "nf4":
-        plan = Quantization(None, None, StoredQuantization("bitsandbytes", frozenset()))
+        plan = Quantization(None, None, StoredQuantization("bitsandbytes"))
         directory = store_in_four_bits(directory, directory / "nf4")
     packed = PackedWeight.of(quantize(torch.randn(64, 64), 8))
     for warmed in (

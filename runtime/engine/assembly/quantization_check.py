@@ -1,5 +1,8 @@
 """``corun check --quantization``: measures what a model loses in fewer bits.
 
+Of a checkpoint that is quantised on disk, the full weights are its dequantised ones. With ``off``
+they are compared with the form in which the checkpoint is served otherwise.
+
 corun guarantees no quality; this shows the figures before a model is served.
 """
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...config.engine import EngineConfig
+from ...config.engine import OFF, EngineConfig
 from ...errors import ConfigError
 from ...machine.facts import read_machine_facts
 from ..tokenizer import load_tokenizer
@@ -30,6 +33,7 @@ class _Figures:
 
     kind: str
     num_bytes: int
+    num_quantized_bytes: int
     perplexity: float
     next_tokens: tuple[int, ...]  # the most likely one after each token
 
@@ -67,8 +71,8 @@ class QuantizationReport:
 def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     """Load the model on the CPU, first in full, then quantised as in ``config``, and compare.
 
-    Raises ``ConfigError`` if the text is too short, or the checkpoint is quantised on disk;
-    ``ModelError`` if the model cannot be loaded.
+    Raises ``ConfigError`` if the text is too short, or both are the same; ``ModelError`` if the
+    model cannot be loaded.
     """
     assert config.model is not None and config.quantization is not None
     from ....gpu.execution.threads import set_threads
@@ -83,8 +87,14 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
         raise ConfigError(f"--text has {len(tokens)} tokens, too few to predict any")
     placement = place_engine(config, read_machine_facts())
     set_threads(placement.machine.num_threads)
-    full_config = replace(config, quantization=None, lm_head_quantization="auto")
+    full_config = replace(config, quantization=OFF, lm_head_quantization="auto")
+    if config.quantization == OFF:
+        config = replace(config, quantization=None)
     full, quantized = (_figures(one, tokens) for one in (full_config, config))
+    if not quantized.num_quantized_bytes:
+        raise ConfigError(
+            f"{model} is served in full; give --quantization int8 or int4, to compare with it"
+        )
     return QuantizationReport(model, full, quantized)
 
 
@@ -97,17 +107,16 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
     loaded = assemble.load(source, config, lambda _: None, kept=kept_directory())
     try:
         kind = loaded.weights.kind or str(loaded.dtype).removeprefix("torch.")
-        if config.quantization is None and loaded.weights.kind:
-            raise ConfigError(
-                f"{config.model} is in {kind} on disk; there are no full weights to compare with"
-            )
         loss, next_tokens = 0.0, []
         for window, logprobs in _logprobs(loaded, tokens):
             followers = window[1:]
             loss -= float(logprobs[range(len(followers)), followers].sum())
             next_tokens += logprobs.argmax(dim=-1).tolist()
         perplexity = math.exp(loss / len(next_tokens))
-        return _Figures(kind, loaded.weights.num_bytes, perplexity, tuple(next_tokens))
+        weights = loaded.weights
+        return _Figures(
+            kind, weights.num_bytes, weights.quantized_bytes, perplexity, tuple(next_tokens)
+        )
     finally:
         loaded.close()
 

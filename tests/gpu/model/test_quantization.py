@@ -19,13 +19,8 @@ from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
 from corun.gpu.model import quantization
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.fingerprint import model_fingerprint
-from corun.gpu.model.quantization import (
-    Quantization,
-    QuantizedLinears,
-    Weights,
-    check_dtype,
-    plan_quantization,
-)
+from corun.gpu.model.quantization import QuantizedLinears, Weights
+from corun.gpu.model.quantization_plan import Quantization, check_dtype, plan_quantization
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import StoredQuantization
 from corun.runtime.config.engine import EngineConfig
@@ -95,7 +90,7 @@ def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
 
 
 def test_nf4_is_full_weights_unless_integers_are_asked_for() -> None:
-    stored = StoredQuantization("bitsandbytes", frozenset())
+    stored = StoredQuantization("bitsandbytes")
     for device in ("cpu", "cuda"):
         assert plan(nf4_config(), device=device) == Quantization(None, None, stored)
     assert plan(nf4_config(), quantization="int4") == Quantization(4, 8, stored)
@@ -137,7 +132,7 @@ def test_products_are_of_bfloat16_unless_another_type_is_asked_for(
 ) -> None:
     assert check_dtype(torch.float16, INT8, is_chosen=False) == torch.bfloat16
     assert check_dtype(torch.bfloat16, INT8, is_chosen=True) == torch.bfloat16
-    nf4 = Quantization(None, None, StoredQuantization("bitsandbytes", frozenset()))
+    nf4 = Quantization(None, None, StoredQuantization("bitsandbytes"))
     assert check_dtype(torch.float32, nf4, is_chosen=False) == torch.bfloat16
     assert check_dtype(torch.float32, nf4, is_chosen=True) == torch.float32
     assert "slower" not in caplog.text
@@ -305,7 +300,7 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
     planned = plan(load_config(ModelSource(str(four_bit))))
     assert planned is not None
     made, weights = load(four_bit, planned, tmp_path / "kept")
-    assert "14 matrices of the checkpoint are in 4 bits (bitsandbytes)" in caplog.text
+    assert "14 matrices of the checkpoint are quantised (bitsandbytes)" in caplog.text
     dense = load_file(model / "model.safetensors")
     for path, backend in backends(made).items():
         assert torch.equal(backend.weight, dense[f"{path}.weight"])
@@ -338,7 +333,7 @@ def test_a_checkpoint_that_only_says_that_it_is_quantised_is_named(
     planned = plan(load_config(ModelSource(str(model))))
     assert planned is not None
     load(model, planned)
-    assert "4 bits (bitsandbytes), but no tensor is; the weights are served as" in caplog.text
+    assert "quantised (bitsandbytes), but no tensor is; the weights are served as" in caplog.text
 
 
 def test_quantised_weights_that_no_linear_takes_are_refused(model: Path) -> None:

@@ -9,7 +9,7 @@ from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.load import load_model
 from corun.gpu.model.probe import record_attention
-from corun.gpu.model.quantization import plan_quantization
+from corun.gpu.model.quantization_plan import plan_quantization
 from corun.gpu.model.skeleton import target_map_of, without_initial_values
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.targets import build_target_map, record_calls, with_calls
@@ -93,7 +93,7 @@ def test_check_decides_as_serve(model_type: str, tmp_path: Path) -> None:
     assert served.vocabularies == checked.vocabularies
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "hqq", "quanto", "exl3"])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "exl3", "modelopt"])
 def test_quantised_weights_that_are_not_read(method: str, tmp_path: Path) -> None:
     config = base_config("llama")
     config.quantization_config = {"quant_method": method}

@@ -3,7 +3,9 @@
 The packers here follow the formats' own descriptions, element by element.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,8 @@ import numpy as np
 import pytest
 import torch
 from corun.gpu.model.source import ModelSource
-from corun.gpu.model.stored_quantization import (
-    StoredQuantization,
-    read_stored,
-    read_stored_quantization,
-    stored_paths,
-)
+from corun.gpu.model.stored_integers import find_stored_integers, read_stored, stored_paths
+from corun.gpu.model.stored_quantization import StoredQuantization, read_stored_quantization
 from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.errors import ModelError
 from safetensors.torch import save_file
@@ -57,12 +55,17 @@ class Matrix:
         if not symmetric:
             self.zeros = rng.integers(1, 1 << bits, (OUT, groups))
         self.scales = rng.uniform(0.01, 0.02, (OUT, groups)).astype(np.float16)
+        self.groups = np.arange(IN) // group_size  # of each input
+
+    def in_act_order(self) -> "Matrix":
+        """With inputs of all groups in any order."""
+        self.groups = np.random.default_rng(0).permutation(self.groups)
+        return self
 
     @property
     def dense(self) -> np.ndarray:
-        zeros = np.repeat(self.zeros, self.group_size, axis=1)
-        scales = np.repeat(self.scales.astype(np.float32), self.group_size, axis=1)
-        dense: np.ndarray = (self.codes - zeros).astype(np.float32) * scales
+        scales = self.scales.astype(np.float32)[:, self.groups]
+        dense: np.ndarray = (self.codes - self.zeros[:, self.groups]).astype(np.float32) * scales
         return dense
 
     def gptq(self, offset: int = 1) -> Tensors:
@@ -70,7 +73,7 @@ class Matrix:
             "qweight": pack(self.codes, self.bits).T,
             "qzeros": pack((self.zeros - offset).T, self.bits),
             "scales": torch.from_numpy(self.scales.T.copy()),
-            "g_idx": torch.arange(IN, dtype=torch.int32) // self.group_size,
+            "g_idx": torch.from_numpy(self.groups.astype(np.int32)),
         }
 
     def awq(self) -> Tensors:
@@ -89,6 +92,8 @@ class Matrix:
         self.scales = found["weight_scale"].float().numpy()
         if has_zeros:
             found["weight_zero_point"] = pack(self.zeros.T, self.bits).T
+        if not np.array_equal(self.groups, np.sort(self.groups)):
+            found["weight_g_idx"] = torch.from_numpy(self.groups.astype(np.int32))
         return found
 
     def integers(self) -> Tensors:
@@ -109,17 +114,53 @@ def files(path: Path, tensors: Tensors) -> WeightFiles:
 def check(path: Path, matrix: Matrix, tensors: Tensors, stored: StoredQuantization) -> None:
     found = files(path, tensors)
     assert stored_paths(found) == {"layer"}
-    weight = read_stored(found, "layer", (OUT, IN), stored)
-    assert weight.bits == matrix.bits
-    assert np.array_equal(weight.dequantized(), matrix.dense)
+    if not stored.in_full:
+        weight = read_stored(found, "layer", (OUT, IN), stored)
+        assert weight.bits == matrix.bits
+        assert np.array_equal(weight.dequantized(), matrix.dense)
+    full = find_stored_integers(found, stored)
+    assert full.parts == set(found.names)
+    ((name, one),) = full.matrices.items()
+    assert (name, one.shape) == ("layer.weight", (OUT, IN))
+    dense = torch.from_numpy(matrix.dense).to(one.dtype)
+    assert torch.equal(one.read(0, OUT), dense) and torch.equal(one.read(3, 7), dense[3:7])
 
 
-@pytest.mark.parametrize("group_size", [64, 128, IN])
+@pytest.mark.parametrize("group_size", [32, 64, 128, IN])
 @pytest.mark.parametrize(("form", "offset"), [("gptq", 1), ("gptq_v2", 0)])
 def test_gptq(tmp_path: Path, form: str, offset: int, group_size: int) -> None:
-    stored = read(gptq(checkpoint_format=form))
+    stored = read(gptq(checkpoint_format=form, group_size=group_size))
+    assert stored.in_full == (group_size == 32)
     matrix = Matrix(4, group_size)
     check(tmp_path, matrix, matrix.gptq(offset), stored)
+
+
+@pytest.mark.parametrize(
+    ("packing", "offset"), [("auto_gptq", 1), ("gptq", 1), ("gptqmodel", 0), (None, 1)]
+)
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_auto_round(tmp_path: Path, packing: str | None, offset: int, group_size: int) -> None:
+    form = packing and f"auto_round:{packing}"
+    stored = read(gptq(quant_method="auto-round", packing_format=form, group_size=group_size))
+    assert stored.in_full == (group_size == 32)
+    matrix = Matrix(4, group_size)
+    check(tmp_path, matrix, matrix.gptq(offset), stored)
+
+
+def test_act_order(tmp_path: Path) -> None:
+    matrix = Matrix(4).in_act_order()
+    check(tmp_path, matrix, matrix.gptq(), read(gptq(desc_act=True)))
+
+
+def test_act_order_of_compressed_tensors(tmp_path: Path) -> None:
+    matrix = Matrix(4).in_act_order()
+    stored = read(compressed(actorder="group", symmetric=False))
+    check(tmp_path, matrix, matrix.compressed(has_zeros=True), stored)
+
+
+def test_8_bits_with_zero_points(tmp_path: Path) -> None:
+    matrix = Matrix(8)
+    check(tmp_path, matrix, matrix.gptq(), read(gptq(bits=8, sym=False)))
 
 
 def test_gptq_in_8_bits(tmp_path: Path) -> None:
@@ -128,18 +169,24 @@ def test_gptq_in_8_bits(tmp_path: Path) -> None:
     assert matrix.codes.min() == 0  # -128, which quantising here never gives
 
 
-@pytest.mark.parametrize("group_size", [64, 128])
-def test_awq(tmp_path: Path, group_size: int) -> None:
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("method", ["awq", "auto-round"])
+def test_awq(tmp_path: Path, method: str, group_size: int) -> None:
     matrix = Matrix(4, group_size)
-    check(tmp_path, matrix, matrix.awq(), read(awq()))
+    fields = awq(group_size=group_size)
+    if method == "auto-round":
+        fields |= {"quant_method": method, "packing_format": "auto_round:auto_awq"}
+    check(tmp_path, matrix, matrix.awq(), read(fields))
 
 
-@pytest.mark.parametrize("group_size", [128, IN])
+@pytest.mark.parametrize("group_size", [32, 128, IN])
 @pytest.mark.parametrize(("bits", "symmetric"), [(8, True), (4, True), (4, False)])
 def test_compressed_tensors(tmp_path: Path, bits: int, symmetric: bool, group_size: int) -> None:
     matrix = Matrix(bits, group_size, symmetric=symmetric)
     tensors = matrix.compressed(has_zeros=not symmetric)
-    check(tmp_path, matrix, tensors, read(compressed(num_bits=bits)))
+    stored = read(compressed(num_bits=bits, group_size=group_size))
+    assert stored.in_full == (group_size == 32)
+    check(tmp_path, matrix, tensors, stored)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -174,45 +221,62 @@ def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_activations() -> dict[str, Any]:
-    fields = compressed()
+def test_weights_count_and_activations_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fields = compressed("int-quantized", num_bits=8, strategy="channel")
+    weights_only = read(fields)
+    assert not caplog.text and not weights_only.in_full
     fields["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    return fields
+    assert read(fields) == weights_only
+    assert "corun leaves activations as they are" in caplog.text
 
 
-def test_bitsandbytes_is_read_in_full() -> None:
+def test_what_is_read_in_full() -> None:
     """The format of each matrix is in the files."""
-    full = StoredQuantization("bitsandbytes", frozenset())
+    full = StoredQuantization("bitsandbytes")
+    assert full.in_full
     assert read(four_bit_config()) == full
     assert read({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}) == full
+    assert read({"quant_method": "bitsandbytes", "load_in_8bit": True}) == full
+    assert read({"quant_method": "mxfp4"}) == StoredQuantization("mxfp4")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 64]}
+    assert read(blocks) == StoredQuantization("fp8", block=(128, 64))
+    floats = compressed("float-quantized", num_bits=8, type="float", strategy="block",
+                        block_structure=[128, 128])  # fmt: skip
+    assert read(floats).in_full and read(floats).block == (128, 128)
+    assert (
+        read(gptq(desc_act=True)).in_full and not read(gptq(desc_act=True, group_size=-1)).in_full
+    )
+    assert not read(compressed(actorder="static")).in_full
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"quant_method": "bitsandbytes"}, "neither a quant_method nor load_in_4bit"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_8bit": True},
-            "bitsandbytes in 8 bits; corun supports nf4 and fp4 in 4; serve the full model",
-        ),
-        ({"quant_method": "fp8"}, "'fp8'; corun supports gptq, awq, .*; serve the full model"),
-        (gptq(bits=3), "GPTQ in 3 bits"),
-        (gptq(group_size=32), "groups of 32; corun supports multiples of 64"),
+        ({"quant_method": "hqq"}, "'hqq'; corun supports gptq, awq, .*; serve the full model"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt 'e5m2'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp8 with expert_dtype 'fp4'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not valid: ValueError"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of .0, 128"),
+        (gptq(quant_method="auto-round", data_type="mx_fp"), "auto-round of 'mx_fp'"),
+        (gptq(quant_method="auto-round", packing_format="auto_round:fp8"), "format 'auto_round:f"),
+        (gptq(bits=3), "gptq in 3 bits"),
+        (gptq(group_size=0), "groups of 0"),
         (gptq(checkpoint_format="marlin"), "'marlin'"),
         (gptq(rotation="hadamard"), "rotation 'hadamard'"),
-        (gptq(bits="four"), "GPTQ in four bits"),
+        (gptq(bits="four"), "gptq in four bits"),
         ({"quant_method": "gptq"}, "not valid: KeyError"),
         (awq(version="gemv"), "'gemv'"),
-        (awq(group_size=96), "groups of 96"),
+        (awq(group_size=-2), "groups of -2"),
         (compressed("nvfp4-pack-quantized"), "nvfp4"),
         (compressed(type="float"), "of type 'float'"),
-        (compressed(strategy="tensor"), "by 'tensor'"),
-        (compressed(group_size=32), "groups of 32"),
+        (compressed(strategy="block"), "by 'block'"),
+        (compressed("float-quantized", type="float", num_bits=4), "of 4 bits of type 'float'"),
         (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed() | {"transform_config": {"u": 1}}, "transform_config"),
         (compressed() | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
         (compressed() | {"something_new": 1}, "something_new"),
-        (with_activations(), "input_activations: quantised activations"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
@@ -220,10 +284,13 @@ def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], reaso
         read(fields)
 
 
+GPTQ = StoredQuantization("gptq", frozenset({4}), "gptq", 1, in_full=False)
+
+
 def damaged(change: Callable[[Tensors], object]) -> tuple[Tensors, StoredQuantization]:
     tensors = Matrix(4).gptq()
     change(tensors)
-    return tensors, StoredQuantization("gptq", frozenset({4}), 1)
+    return tensors, GPTQ
 
 
 @pytest.mark.parametrize(
@@ -232,10 +299,11 @@ def damaged(change: Callable[[Tensors], object]) -> tuple[Tensors, StoredQuantiz
         (lambda t: t["scales"].fill_(float("nan")), "not finite"),
         (lambda t: t["scales"][0, 3].fill_(float("inf")), "not finite"),
         (lambda t: t["qzeros"].fill_(-1), "zero points from 16 to 16, beyond 0 to 15"),
-        (lambda t: t["g_idx"].copy_(t["g_idx"].flip(0)), "act-order"),
+        (lambda t: t["g_idx"][9:10].fill_(2), "g_idx does not name one of 2 groups"),
+        (lambda t: t["g_idx"][9:10].fill_(-1), "g_idx does not name one of 2 groups"),
+        (lambda t: t.update(g_idx=t["g_idx"][:99]), "g_idx does not name one of 2 groups"),
         (lambda t: t.pop("scales"), "no tensor scales"),
         (lambda t: t.update(scales=t["scales"][:, :5]), "scales"),
-        (lambda t: t.update(scales=t["scales"].repeat(4, 1), g_idx=torch.arange(IN) // 32), "64"),
         (lambda t: t.update(qweight=t["qweight"][:5]), "is not .16, 256. in 4 or 8 bits"),
         (lambda t: t.update(qzeros=t["qzeros"][:1]), "zero points"),
     ],
@@ -244,17 +312,30 @@ def test_damaged_matrices_are_refused(
     tmp_path: Path, change: Callable[[Tensors], object], reason: str
 ) -> None:
     tensors, stored = damaged(change)
+    found = files(tmp_path, tensors)
     with pytest.raises(ModelError, match=f"linear layer cannot be read: .*{reason}"):
-        read_stored(files(tmp_path, tensors), "layer", (OUT, IN), stored)
+        read_stored(found, "layer", (OUT, IN), stored)
+    with pytest.raises(ModelError, match="linear layer cannot be read"):
+        find_stored_integers(found, stored).matrices["layer.weight"].read(0, OUT)
 
 
-def test_8_bits_with_zero_points_are_refused(tmp_path: Path) -> None:
-    found = files(tmp_path, Matrix(8).gptq())
-    with pytest.raises(ModelError, match="8 bits and zero points"):
-        read_stored(found, "layer", (OUT, IN), StoredQuantization("gptq", frozenset({8}), 1))
+@pytest.mark.parametrize(
+    ("matrix", "bits", "reason"),
+    [
+        (Matrix(8), 8, "8 bits and zero points"),
+        (Matrix(4).in_act_order(), 4, "not neighbours"),
+        (Matrix(4, 32), 4, "groups must be multiples of 64"),
+    ],
+)
+def test_what_config_json_does_not_say_is_refused(
+    matrix: Matrix, bits: int, reason: str, tmp_path: Path
+) -> None:
+    found = files(tmp_path, matrix.gptq())
+    with pytest.raises(ModelError, match=f"{reason}.*--quantization off reads it in full"):
+        read_stored(found, "layer", (OUT, IN), replace(GPTQ, bits=frozenset({bits})))
 
 
 def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
     found = files(tmp_path, Matrix(4).gptq())
     with pytest.raises(ModelError, match="96 inputs are not a multiple of 64"):
-        read_stored(found, "layer", (OUT, 96), StoredQuantization("gptq", frozenset({4}), 1))
+        read_stored(found, "layer", (OUT, 96), GPTQ)

@@ -1,0 +1,101 @@
+"""Decides what of a model is quantised, and the type of everything else."""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
+from ...runtime.config.engine import OFF, EngineConfig
+from ...runtime.errors import ConfigError
+from .stored_quantization import StoredQuantization, read_stored_quantization
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which linears get how many bits."""
+
+    bits: int | None  # of linears that are not quantised yet; None = unchanged
+    head_bits: int | None  # of lm_head, likewise
+    stored: StoredQuantization | None  # the checkpoint's own quantisation
+
+    @property
+    def stored_bits(self) -> frozenset[int]:
+        """Bits of the checkpoint's integers that are served as stored."""
+        return self.stored.bits if self.stored and not self.stored.in_full else frozenset()
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether any linear is served in 8 or 4 bits."""
+        return bool(self.bits or self.head_bits or self.stored_bits)
+
+    @property
+    def label(self) -> str:
+        """Identifies the conversion of the weights, besides their files."""
+        stored = " as stored" if self.stored_bits else ""
+        return f"linears {self.bits}{stored}, head {self.head_bits}, groups of {GROUP_SIZE}"
+
+
+def plan_quantization(
+    config: EngineConfig, hf_config: Any, device: torch.device
+) -> Quantization | None:
+    """Decide what is quantised; None if nothing.
+
+    Raises ``ConfigError`` for options that contradict the device or the checkpoint, ``ModelError``
+    for an unsupported quantised checkpoint.
+    """
+    stored = read_stored_quantization(hf_config)
+    asked, head = config.quantization, config.lm_head_quantization
+    if asked == OFF:
+        asked = None
+        stored = stored and replace(stored, in_full=True)
+    bits = None if asked is None else _BITS[asked]
+    if stored is None and asked is None:
+        if head in _BITS:
+            raise ConfigError(
+                f"--lm-head-quantization {head} needs --quantization, or a quantised checkpoint"
+            )
+        return None
+    is_kept = stored is not None and not stored.in_full
+    if stored is not None and is_kept and bits is not None:
+        if stored.bits != {bits}:
+            found = " and ".join(f"int{bits}" for bits in sorted(stored.bits))
+            raise ConfigError(
+                f"--quantization is {asked}, but the checkpoint is already in {found} "
+                f"({stored.method}); leave it out"
+            )
+        bits = None
+    head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
+    plan = Quantization(bits, head_bits, stored)
+    if plan.has_integers and device.type != "cpu":
+        what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
+        way = "use --device cpu"
+        if stored is not None and is_kept:
+            what, way = f"a checkpoint of {stored.method}", f"{way}, or --quantization off"
+        raise ConfigError(f"{what} is supported only on the CPU; {way}")
+    return plan
+
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> torch.dtype:
+    """The dtype in which a quantised model computes, besides its integers.
+
+    ``dtype``: the dtype without quantisation; ``is_chosen``: set by the user, and then used.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.bfloat16:
+        return dtype
+    if is_chosen:
+        if plan.has_integers:
+            _LOG.warning(
+                "--dtype %s with quantised weights dequantises them for each product, which is "
+                "exact, but many times slower than --dtype bfloat16", name,
+            )  # fmt: skip
+        return dtype
+    _LOG.info("the model's type is %s; with quantised weights it is served in bfloat16", name)
+    return torch.bfloat16

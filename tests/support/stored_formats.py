@@ -1,0 +1,181 @@
+"""Models with linears or experts as published checkpoints quantise them, and what they represent.
+
+Written element by element, as the formats are described; the nearest code of each weight.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+_BLOCK = 32
+_LARGEST_FLOAT = 448.0  # of 8 bits, e4m3
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _fp8(matrix: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """Codes, scales [blocks of rows, blocks of columns], values."""
+    out, width = matrix.shape
+    padded = torch.zeros(-(-out // rows) * rows, -(-width // columns) * columns)
+    padded[:out, :width] = matrix
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = blocks.abs().amax((1, 3)).clamp(min=1e-6) / _LARGEST_FLOAT
+    of_each = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:out, :width]
+    codes = (matrix / of_each).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * of_each
+
+
+def _fp8_blocks(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, dense = _fp8(matrix, _BLOCK, _BLOCK)
+    return {"weight": codes, "weight_scale_inv": scales}, dense
+
+
+def _fp8_whole(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, dense = _fp8(matrix, *matrix.shape)
+    one = scales.squeeze()
+    return {"weight": codes, "weight_scale_inv": one, "activation_scale": one.clone()}, dense
+
+
+def _fp8_rows(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, dense = _fp8(matrix, 1, matrix.shape[1])
+    return {"weight": codes, "weight_scale": scales}, dense
+
+
+def _int8_rows(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scales = matrix.abs().amax(1, keepdim=True) / 127
+    codes = (matrix / scales).round().to(torch.int8)
+    return {"weight": codes, "weight_scale": scales}, codes * scales
+
+
+def _bitsandbytes(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    largest = matrix.abs().amax(1)
+    codes = (matrix * 127 / largest[:, None]).round().to(torch.int8)
+    stored = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0).byte()}
+    return stored, codes * largest[:, None] * (1 / 127)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """[a, b] -> int32 [a, b / 8], the first in the lowest bits."""
+    eights = codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    words = eights.sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _groups(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes of 4 bits, scales and zero points of groups of 32, values."""
+    blocks = matrix.unflatten(1, (-1, _BLOCK))
+    low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+    scales = (high - low).clamp(min=1e-6) / 15
+    zeros = (-low / scales).round().clamp(1, 15)
+    codes = (blocks / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    dense = (codes - zeros[..., None]) * scales[..., None]
+    return codes.flatten(1), scales, zeros, dense.flatten(1)
+
+
+def _packed(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, zeros, dense = _groups(matrix)
+    return {
+        "weight_packed": _words(codes), "weight_scale": scales,
+        "weight_zero_point": _words(zeros.T).T, "weight_shape": torch.tensor(matrix.shape),
+    }, dense  # fmt: skip
+
+
+def _act_order(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    order = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    codes, scales, zeros, dense = _groups(matrix[:, order])
+    back = order.argsort()
+    return {
+        "qweight": _words(codes[:, back]).T,
+        "qzeros": _words((zeros - 1).T), "scales": scales.T,
+        "g_idx": (torch.arange(matrix.shape[1]) // _BLOCK)[back].int(),
+    }, dense[:, back]  # fmt: skip
+
+
+def _experts(matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Of gpt-oss: [experts, in, out]."""
+    blocks = matrices.transpose(1, 2).unflatten(2, (-1, _BLOCK))
+    exponents = blocks.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2
+    scaled = blocks * torch.exp2(-exponents)[..., None]
+    codes = (scaled.abs()[..., None] - _E2M1).abs().argmin(-1)
+    dense = _E2M1[codes] * scaled.sign() * torch.exp2(exponents)[..., None]
+    codes += 8 * (scaled < 0)
+    stored = {"_blocks": (codes[..., ::2] + 16 * codes[..., 1::2]).byte(),
+              "_scales": (exponents + 127).byte()}  # fmt: skip
+    return stored, dense.flatten(2).transpose(1, 2)
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
+    "fp8 blocks": (
+        _fp8_blocks, {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]},
+    ),
+    "fp8": (
+        _fp8_whole,
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    ),
+    "compressed fp8": (
+        _fp8_rows, _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    ),
+    "compressed int8": (
+        _int8_rows, _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+    ),
+    "compressed int4": (
+        _packed,
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", symmetric=False,
+                    group_size=_BLOCK),
+    ),
+    "bitsandbytes int8": (
+        _bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ),
+    "gptq act-order": (
+        _act_order,
+        {"quant_method": "gptq", "bits": 4, "group_size": _BLOCK, "desc_act": True, "sym": False},
+    ),
+    "mxfp4": (_experts, {"quant_method": "mxfp4"}),
+}  # fmt: skip
+
+_AS_STORED = ("compressed int8",)
+
+
+def store_in(form: str, directory: Path, target: Path) -> Path:
+    """Write a copy of a model in a format to ``target``, and dequantised again to ``directory``.
+
+    Embeddings, heads, norms and routers stay as they are, and so do inputs of other than whole
+    groups of corun where a format is served as stored.
+    """
+    write, config_entry = FORMATS[form]
+    shutil.copytree(directory, target)
+    file = directory / "model.safetensors"
+    full, stored = load_file(file), {}
+    for name, tensor in list(full.items()):
+        path = name.rpartition(".")[0]
+        stays = any(one in name for one in ("embed", "lm_head", "router", "mlp.gate."))
+        is_expert = form == "mxfp4"
+        stays |= form in _AS_STORED and tensor.shape[-1] % GROUP_SIZE > 0
+        if stays or tensor.ndim != (3 if is_expert else 2):
+            stored[name] = tensor
+            continue
+        parts, dense = write(tensor)
+        full[name] = dense.contiguous()
+        before = name if is_expert else f"{path}."
+        stored |= {f"{before}{end}": one.contiguous() for end, one in parts.items()}
+    save_file(full, file, metadata={"format": "pt"})
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = config_entry
+    (target / "config.json").write_text(json.dumps(config))
+    return target
