@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .runtime.adapters.mix import LoRAMix
     from .runtime.config.engine import EngineConfig
     from .runtime.errors import (
         AdapterChangedError,
@@ -54,6 +55,7 @@ __all__ = [
     "EngineDeadError",
     "EngineHungError",
     "InvalidKeyError",
+    "LoRAMix",
     "LoRARequest",
     "Logprob",
     "LoraResolver",
@@ -82,6 +84,7 @@ _MODULES = {
     "EngineConfig": ".runtime.config.engine",
     "SamplingParams": ".runtime.sampling",
     "StructuredOutput": ".runtime.sampling",
+    "LoRAMix": ".runtime.adapters.mix",
     "LoRARequest": ".runtime.frontend.outputs",
     "LoraResolver": ".runtime.frontend.lora_resolvers",
     "Logprob": ".runtime.frontend.outputs",

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.registry import AdapterVersion
+from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.channel import encode_frame
@@ -166,12 +167,14 @@ class Engine:
     def _facts(self, path: str) -> AdapterFacts:
         return self._machine.adapter_facts(path, self._load.rank)
 
-    def outline(self, path: str) -> AdapterOutline:
+    def outline(self, path: AdapterPath) -> AdapterOutline:
         """Not used."""
         raise NotImplementedError
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
-        facts = self._facts(path)
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
+        facts = self._facts(str(path))
         is_kept = make_room(facts.host_bytes) is not None
         return AdapterContent(facts, is_kept=is_kept)
 

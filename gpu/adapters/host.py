@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from ...runtime.adapters.resolved import AdapterPath
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import AdapterError
 from ...runtime.plan import HostPlace, HostPlaceId
@@ -105,7 +106,7 @@ class HostAdapters:
         if self._copier is not None:
             self._copier.set_compute_stream(compute)
 
-    def outline(self, path: str) -> tuple[int, int, tuple[str, ...]]:
+    def outline(self, path: AdapterPath) -> tuple[int, int, tuple[str, ...]]:
         """Check all of an adapter but its values.
 
         Returns its largest rank, its bytes on the device, and the parts of its file that change no
@@ -117,7 +118,7 @@ class HostAdapters:
         num_bytes = self._device_bytes(path, plans, host_bytes)
         return adapter.max_rank, num_bytes, adapter.left_out
 
-    def register(self, path: str, make_room: MakeRoom) -> RegisteredAdapter:
+    def register(self, path: AdapterPath, make_room: MakeRoom) -> RegisteredAdapter:
         """Read and check an adapter, and store it if ``make_room`` returns a place.
 
         Raises ``AdapterError`` naming what is wrong.
@@ -150,7 +151,7 @@ class HostAdapters:
             facts.is_kept,
         )  # fmt: skip
 
-    def fetch(self, digest: str, path: str, place: HostPlace) -> AdapterLoad:
+    def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> AdapterLoad:
         """Start to bring the adapter with this content to the device; see ``AdapterStore.fetch``.
 
         ``AdapterLoad.read`` must be called for it unless its place is filled.
@@ -188,7 +189,7 @@ class HostAdapters:
             )
 
     def _device_bytes(
-        self, path: str, plans: Sequence[GroupPlan], host_bytes: Sequence[int]
+        self, path: AdapterPath, plans: Sequence[GroupPlan], host_bytes: Sequence[int]
     ) -> int:
         """Device memory of an adapter. Raises ``AdapterError`` if it can never fit."""
         num_bytes = sum(host_bytes)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.adapters.digest import ContentDigest
-from ...runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
+from ...runtime.adapters.resolved import (
+    AdapterPath,
+    AdapterReader,
+    RawTensor,
+    ResolvedAdapter,
+    TakeTensor,
+)
 from ...runtime.errors import AdapterUnavailableError, CorunError, ResourceError
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
@@ -125,8 +131,8 @@ def _region_ends(layers: Sequence[int]) -> dict[int, int]:
     return {layer: number for number, layer in enumerate(layers, start=1)}
 
 
-# Opens a PEFT directory; raises ``AdapterError``.
-OpenSource = Callable[[str], AdapterReader]
+# Opens a PEFT directory, or those of a mix; raises ``AdapterError``.
+OpenSource = Callable[[AdapterPath], AdapterReader]
 # Returns a place for an adapter with these bytes per layer, in whole pages; None = no room.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
@@ -220,12 +226,12 @@ class AdapterStore:
         )
         self._contents: dict[str, ContentDigest] = {}  # of registered adapters, by name
 
-    def outline(self, path: str) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
+    def outline(self, path: AdapterPath) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
         """The facts of its header, and its regions. Raises ``AdapterError``."""
         with self._open(path) as source:
             return source.adapter, self.layout.plan(source.adapter)
 
-    def register(self, path: str, make_room: MakeRoom) -> StoredFacts:
+    def register(self, path: AdapterPath, make_room: MakeRoom) -> StoredFacts:
         """Read and check an adapter, and store it in the arena if there is room.
 
         Raises ``AdapterError`` naming what is wrong.
@@ -247,7 +253,7 @@ class AdapterStore:
                 entry is not None,
             )  # fmt: skip
 
-    def fetch(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
+    def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> HostAdapter:
         """Refer to the registered adapter with this content.
 
         If its place is not filled the caller must fill it with ``HostAdapter.read``. Raises
@@ -280,7 +286,7 @@ class AdapterStore:
         except ShmError as error:
             _LOG.warning("%s", error)
 
-    def _read_again(self, digest: str, path: str, place: HostPlace) -> HostAdapter:
+    def _read_again(self, digest: str, path: AdapterPath, place: HostPlace) -> HostAdapter:
         source = self._open(path)
         try:
             source.expect(self._contents[digest])

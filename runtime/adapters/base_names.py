@@ -71,6 +71,12 @@ class BaseRemarks:
             )  # fmt: skip
 
 
+def full_name_in(path: str | None) -> str | None:
+    """Return the name in a path or hub id, of the model that it is a quantised copy of, or None."""
+    name = name_in(path)
+    return None if name is None else _full(name)
+
+
 def _full(name: str) -> str:
     # Llama is published with and without the name of its publisher.
     return _QUANTIZED.sub("", name).removeprefix("meta-")

@@ -24,11 +24,13 @@ class ContentDigest:
 
     head: bytes  # configuration; names, types and shapes of all tensors
     layers: tuple[bytes, ...]  # values, by layer, ascending
+    parts: tuple["ContentDigest", ...] = ()  # of the adapters of a mix, which has no layers here
 
     @cached_property
     def hexadecimal(self) -> str:
         """One digest of all parts, which identifies the content."""
-        return _digest_of((self.head, *self.layers)).hex()
+        parts = (bytes.fromhex(part.hexadecimal) for part in self.parts)
+        return _digest_of((self.head, *self.layers, *parts)).hex()
 
 
 def digest_head(configuration: Mapping[str, object], tensors: Iterable[TensorKind]) -> bytes:

@@ -21,6 +21,7 @@ from ..plan import AdapterId
 from .content import AdapterContent, FileStamp
 from .conventions import NO_CONVENTIONS, AdapterConventions
 from .info import AdapterInfo, DrainingVersion, Residency
+from .mix import LoRAMix
 from .names import (
     DRAINING,
     FAILED,
@@ -30,6 +31,7 @@ from .names import (
     unavailable_adapter,
     unknown_name,
 )
+from .resolved import AdapterPath
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
 
@@ -40,7 +42,7 @@ class AdapterVersion:
 
     adapter_id: AdapterId
     name: str
-    path: str
+    path: AdapterPath
     facts: AdapterFacts
     conventions: AdapterConventions = NO_CONVENTIONS
     weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that it was read from
@@ -90,11 +92,11 @@ class Registered:
 class _Entry:
     """The state of a name."""
 
-    path: str
+    path: AdapterPath
     version: AdapterVersion | None = None  # serves new requests
     outline: AdapterOutline | None = None  # of content not read yet; serves once it has been read
     load_id: LoadId | None = None  # the load that is running
-    load_path: str = ""  # and its path
+    load_path: AdapterPath = ""  # and its path
     reason: str | None = None  # of the last load's failure
     is_pinned: bool = False  # applies to every version
 
@@ -127,12 +129,12 @@ class AdapterRegistry:
     _freed: dict[AdapterId, AdapterVersion] = field(default_factory=dict)  # and not yet removed
     _num_loads: int = 0
 
-    def path_of(self, name: str) -> str | None:
+    def path_of(self, name: str) -> AdapterPath | None:
         """The path of ``name``; None if it is not registered."""
         entry = self._entries.get(name)
         return None if entry is None else entry.path
 
-    def unread_path(self, name: str) -> str | None:
+    def unread_path(self, name: str) -> AdapterPath | None:
         """The path of ``name`` if its content has not been read yet, else None."""
         entry = self._entries.get(name)
         return None if entry is None or entry.outline is None else entry.path
@@ -142,13 +144,14 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         return entry is not None and entry.load_id is not None
 
-    def begin_loading(self, name: str, path: str) -> LoadId:
+    def begin_loading(self, name: str, path: AdapterPath) -> LoadId:
         """Start a load or reload; ``ready`` or ``failed`` ends it.
 
         Raises ``AdapterError`` if the name is not allowed, ``AdapterUnavailableError`` while it is
         already being loaded.
         """
-        check_adapter_name(name, self.base_names)
+        if isinstance(path, str):  # a mix has a name that no other adapter can have
+            check_adapter_name(name, self.base_names)
         entry = self._entries.setdefault(name, _Entry(path))
         if entry.load_id is not None:
             raise unavailable_adapter(name, LOADING, None)
@@ -159,7 +162,7 @@ class AdapterRegistry:
         return entry.load_id
 
     def ready(
-        self, name: str, path: str, load_id: LoadId, content: AdapterContent
+        self, name: str, path: AdapterPath, load_id: LoadId, content: AdapterContent
     ) -> Registered | None:
         """End a load successfully; None if the name was removed meanwhile (free the bytes).
 
@@ -216,6 +219,12 @@ class AdapterRegistry:
         """The version in service for ``name``, or None."""
         entry = self._entries.get(name)
         return None if entry is None else entry.version
+
+    def is_idle(self, name: str) -> bool:
+        """Whether no load of ``name`` is running and no request refers to its version."""
+        entry = self._entries[name]
+        held = None if entry.version is None else self._held[entry.version.adapter_id]
+        return entry.load_id is None and (held is None or not held.num_references)
 
     def largest_unpinned_bytes(self, *, without: str) -> int:
         """The largest unpinned version in service: what requests may need beside pinned ones."""
@@ -282,7 +291,12 @@ class AdapterRegistry:
     def info(
         self, name: str, residency_of: Callable[[AdapterVersion], Residency]
     ) -> AdapterInfo | None:
-        """Return the published state of a name; None if no adapter has it any more."""
+        """Return the published state of a name; None if no adapter has it any more.
+
+        Mixes are not published.
+        """
+        if LoRAMix.named(name) is not None:
+            return None
         entry = self._entries.get(name)
         draining = [
             DrainingVersion(
@@ -297,7 +311,7 @@ class AdapterRegistry:
         is_final = entry.state in (FAILED, READY)
         return AdapterInfo(
             name=name,
-            path=entry.path if version is None else version.path,
+            path=str(entry.path if version is None else version.path),
             state=entry.state,
             reason=entry.reason if is_final else None,
             rank=0 if served is None else served.rank,
@@ -380,6 +394,6 @@ def _draining_info(
     newest = [*held.values()][-1].version
     *older, last = draining
     return AdapterInfo(
-        name, newest.path, DRAINING, None, newest.rank, newest.num_bytes, newest.digest,
+        name, str(newest.path), DRAINING, None, newest.rank, newest.num_bytes, newest.digest,
         residency=last.residency, draining=tuple(older),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An adapter that fits the model: the tensors of its file, by target.
+"""Where an adapter is read from, and what fits the model: the tensors of its file, by target.
 
 Plain data between the reader, which knows files, and the device side, which knows arithmetic.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+from .conventions import AdapterConventions
 from .digest import ContentDigest
 from .target_map import Target
 
@@ -78,6 +79,30 @@ class ResolvedAdapter:
         )
         scaled = (lora.target for lora in self.targets if lora.magnitudes is not None)
         return matrices + FACTOR_BYTES * sum(target.out_features for target in scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """The version of a part that a mix is made of."""
+
+    name: str
+    path: str
+    digest: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MixSource:
+    """All that a mix is read from."""
+
+    parts: tuple[PartSource, ...]
+    conventions: AdapterConventions
+
+    def __str__(self) -> str:
+        return " and ".join(part.path for part in self.parts)
+
+
+AdapterPath = str | MixSource  # a PEFT directory, or those of a mix
 
 
 # Called with one tensor and its bytes, which are valid until it returns.

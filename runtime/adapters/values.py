@@ -84,6 +84,13 @@ def check_magnitudes(raw: RawTensor, data: memoryview) -> None:
         )
 
 
+def float32_of(raw: RawTensor, data: memoryview) -> np.ndarray:
+    """Return a copy of a tensor's values (``data``: its bytes), float32 [*raw.shape]."""
+    stored = _STORED[raw.dtype]
+    values = _floats(np.frombuffer(data, dtype=stored.dtype), stored)
+    return values.astype(np.float32).reshape(raw.shape)
+
+
 def _largest_magnitude(bits: np.ndarray, stored: _Stored) -> int:
     """Return the bits of the largest absolute value; NaN is larger than infinity."""
     largest = 0

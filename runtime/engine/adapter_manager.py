@@ -7,13 +7,15 @@ Connects three independent parts: the registry (names and versions), the engine 
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from ..adapter import AdapterFacts
 from ..adapters.dir_changes import WatchState
 from ..adapters.dir_watch import LoraDirWatch
 from ..adapters.info import AdapterInfo
+from ..adapters.mix import LoRAMix
 from ..adapters.names import taken_name
-from ..adapters.registry import AdapterRegistry, AdapterVersion
+from ..adapters.registry import AdapterRegistry, AdapterVersion, Registered
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
@@ -28,6 +30,7 @@ from .messages import (
     ReadAdapter,
     RemoveAdapter,
 )
+from .mixes import AdapterMixes
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ class AdapterManager:
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)), base_names)
         self._files = files
         self._host = host
-        self._device: AdapterResidency | None = None
+        self._device: AdapterResidency  # of ``attach``
         self._reader = AdapterReaderThread(files, self._make_room, background_cpus)
         self._maybe_unused: set[str] = set()  # digests that may have no version any more
         self._done: list[OperationDone] = []
@@ -67,6 +70,9 @@ class AdapterManager:
         self._outlining: set[str] = set()  # names with headers being read
         # Operations that wait for a read of the same name.
         self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
+        self._mixes = AdapterMixes(
+            self._registry, self.must_wait, self._begin_reading, self._unregister
+        )
 
     def attach(self, device: AdapterResidency) -> None:
         """Set the engine core, which removals need."""
@@ -81,6 +87,7 @@ class AdapterManager:
 
     def resolve(self, name: str) -> AdapterVersion:
         """Return the version for new requests; raises ``RequestError``."""
+        self._mixes.use(name)
         return self._registry.resolve(name)
 
     def acquire(self, adapter_id: AdapterId) -> None:
@@ -116,7 +123,9 @@ class AdapterManager:
             return
         unread_path = self._registry.unread_path(message.name) if message.pinned else None
         if unread_path is not None:
-            self._begin_reading(message.operation_id, message.name, unread_path, True)
+            self._begin_reading(
+                ReadJob(message.operation_id, message.name, unread_path, pinned=True)
+            )
             return
         self.pin_now(message.name, is_pinned=message.pinned)
         if self._state_file is not None:
@@ -127,9 +136,12 @@ class AdapterManager:
         """Whether requests for ``name`` must wait for its files to be read; starts the read."""
         if name in self._outlining:
             return True
+        mix = LoRAMix.named(name)
+        if mix is not None:
+            return self._mixes.must_wait(name, mix)
         path = self._registry.unread_path(name)
         if path is not None and not self._registry.is_loading(name):
-            self._begin_reading(None, name, path, None)
+            self._begin_reading(ReadJob(None, name, path))
         return path is not None
 
     def add_unread(self, name: str, path: str) -> None:
@@ -163,9 +175,9 @@ class AdapterManager:
                 if self._registry.path_of(name) == path:
                     _LOG.info("adapter %r was removed from its directory", name)
                     self._unregister(name)
-        for job in self._reader.answered():
-            if self._registry.path_of(job.name) == job.path:
-                self._follow_change(job.name, job.path)
+        for name, path in self._reader.answered():
+            if self._registry.path_of(name) == path:
+                self._follow_change(name, path)
 
     def _follow_change(self, name: str, path: str) -> None:
         """Load an adapter that was added or changed at ``path``."""
@@ -175,7 +187,7 @@ class AdapterManager:
         _LOG.info("adapter %r was added or changed: %s", name, path)
         try:
             is_new = self._registry.serving(name) is None
-            self._begin_reading(None, name, path, None, outline_only=is_new)
+            self._begin_reading(ReadJob(None, name, path, outline_only=is_new))
         except CorunError as error:
             _LOG.error("cannot serve adapter %r: %s", name, error)
 
@@ -192,7 +204,6 @@ class AdapterManager:
 
         Raises ``RequestError`` if the adapter is unknown or not ready, or if there is no room.
         """
-        assert self._device is not None
         version = self._registry.resolve(name)
         if is_pinned:
             self._check_pin(name, version.facts, version)
@@ -207,6 +218,7 @@ class AdapterManager:
 
         Unless ``is_due``, changes are returned only with results or if requests need them.
         """
+        self._mixes.drop_unused()
         self._follow_changes()
         for read in self._reader.take():
             self._complete_read(read)
@@ -215,14 +227,12 @@ class AdapterManager:
         done: list[OperationDone] = []
         if self._state_file is None or self._state_file.is_written:
             done, self._done = self._done, []
-        assert self._device is not None
         must_publish = is_due or done or self._publisher.must_publish
         changes = self._publisher.publish(self._device) if must_publish else None
         return [*done] if changes is None else [changes, *done]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         """Return all registered adapters; later changes are returned by ``poll``."""
-        assert self._device is not None
         return self._publisher.publish_all(self._device)
 
     def fileno(self) -> int:
@@ -250,14 +260,12 @@ class AdapterManager:
             if unread_path is None:
                 self._done.append(OperationDone(message.operation_id))
             else:
-                self._begin_reading(message.operation_id, message.name, unread_path, None)
+                self._begin_reading(ReadJob(message.operation_id, message.name, unread_path))
             return
         if not message.replaces and unread_path not in (None, message.path):
             raise taken_name(message.name)  # its content is unknown
-        self._begin_reading(
-            message.operation_id, message.name, message.path, message.pinned,
-            replaces=message.replaces, is_kept=True,
-        )  # fmt: skip
+        job = ReadJob(message.operation_id, message.name, message.path, pinned=message.pinned)
+        self._begin_reading(replace(job, replaces=message.replaces, is_kept=True))
 
     def _begin_postponed(self, name: str) -> None:
         """Begin the operations that waited for the read of ``name``."""
@@ -271,22 +279,15 @@ class AdapterManager:
         if not waiting:
             self._postponed.pop(name, None)
 
-    def _begin_reading(
-        self, operation_id: int | None, name: str, path: str, pinned: bool | None,
-        *, replaces: bool = True, is_kept: bool = False, outline_only: bool = False,
-    ) -> None:  # fmt: skip
-        """Queue a directory for the reading thread. Raises ``RequestError`` if it cannot begin."""
-        load_id = self._registry.begin_loading(name, path)
-        self._publisher.mark((name,))
-        if outline_only:
-            self._outlining.add(name)
-        known = self._registry.serving(name)
-        if known is not None and known.path != path:
-            known = None
-        job = ReadJob(
-            operation_id, name, path, load_id, pinned, replaces, is_kept, outline_only, known
-        )
-        self._reader.put(job)
+    def _begin_reading(self, job: ReadJob) -> None:
+        """Begin a load for the reading thread. Raises ``RequestError`` if it cannot begin."""
+        load_id = self._registry.begin_loading(job.name, job.path)
+        self._publisher.mark((job.name,))
+        if job.outline_only:
+            self._outlining.add(job.name)
+        old = self._registry.serving(job.name)
+        known = old if old is not None and old.path == job.path else None
+        self._reader.put(replace(job, load_id=load_id, known=known))
 
     def _remove(self, message: RemoveAdapter) -> None:
         self._unregister(message.name)
@@ -298,28 +299,29 @@ class AdapterManager:
         old = self._registry.serving(name)
         freed = self._registry.remove(name)
         if old is not None:  # running requests do not keep it pinned
-            assert self._device is not None
             self._device.unpin_adapter(old.adapter_id)
         self._drop(freed)
         self._publisher.mark((name,))
+        self._mixes.drop_with(name)
 
     def _complete_read(self, read: ReadDone) -> None:
         """Apply the result of reading a directory."""
         job = read.job
         self._publisher.mark((job.name,))
         self._outlining.discard(job.name)
+        if self._mixes.has_read(job.name):
+            self.notify()
         if read.outline is not None:
             self._registry.outlined(job.name, job.load_id, read.outline)
             return
         content = read.content
         facts = None if content is None else content.facts
         if read.place_id is not None:
-            assert self._device is not None
             digest = content.facts.digest if content is not None and content.is_kept else None
             self._device.end_registration(read.place_id, digest)
         old = self._registry.serving(job.name)
         is_pinned = self._registry.is_pinned(job.name) if job.pinned is None else job.pinned
-        error = read.error or self._pin_error(job.name, facts, old, is_pinned=is_pinned)
+        error = read.error or self._pin_error(job.name, facts if is_pinned else None, old)
         if error is None and old is not None and not job.replaces and not old.has(content):
             error = taken_name(job.name)
         if content is None or error is not None:
@@ -335,39 +337,43 @@ class AdapterManager:
             self._maybe_unused.add(content.facts.digest)
             return
         self._publisher.mark((job.name,), must_publish=True)
-        if old is not None and registered.is_new:
-            assert self._device is not None
-            self._device.unpin_adapter(old.adapter_id)
-        self._drop(registered.freed)
+        if old is not None:
+            self._replaced(old, registered)
         self.pin_now(job.name, is_pinned=is_pinned)
         if self._state_file is not None and job.is_kept:
-            self._state_file.put(RememberedAdapter(job.name, job.path, is_pinned))
+            self._state_file.put(RememberedAdapter(job.name, str(job.path), is_pinned))
         self._end(job)
+
+    def _replaced(self, old: AdapterVersion, registered: Registered) -> None:
+        """Another load of an adapter that was in service has ended."""
+        if registered.is_new:
+            self._device.unpin_adapter(old.adapter_id)
+        if registered.version is not old:
+            self._mixes.drop_with(old.name)
+        self._drop(registered.freed)
 
     def _end(self, job: ReadJob, error: CorunError | None = None) -> None:
         """Report the end of a read, to its operation or to the log."""
         if job.operation_id is None:
-            if error is not None:
+            if error is not None and isinstance(job.path, str):  # requests name the faults of mixes
                 _LOG.error("cannot serve adapter %r: %s", job.name, error)
             return
         failure = () if error is None else (str(error), error.kind)
         self._done.append(OperationDone(job.operation_id, *failure))
 
     def _pin_error(
-        self, name: str, facts: AdapterFacts | None, old: AdapterVersion | None, *, is_pinned: bool
-    ) -> CorunError | None:
-        """Return why the content cannot be pinned, if it must be."""
-        if facts is None or not is_pinned:
-            return None
+        self, name: str, facts: AdapterFacts | None, old: AdapterVersion | None
+    ) -> RequestError | None:
+        """Return why ``facts``, if any, cannot be pinned."""
         try:
-            self._check_pin(name, facts, old)
+            if facts is not None:
+                self._check_pin(name, facts, old)
         except RequestError as error:
             return error
         return None
 
     def _check_pin(self, name: str, facts: AdapterFacts, old: AdapterVersion | None) -> None:
         """Raise ``RequestError`` unless ``name`` can be pinned with this content."""
-        assert self._device is not None
         other_bytes = self._registry.largest_unpinned_bytes(without=name)
         replaced = None if old is None else old.adapter_id
         self._device.check_pin(facts.num_bytes, other_bytes, replaced)
@@ -379,19 +385,16 @@ class AdapterManager:
         unused = self._maybe_unused - self._registry.digests()
         self._maybe_unused.clear()
         for digest in sorted(unused):
-            assert self._device is not None
             self._device.drop_content(digest)
             self._host.remove_content(digest)
 
     def _drop(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Evict versions without references."""
         for adapter_id in adapter_ids:
-            assert self._device is not None
             self._device.drop_adapter(adapter_id)
 
     def _make_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
         """Ask the core for a place, and evict what it names before the place is written."""
-        assert self._device is not None
         room = self._device.place_registration(layer_bytes)
         self._host.evict(room.evictions)
         return room.place

@@ -16,6 +16,7 @@ from ...cpu_workers.affinity import place_thread
 from ..adapter import AdapterOutline
 from ..adapters.content import AdapterContent
 from ..adapters.registry import AdapterVersion, LoadId
+from ..adapters.resolved import AdapterPath
 from ..errors import AdapterError, CorunError
 from ..file_calls import FILES
 from ..plan import HostPlace, HostPlaceId
@@ -26,26 +27,31 @@ _LOG = logging.getLogger(__name__)
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 
-class AdapterFiles(Protocol):
-    """Reads and checks directories; raises ``CorunError`` with the problem."""
+_NOT_BEGUN = LoadId(0)
 
-    def outline(self, path: str) -> AdapterOutline:
+
+class AdapterFiles(Protocol):
+    """Reads and checks directories and mixes; raises ``CorunError`` with the problem."""
+
+    def outline(self, path: AdapterPath) -> AdapterOutline:
         """Check everything except values."""
         ...
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
         """Read all. ``known``: a version read there before; its weights may be the same."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """A directory to read for a name."""
+    """A directory or a mix to read for a name."""
 
     operation_id: int | None  # None = for requests, not for an operation
     name: str
-    path: str
-    load_id: LoadId
+    path: AdapterPath
+    load_id: LoadId = _NOT_BEGUN
     pinned: bool | None = None  # None = as the name is at the end
     replaces: bool = True  # replaces a version with other content
     is_kept: bool = False  # stored beyond the engine's end
@@ -82,8 +88,8 @@ class AdapterReaderThread:
         self._asked: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[HostPlace | None] = queue.SimpleQueue()
         self.num_reading = 0  # jobs put and not yet taken
-        # Jobs that failed because their file systems do not answer, by name and path.
-        self._silent: dict[tuple[str, str], ReadJob] = {}
+        # Names and paths of jobs that failed because their file systems do not answer.
+        self._silent: set[tuple[str, str]] = set()
         self._is_closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="corun-adapter-reader", daemon=True)
@@ -105,15 +111,15 @@ class AdapterReaderThread:
         while not self._done.empty():
             done = self._done.get()
             self.num_reading -= 1
-            if done.error is not None and FILES.is_silent(done.job.path):
-                self._silent[done.job.name, done.job.path] = done.job
+            path = done.job.path
+            if done.error is not None and isinstance(path, str) and FILES.is_silent(path):
+                self._silent.add((done.job.name, path))
             yield done
 
-    def answered(self) -> Sequence[ReadJob]:
-        """Return the jobs that failed because their file systems did not answer, and now do."""
-        answered = [one for one in self._silent.values() if not FILES.is_silent(one.path)]
-        for job in answered:
-            del self._silent[job.name, job.path]
+    def answered(self) -> set[tuple[str, str]]:
+        """Return names and paths of jobs whose file systems did not answer, and now do."""
+        answered = {(name, path) for name, path in self._silent if not FILES.is_silent(path)}
+        self._silent -= answered
         return answered
 
     def read_now(self, job: ReadJob) -> ReadDone:

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ..adapters.conventions import NO_CONVENTIONS, TEMPLATE_NAME, AdapterConventions
+from ..adapters.mix import LoRAMix, conventions_of_mix
 from ..adapters.vocabulary import TokenDifferences
 from ..engine.messages import ModelInfo
 from ..errors import RequestError
 from .added_tokens import with_added
 from .chat_template import RENDER_ERRORS, ChatTemplate
-from .inputs import Lora, MadePrompt
+from .inputs import Lora, MadePrompt, lora_name_of
 from .lora_client import LoraClient
-from .outputs import LoRARequest
 from .tokenizer import Tokenizer
 
 _MAX_TEMPLATES = 1024
@@ -118,15 +118,19 @@ class AdapterTokenizers:
 
     async def conventions_of(self, lora: Lora) -> Conventions:
         """See ``AsyncEngine.conventions_of``."""
-        name = lora.lora_name if isinstance(lora, LoRARequest) else lora
+        name = lora_name_of(lora)
         if name is None:
             return Conventions(self._base)
-        own, waited_s = self._loras.conventions_of(name), 0.0
-        if own is None:
-            began_s = time.monotonic()
-            own = await self._loras.read_conventions_of(name, self._model.max_queue_s)
-            waited_s = time.monotonic() - began_s
-        own = own or NO_CONVENTIONS
+        began_s, waited_s = time.monotonic(), 0.0
+        parts = [part for part, _ in lora.parts] if isinstance(lora, LoRAMix) else [name]
+        found = []
+        for part in parts:
+            one = self._loras.conventions_of(part)
+            if one is None:
+                one = await self._loras.read_conventions_of(part, self._model.max_queue_s)
+                waited_s = time.monotonic() - began_s
+            found.append((part, one or NO_CONVENTIONS))
+        own = conventions_of_mix(found)
         tokenizer = await self._tokenizer_of(own.tokens)
         return Conventions(tokenizer, name, own, self._template_of(own), waited_s)
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
+from ..adapters.mix import LoRAMix
 from ..config.engine import EngineConfig
 from ..engine.loop import OwnPolicies
 from ..engine.messages import AddRequest, ModelInfo
@@ -28,7 +29,7 @@ from .outputs import LoRARequest
 from .tokenizer import Tokenizer, check_token_ids
 
 Prompt = str | Sequence[int]
-Lora = LoRARequest | str | None
+Lora = LoRARequest | LoRAMix | str | None
 _Item = TypeVar("_Item")
 
 _POLICIES = ("scheduling_policy", "memory_policy")
@@ -69,8 +70,7 @@ class PreparedRequest:
 
     def engine_requests(self, engine_ids: Iterator[int]) -> list[AddRequest]:
         """Return one engine request per choice, with ids drawn from ``engine_ids``."""
-        lora = self.lora_request
-        adapter_name = lora.lora_name if isinstance(lora, LoRARequest) else lora
+        adapter_name = lora_name_of(self.lora_request)
         prompt = tuple(self.prompt_token_ids)
         return [
             AddRequest(
@@ -80,6 +80,11 @@ class PreparedRequest:
             )
             for sampling in self.samplings
         ]  # fmt: skip
+
+
+def lora_name_of(lora: Lora) -> str | None:
+    """Return the engine's name of an adapter or a mix; None = the base model."""
+    return lora if lora is None or isinstance(lora, str) else lora.lora_name
 
 
 def read_options(
@@ -223,7 +228,7 @@ def read_batch(
     else:
         params = _one_per_prompt("sampling_params", sampling_params, len(texts))
     loras: Sequence[Lora]
-    if lora_request is None or isinstance(lora_request, str | LoRARequest):
+    if lora_request is None or isinstance(lora_request, str | LoRARequest | LoRAMix):
         loras = [lora_request] * len(texts)
     else:
         loras = _one_per_prompt("lora_request", lora_request, len(texts))
@@ -233,7 +238,7 @@ def read_batch(
                 f"sampling_params has {item!r}, expected SamplingParams", param="sampling_params"
             )
     for lora in loras:
-        if lora is not None and not isinstance(lora, str):
+        if lora is not None and not isinstance(lora, str | LoRAMix):
             check_lora_request(lora)
     return [BatchItem(*columns) for columns in zip(texts, params, loras, strict=True)]
 

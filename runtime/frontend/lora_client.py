@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from ..adapters.info import AdapterInfo
+from ..adapters.mix import LoRAMix
 from ..adapters.names import FAILED, READY, check_adapter_name
 from ..engine.client import EngineClient
 from ..engine.messages import (
@@ -82,6 +83,9 @@ class LoraClient:
         if isinstance(lora, str):
             await self.find(lora)
             self.directory.check_usable(lora)
+        elif isinstance(lora, LoRAMix):
+            for name, _ in lora.parts:
+                await self.resolve(name)
         elif lora is not None:
             await self.add(lora, reload=False)
 

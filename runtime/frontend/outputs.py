@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..adapters.mix import LoRAMix
 from ..timing import EngineTiming
 
 
@@ -116,7 +117,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    lora_request: LoRARequest | str | None = None
+    lora_request: LoRARequest | LoRAMix | str | None = None
     # With ``prompt_logprobs``: an entry per token of the prompt, None for the first.
     prompt_logprobs: list[TokenCandidates | None] | None = None
 

@@ -132,6 +132,14 @@ class ColdEngine:
     def register(self, name: str, path: Path) -> None:
         self._operate(AddAdapter(next(self._ids), name, str(path)))
 
+    def wait_read(self, name: str) -> None:
+        """Have what requests for ``name`` wait for be read, as for a mix."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._assembly.adapters.must_wait(name):
+            assert time.monotonic() < deadline_s, f"{name} was not read in time"
+            self._assembly.adapters.poll()
+            time.sleep(0.001)
+
     def unregister(self, name: str) -> None:
         """Begin to; its running requests go on."""
         self._assembly.adapters.handle(RemoveAdapter(next(self._ids), name))

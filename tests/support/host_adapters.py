@@ -12,7 +12,7 @@ from corun.gpu.lora.table import LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.load import open_adapter
-from corun.runtime.adapters.resolved import AdapterReader
+from corun.runtime.adapters.resolved import AdapterPath, AdapterReader
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.errors import CorunError
 from corun.runtime.memory.host_cache import HostCache
@@ -128,9 +128,9 @@ class Host:
         assert self.arena.place_ids <= self.cache.place_ids
         assert self.arena.taken_bytes <= self.cache.taken_bytes
 
-    def _open(self, path: str) -> AdapterReader:
+    def _open(self, path: AdapterPath) -> AdapterReader:
         self.num_opened += 1
-        return self._gate.wrap(open_adapter(Path(path), self.target_map, max_rank=64))
+        return self._gate.wrap(open_adapter(Path(str(path)), self.target_map, max_rank=64))
 
 
 def shared(budget_bytes: int) -> ArenaSize:

@@ -24,6 +24,7 @@ from corun.runtime.adapters.checkpoint import Checkpoint
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.load import open_adapter
 from corun.runtime.adapters.registry import AdapterVersion
+from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.cli.main import configure_logging
 from corun.runtime.cli.parser import parse_arguments
@@ -167,12 +168,14 @@ class _Files:
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
 
-    def outline(self, path: str) -> AdapterOutline:
-        facts = self._facts(path)
+    def outline(self, path: AdapterPath) -> AdapterOutline:
+        facts = self._facts(str(path))
         return AdapterOutline(facts.rank, facts.num_bytes)
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
-        facts = self._facts(path)
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
+        facts = self._facts(str(path))
         is_kept = make_room(facts.host_bytes) is not None
         return AdapterContent(facts, is_kept=is_kept)
 

@@ -37,6 +37,7 @@ from corun.gpu.model.targets import build_target_map
 from corun.profiles.link import Direction
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
+from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.engine.assembly.resources import MemoryPlan
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
@@ -450,5 +451,5 @@ class LoadingEngine:
             assert self.host.arena.place_ids >= cache.place_ids
 
 
-def _open(path: str) -> OpenAdapter:
-    return open_adapter(Path(path), _target_map(), max_rank=_MAX_RANK)
+def _open(path: AdapterPath) -> OpenAdapter:
+    return open_adapter(Path(str(path)), _target_map(), max_rank=_MAX_RANK)

@@ -15,9 +15,11 @@ from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.folder_files import AdapterRoots
 from ...adapters.load import OpenAdapter, open_adapter
+from ...adapters.mix import open_mix
 from ...adapters.names import unknown_name
 from ...adapters.peft_config import CONFIG_NAME
 from ...adapters.registry import AdapterVersion
+from ...adapters.resolved import AdapterPath, AdapterReader, MixSource
 from ...adapters.state_file import AdapterStateFile
 from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name
@@ -74,7 +76,7 @@ def make_host_adapters(
 
     remarks, roots = BaseRemarks(read_served_base(source)), adapter_roots(config)
 
-    def open_source(path: str) -> OpenAdapter:
+    def open_directory(path: str) -> OpenAdapter:
         try:
             adapter = open_adapter(
                 Path(path), loaded.target_map, max_rank=config.max_lora_rank, base=base, roots=roots
@@ -88,6 +90,11 @@ def make_host_adapters(
         remarks.log(path, adapter.spec.base_model_name_or_path)
         return adapter
 
+    def open_source(path: AdapterPath) -> AdapterReader:
+        if isinstance(path, str):
+            return open_directory(path)
+        return open_mix(path, open_directory, config.max_lora_rank)
+
     slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
     size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, slab)
     group_layers: GroupLayers = one_group
@@ -99,20 +106,25 @@ def make_host_adapters(
 
 
 class HostFiles:
-    """See ``AdapterFiles``: reads directories and registers them with the host's adapters."""
+    """See ``AdapterFiles``: reads adapters and registers them with the host's."""
 
     def __init__(self, host: "HostAdapters", conventions: ConventionReader | None) -> None:
         """``conventions``: None = all adapters have those of the base."""
         self._host = host
         self._conventions = conventions
 
-    def outline(self, path: str) -> AdapterOutline:
+    def outline(self, path: AdapterPath) -> AdapterOutline:
         """See ``AdapterFiles``."""
         return AdapterOutline(*self._host.outline(path))
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
         """See ``AdapterFiles``."""
         try:
+            if isinstance(path, MixSource):
+                facts, is_kept = self._register(path, make_room)
+                return AdapterContent(facts, path.conventions, None, is_kept)
             return self._read(Path(path), make_room, known)
         except OSError as error:
             raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
@@ -135,7 +147,7 @@ class HostFiles:
             )
         return AdapterContent(facts, conventions, weights_stamps, is_kept)
 
-    def _register(self, path: str, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+    def _register(self, path: AdapterPath, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
         adapter = self._host.register(path, make_room)
         layers = AdapterLayers(
             adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.not_by_workers

@@ -13,6 +13,7 @@ from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterVersion
+from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
@@ -102,23 +103,25 @@ class Files:
         self.gate = threading.Event()
         self.gate.set()
 
-    def outline(self, path: str) -> AdapterOutline:
+    def outline(self, path: AdapterPath) -> AdapterOutline:
         assert path in self.content, path
         if path in self.refused:
             raise AdapterError("bad header")
         return AdapterOutline(rank=8, num_bytes=100)
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
         self.num_reads += 1
         self.known = known
         self.read_on = os.sched_getaffinity(0)
         assert self.gate.wait(10)
-        content = self.content[path]
+        content = self.content[str(path)]
         place = make_room((60, 40)) if path in self.kept else None
         if isinstance(content, Exception):
             raise content
         facts = AdapterFacts(digest=content, rank=8, num_bytes=100)
-        conventions = self.conventions.get(path, NO_CONVENTIONS)
+        conventions = self.conventions.get(str(path), NO_CONVENTIONS)
         return AdapterContent(facts, conventions, is_kept=place is not None)
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:

@@ -11,6 +11,7 @@ from corun.runtime.adapter import AdapterFacts, AdapterLayers, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.registry import AdapterVersion
+from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.core import CoreConfig, EngineCore
@@ -69,13 +70,15 @@ class World:
         self.num_requests = 0
         self.levels = Counter[str]()  # that were published
 
-    def outline(self, path: str) -> AdapterOutline:
+    def outline(self, path: AdapterPath) -> AdapterOutline:
         raise NotImplementedError
 
-    def read(self, path: str, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
+    def read(
+        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
+    ) -> AdapterContent:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
-            self.contents[path], 8, sum(GROUP_BYTES), layers=layers,
+            self.contents[str(path)], 8, sum(GROUP_BYTES), layers=layers,
             host_bytes=(PAGESIZE, PAGESIZE),
         )  # fmt: skip
         return AdapterContent(facts)
