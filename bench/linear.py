@@ -30,13 +30,13 @@ from typing import Any
 
 import numba
 import torch
-from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE, INT4, INT8
+from corun.cpu_workers.kernels.simd.layout import CODED_BITS, GROUP_SIZE
 from corun.gpu.forward.kernel_threads import set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.numba_backend import FusedProduct, KernelLinear, NumbaLinear
 from corun.gpu.linear.quantized import quantize
-from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
+from corun.gpu.linear.quantized_linear import TAGS, PackedWeight, QuantizedLinear
 from corun.gpu.linear.select import select_linear_backend
 from corun.gpu.replay.capture import Capture
 from corun.gpu.replay.captured_pass import CapturedPass
@@ -68,8 +68,12 @@ class Shapes:
 
 # Of weights in so many bits: what a few tokens may take of the time to read them, and how many
 # times faster than products of float32 many tokens must be.
-_QUANTIZED_BOUNDS = {8: (1.3, 1.3), 4: (1.6, 2.0)}
-_BITS = {"int8": 8, "int4": 4}
+_QUANTIZED_BOUNDS = {"int8": (1.25, 1.3), "int4": (1.3, 2.0), "w8a8": (1.25, 2.0)}
+
+
+def _bits(quantization: str) -> int:
+    """Bits of the codes of weights."""
+    return CODED_BITS[TAGS[quantization].dtype.name][0]
 
 
 class _MakeQuantized:
@@ -81,7 +85,9 @@ class _MakeQuantized:
         self.name = name
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearBackend:
-        return QuantizedLinear(PackedWeight.of(quantize(weight, _BITS[self.name])), bias)
+        return QuantizedLinear(
+            PackedWeight.of(quantize(weight, _bits(self.name)), is_w8a8=self.name == "w8a8"), bias
+        )
 
 
 def _makers(dtype: torch.dtype, quantization: str | None) -> list[MakeLinear]:
@@ -180,7 +186,7 @@ def _is_reached(row: dict[str, Any], tokens: int, quantization: str | None) -> b
     if quantization is None:
         reached: bool = row["share"]["median"] >= _bound_of(tokens)
         return reached
-    memory, float32 = _QUANTIZED_BOUNDS[_BITS[quantization]]
+    memory, float32 = _QUANTIZED_BOUNDS[quantization]
     if tokens <= 2:
         return bool(row["share of memory"]["median"] >= 1 / memory)
     return bool(row["over float32"]["median"] >= float32) if tokens >= 32 else None
@@ -232,7 +238,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=_BITS, help="weights of 8 or 4 bits")
+    parser.add_argument("--quantization", choices=TAGS, help="weights of 8 or 4 bits")
     parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
     return parser.parse_args()
 
@@ -248,12 +254,12 @@ def main() -> None:
     dtype = _dtype(arguments.dtype)
     quantization = arguments.quantization
     backends = _backends(shapes, dtype, quantization)
-    tag = None if quantization is None else {8: INT8, 4: INT4}[_BITS[quantization]]
+    tag = None if quantization is None else TAGS[quantization]
     meter = FloorMeter(arguments.threads, clock=clock, tag=tag)
     num_weights = sum(features * sum(outputs) for features, outputs in shapes.groups())
     num_bytes = float(dtype.itemsize * num_weights)
     if quantization is not None:
-        num_bytes = num_weights * (_BITS[quantization] / 8 + 4 / GROUP_SIZE)
+        num_bytes = num_weights * (_bits(quantization) / 8 + 4 / GROUP_SIZE)
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     widths = sorted({features for features, _ in shapes.groups()})

@@ -1,6 +1,7 @@
 """Products on the CPU with weights of 8 or 4 bits: by corun's own kernel, or dequantised."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,8 @@ from ..forward.launcher import current_launcher
 from .numba_backend import KernelLinear
 from .quantized import QuantizedWeight
 
+# By name, as in the options.
+TAGS: Mapping[str, np.generic] = dict(int8=layout.INT8, int4=layout.INT4, w8a8=layout.W8A8)
 _WEIGHTS_AT_ONCE = 1 << 20  # dequantised at a time
 
 
@@ -25,61 +28,69 @@ class PackedWeight:
     process that made them: others are for another kernel. They are only read, and may be a
     mapped file.
 
+    tag: ``layout.INT8``, ``INT4`` or ``W8A8``.
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
     zero_points: of ``layout.pack_zero_points``, or None = 8 everywhere.
     """
 
-    bits: int
+    tag: np.generic
     out_features: int
     in_features: int
     blocks: np.ndarray
     zero_points: np.ndarray | None
 
     def __post_init__(self) -> None:
-        shape = layout.quantized_shape(self.out_features, self.in_features, self.bits)
+        shape = layout.quantized_shape(self.out_features, self.in_features, self.tag)
         assert self.blocks.shape == shape and self.blocks.dtype == np.uint8, self.blocks.shape
         assert self.blocks.flags.c_contiguous
         if self.zero_points is not None:
             assert self.zero_points.shape == (*shape[:2], layout.quantized_panel_columns())
             assert self.zero_points.dtype == np.uint8 and self.zero_points.flags.c_contiguous
 
+    @property
+    def name(self) -> str:
+        """As in ``TAGS``."""
+        return next(name for name, tag in TAGS.items() if tag.dtype == self.tag.dtype)
+
     @classmethod
-    def of(cls, weight: QuantizedWeight) -> "PackedWeight":
-        """Pack a matrix, in huge pages if available."""
+    def of(cls, weight: QuantizedWeight, *, is_w8a8: bool = False) -> "PackedWeight":
+        """Pack a matrix, in huge pages if available; ``is_w8a8``: codes of 8 bits for ``W8A8``."""
+        tag = layout.INT4 if weight.bits == 4 else layout.W8A8 if is_w8a8 else layout.INT8
         out_features, in_features = weight.codes.shape
-        shape = layout.quantized_shape(out_features, in_features, weight.bits)
+        shape = layout.quantized_shape(out_features, in_features, tag)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
-        layout.pack_quantized(weight.codes, weight.scales, weight.bits, blocks)
+        layout.pack_quantized(weight.codes, weight.scales, tag, blocks)
         zero_points = weight.zero_points
         if zero_points is not None:
             zero_points = layout.pack_zero_points(zero_points)
-        return cls(weight.bits, out_features, in_features, blocks, zero_points)
+        return cls(tag, out_features, in_features, blocks, zero_points)
 
     def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
         """The matrix before packing, or the rows of some panels of it: a copy."""
         panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
         out_features = self.out_features - first_panel * layout.quantized_panel_columns()
-        codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.bits)
+        codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.tag)
         zero_points = self.zero_points
         if zero_points is not None:
             zero_points = layout.unpack_zero_points(zero_points[panels], out_features)
-        return QuantizedWeight(self.bits, codes, scales, zero_points)
+        bits, _ = layout.CODED_BITS[self.tag.dtype.name]
+        return QuantizedWeight(bits, codes, scales, zero_points)
 
 
 class QuantizedLinear(KernelLinear):
     """Holds only the packed matrix; x and results are bfloat16.
 
-    x is rounded to 16 bits for weights of 8, and to 8 for weights of 4, with a scale for each group
-    of 64 values. A token with an x that is not finite gets NaN for all of its result.
+    x is rounded to 16 bits for ``INT8``, and to 8 for the others, with a scale for each group of 64
+    values. A token with an x that is not finite gets NaN for all of its result.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         """Take ownership of ``packed``; bias: [out_features] or None."""
         self.packed = packed
-        self.name = f"int{packed.bits}"
+        self.name = packed.name
         super().__init__(
-            layout.INT8 if packed.bits == 8 else layout.INT4,
-            (packed.out_features, packed.in_features), packed.blocks, bias, packed.zero_points,
+            packed.tag, (packed.out_features, packed.in_features), packed.blocks, bias,
+            packed.zero_points,
         )  # fmt: skip
 
     @property
@@ -101,7 +112,7 @@ class DequantizedLinear:
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
         """Take ownership of ``packed``; bias: [out_features] or None."""
         self.packed = packed
-        self.name = f"dequantised int{packed.bits}"
+        self.name = f"dequantised {packed.name}"
         self.bias = None if bias is None else bias.detach()
         rows = max(1, _WEIGHTS_AT_ONCE // packed.in_features)
         self._panels_at_once = max(1, rows // layout.quantized_panel_columns())

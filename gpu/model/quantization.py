@@ -25,7 +25,7 @@ from ...runtime.errors import ModelError
 from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, cached_answer
 from ..linear.quantized import QuantizedWeight, quantize
-from ..linear.quantized_linear import DequantizedLinear, PackedWeight, QuantizedLinear
+from ..linear.quantized_linear import TAGS, DequantizedLinear, PackedWeight, QuantizedLinear
 from .four_bit import find_four_bit
 from .full_files import Found, FullFiles
 from .load import load_model
@@ -149,11 +149,11 @@ class QuantizedLinears:
         """The format of most weights, for logs, such as "int4, head int8"; "" = all in full."""
         plan = self._quantization
         bits = plan.stored_bits if plan.bits is None else {plan.bits}
-        kinds = [" and ".join(f"int{bits}" for bits in sorted(bits))] if bits else []
+        kinds = [" and ".join(map(plan.name_of, sorted(bits)))] if bits else []
         if plan.bits is not None and plan.head_bits is None:
             kinds.append("head in full")
         elif plan.head_bits is not None and bits != {plan.head_bits}:
-            kinds.append(f"head int{plan.head_bits}")
+            kinds.append(f"head {plan.name_of(plan.head_bits)}")
         return ", ".join(kinds)
 
     def quantizes_all(self, model: nn.Module) -> bool:
@@ -170,12 +170,12 @@ class QuantizedLinears:
         arrays = None if self._kept is None else self._kept.read(path)
         if arrays is None:
             weight = self._weight(path, linear)
-            packed = PackedWeight.of(weight)
+            packed = PackedWeight.of(weight, is_w8a8=self._quantization.is_w8a8)
             if has_kernel:
                 self._check_products(path, packed, weight)
         else:
             packed = _from_arrays(arrays, linear.out_features, linear.in_features)
-            if has_kernel and all(packed.bits != one.bits for one in self._made.values()):
+            if has_kernel and all(packed.name != one.name for one in self._made.values()):
                 self._check_products(path, packed, packed.unpacked())
             self._num_read += 1
         self._made[path] = packed
@@ -312,7 +312,7 @@ def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) 
 
 
 def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
-    arrays = {f"int{packed.bits}": packed.blocks}
+    arrays = {packed.name: packed.blocks}
     if packed.zero_points is not None:
         arrays["zero points"] = packed.zero_points
     return arrays
@@ -321,6 +321,6 @@ def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
 def _from_arrays(
     arrays: Mapping[str, np.ndarray], out_features: int, in_features: int
 ) -> PackedWeight:
-    bits = 8 if "int8" in arrays else 4
-    blocks, zero_points = arrays[f"int{bits}"], arrays.get("zero points")
-    return PackedWeight(bits, out_features, in_features, blocks, zero_points)
+    (name,) = TAGS.keys() & arrays.keys()
+    zero_points = arrays.get("zero points")
+    return PackedWeight(TAGS[name], out_features, in_features, arrays[name], zero_points)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...cpu_workers.kernels.simd.isa import has_integer_dot
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...runtime.config.engine import OFF, EngineConfig
 from ...runtime.errors import ConfigError
@@ -21,6 +22,7 @@ class Quantization:
     bits: int | None  # of linears that are not quantised yet; None = unchanged
     head_bits: int | None  # of lm_head, likewise
     stored: StoredQuantization | None  # the checkpoint's own quantisation
+    is_w8a8: bool = False  # products of weights in 8 bits round their inputs to 8 bits, too
 
     @property
     def stored_bits(self) -> frozenset[int]:
@@ -36,7 +38,13 @@ class Quantization:
     def label(self) -> str:
         """Identifies the conversion of the weights, besides their files."""
         stored = " as stored" if self.stored_bits else ""
-        return f"linears {self.bits}{stored}, head {self.head_bits}, groups of {GROUP_SIZE}"
+        inputs = ", inputs 8" if self.is_w8a8 else ""
+        linears = f"linears {self.bits}{stored}, head {self.head_bits}"
+        return f"{linears}, groups of {GROUP_SIZE}{inputs}"
+
+    def name_of(self, bits: int) -> str:
+        """How matrices of so many bits are named."""
+        return _W8A8 if bits == 8 and self.is_w8a8 else f"int{bits}"
 
 
 def plan_quantization(
@@ -52,6 +60,11 @@ def plan_quantization(
     if asked == OFF:
         asked = None
         stored = stored and replace(stored, in_full=True)
+    if asked == _W8A8 and not has_integer_dot():
+        raise ConfigError(
+            "--quantization w8a8 needs a processor that adds products of bytes (AVX-512 VNNI or "
+            "AVX-VNNI), and no lower --cpu-isa; use int8"
+        )
     bits = None if asked is None else _BITS[asked]
     if stored is None and asked is None:
         if head in _BITS:
@@ -69,7 +82,7 @@ def plan_quantization(
             )
         bits = None
     head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
-    plan = Quantization(bits, head_bits, stored)
+    plan = Quantization(bits, head_bits, stored, is_w8a8=asked == _W8A8)
     if plan.has_integers and device.type != "cpu":
         what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
         way = "use --device cpu"
@@ -79,7 +92,8 @@ def plan_quantization(
     return plan
 
 
-_BITS = {"int8": 8, "int4": 4}
+_W8A8 = "w8a8"
+_BITS = {"int8": 8, "int4": 4, _W8A8: 8}
 
 
 def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> torch.dtype:

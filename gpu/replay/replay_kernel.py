@@ -18,6 +18,7 @@ LETTERS = {
     types.float64: "d",
     types.float32: "f",
     types.int32: "i",
+    types.uint32: "I",
     types.int16: "h",
     types.uint16: "H",
     types.int8: "c",
@@ -29,6 +30,7 @@ _LLVM_TYPES = {
     "d": ir.DoubleType(),
     "f": ir.FloatType(),
     "i": ir.IntType(32),
+    "I": ir.IntType(32),
     "h": ir.IntType(16),
     "H": ir.IntType(16),
     "c": ir.IntType(8),
@@ -39,7 +41,7 @@ _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
 _MULTIPLY = "q" * 8
 SIGNATURES = (
-    *(tag + _MULTIPLY for tag in "ihHcC"),
+    *(tag + _MULTIPLY for tag in "iIhHcC"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations

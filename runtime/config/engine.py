@@ -21,7 +21,8 @@ from .option import check_config, option
 CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4")
+_INTEGERS = ("int8", "int4")
+QUANTIZATIONS = (*_INTEGERS, "w8a8")
 OFF = "off"
 LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
@@ -72,11 +73,12 @@ class EngineConfig:
     quantization: str | None = option(
         None, choices=(*QUANTIZATIONS, OFF), commands=_PROFILE + _CHECK,
         help="Store the base model's linear layers in 8 or 4 bits, on the CPU. Groups have 64 "
-        "weights. The first start quantises, and later starts reuse the result. Checkpoints that "
-        "are quantised on disk need no option; off reads them in full.",
+        "weights. w8a8 also rounds the inputs of products to 8 bits: faster, less exact. The first "
+        "start quantises, and later starts reuse the result. Checkpoints that are quantised on "
+        "disk need no option; off reads them in full.",
     )  # fmt: skip
     lm_head_quantization: str = option(
-        "auto", choices=("auto", OFF, *QUANTIZATIONS), commands=_PROFILE + _CHECK,
+        "auto", choices=("auto", OFF, *_INTEGERS), commands=_PROFILE + _CHECK,
         help="Store the output head in 8 or 4 bits; auto = int8 with --quantization, otherwise as "
         "on disk.",
     )  # fmt: skip

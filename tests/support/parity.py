@@ -70,7 +70,7 @@ class ParityCase:
         """``quantization``: what base weights are that, and those of the head, before they are
         dequantised again.
         """
-        self._bits = None if quantization is None else {"int8": 8, "int4": 4}[quantization]
+        self._bits = {None: None, "int8": 8, "int4": 4, "w8a8": 8}[quantization]
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}

@@ -17,7 +17,7 @@ from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.layout import GROUP_SIZE, MIDDLE_CODE
 from ..simd.products import choose
-from .rows import CODED_ROWS, CODED_TAIL_BYTES, FIRST, SCALE, VALUE_SUM
+from .rows import CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE, VALUE_SUM
 from .tiles import write_sums
 
 
@@ -53,7 +53,7 @@ class _Tile:
     @property
     def num_products(self) -> int:
         """Products of a group with one panel."""
-        return GROUP_SIZE * 2 // 4 if self.integers.bits == 8 else GROUP_SIZE // 4
+        return GROUP_SIZE * self.integers.x_bits // 32
 
     @property
     def num_unrolled(self) -> int:
@@ -62,7 +62,7 @@ class _Tile:
         With more of them LLVM spills sums from their registers. Two ``vpdpwssd`` that depend on one
         another are split by LLVM because of their latency.
         """
-        return 1 if self.integers.bits == 8 and self.integers.has_dot else 2
+        return 1 if self.integers.x_bits == 16 and self.integers.has_dot else 2
 
     @property
     def num_turns(self) -> int:
@@ -84,7 +84,7 @@ class _Tile:
 
     @property
     def _chunk_bytes(self) -> int:
-        return CODED_ROWS[self.integers.bits].chunk_bytes
+        return ROW_FORMATS[self.emit.tag.name].chunk_bytes
 
     def _chunks(self, group: ir.Value) -> ir.Value:
         return self.emit.offset(self.x, group, self.num_tokens * self._chunk_bytes)
@@ -114,7 +114,7 @@ class _Tile:
         totals: list[ir.Value] = []
         for t in range(self.num_tokens):
             first = ir.Constant(emit.f32s, [0.0] * emit.lanes)
-            if self.integers.bits == 4:
+            if self.integers.x_bits == 8:
                 word = self.integers.values(self.tail(t, group, FIRST))
                 first = builder.bitcast(word, emit.f32s)
             totals += [first] * len(self.panels)
@@ -130,8 +130,9 @@ class _Tile:
 
         def codes(panel: int) -> ir.Value:
             if integers.bits == 8:
-                start = emit.offset(starts[panel], step, 2 * integers.lanes)
-                return integers.codes(emit.offset(start, u * 2 * integers.lanes))
+                product_bytes = 32 // integers.x_bits * integers.lanes
+                start = emit.offset(starts[panel], step, product_bytes)
+                return integers.codes(emit.offset(start, u * product_bytes))
             # First the low halves of bytes, then the high ones, which are read again: LLVM would
             # keep all of them in registers, of which there are too few.
             start = emit.offset(starts[panel], step, 2 * integers.lanes)
@@ -208,9 +209,9 @@ class _Tile:
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
-    For ``num_tokens`` and the number of panels in ``rows.CODED_ROWS``. x: address of the block made
-    by ``rows.make_blocks``. zero_points: address of those of the first panel, only for 4 bits; 0 =
-    8 everywhere. The other arguments are those of ``tiles.wide_product``.
+    For ``num_tokens`` and the number of panels in ``rows.ROW_FORMATS``. x: address of the block
+    made by ``rows.make_blocks``. zero_points: address of those of the first panel, only for 4 bits;
+    0 = 8 everywhere. The other arguments are those of ``tiles.wide_product``.
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
@@ -218,7 +219,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
         args
     )
     num_groups = builder.sdiv(steps, I64(GROUP_SIZE // 2))
-    panels_of = CODED_ROWS[integers.bits].panels_of
+    panels_of = ROW_FORMATS[emit.tag.name].panels_of
     most = max(size * panels for size, panels in panels_of.items())
     kind = ir.ArrayType(emit.f32s, most)
     sums = builder.ptrtoint(cgutils.alloca_once(builder, kind), I64)

@@ -18,14 +18,14 @@ from ..simd.emitter import F32, I16, I32, I64, Emitter, bfloat16_values
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import GROUP_SIZE, MIDDLE_CODE, WIDE_STEPS
+from ..simd.layout import CODED_BITS, GROUP_SIZE, WIDE_STEPS
 from ..simd.memory import clear_bytes
 
 # Behind the codes of a group, 4 bytes each: initial values of sums (see ``_store_sums``); the
 # scale, and the sum of the group's values, float32; unused.
 FIRST, SCALE, VALUE_SUM, CODED_TAIL_BYTES = 0, 4, 8, 16
 
-_LARGEST = {8: 32767.0, 4: 127.0}  # by bits of the weights
+_LARGEST = {16: 32767.0, 8: 127.0}  # by bits of the codes of x
 # Beyond it the codes would not be finite, or the inverse of the scale not normal.
 _LARGEST_INVERSE = 2.0**126
 _INFINITY = 0x7F80  # as bfloat16; NaNs are above it
@@ -60,12 +60,11 @@ _PANELS_OF = (
 # Products of integers need one more register.
 _PANELS_OF_CODES = _PANELS_OF if _HAS_MANY else {1: 4, 2: 4, 3: 3, 4: 2, 5: 2}
 FLOAT32_ROWS = RowFormat(WIDE_STEPS, WIDE_ROW_BYTES, _PANELS_OF)
-CODED_ROWS = {
-    8: RowFormat(GROUP_SIZE // 2, 2 * GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
-    4: RowFormat(GROUP_SIZE // 2, GROUP_SIZE + CODED_TAIL_BYTES, _PANELS_OF_CODES),
-}
 # By name of the format tags' types.
-ROW_FORMATS = {"uint16": FLOAT32_ROWS, "int8": CODED_ROWS[8], "uint8": CODED_ROWS[4]}
+ROW_FORMATS = {"uint16": FLOAT32_ROWS} | {
+    name: RowFormat(GROUP_SIZE // 2, GROUP_SIZE * x_bits // 8 + CODED_TAIL_BYTES, _PANELS_OF_CODES)
+    for name, (_, x_bits) in CODED_BITS.items()
+}
 
 
 def _format(emit: Emitter) -> RowFormat:
@@ -164,7 +163,7 @@ def _choose_chunk(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
     def in_codes(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
         _code(tag, x, row)
 
-    return in_codes if tag in (types.int8, types.uint8) else in_float32
+    return in_codes if tag.name in CODED_BITS else in_float32
 
 
 @emits("x", "row")
@@ -174,7 +173,7 @@ def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
     The largest magnitude gets the largest code; a group of zeros has scale 0. If a value is NaN or
     infinite the scale is NaN, so that no product of the group is a number.
     """
-    builder, bits = emit.builder, Integers(emit).bits
+    builder, bits = emit.builder, Integers(emit).x_bits
     words = ir.VectorType(I16, GROUP_SIZE)
     halves = emit.load(x, words)
     magnitudes = builder.and_(halves, ir.Constant(words, [0x7FFF] * GROUP_SIZE))
@@ -191,22 +190,22 @@ def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
     values = builder.fmul(bfloat16_values(builder, halves), emit.splat(inverse, GROUP_SIZE))
     rounder = ir.Constant(values.type, [_TO_INTEGER] * GROUP_SIZE)
     integers = builder.bitcast(builder.fadd(values, rounder), ir.VectorType(I32, GROUP_SIZE))
-    code = I16 if bits == 8 else I8
+    code = I16 if bits == 16 else I8
     emit.store(builder.trunc(integers, ir.VectorType(code, GROUP_SIZE)), row)
     tail = emit.offset(row, GROUP_SIZE * (code.width // 8))
     emit.store(scale, emit.offset(tail, SCALE))
-    if bits == 4:
+    if bits == 8:
         _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, GROUP_SIZE)), scale, tail)
 
 
 def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value) -> None:
     """The initial values of sums of products with a group, and the sum of its values.
 
-    Codes of weights count from ``MIDDLE_CODE``, so sums start with -8 times the sum of x. Short
+    Codes of weights count from 8 or 128, so sums start with -8 or -128 times the sum of x. Short
     sums are two of 16 bits, one for the first two of each four codes and one for the others. They
     may wrap around meanwhile, but their final value is at most 8 * 127 * 32 and fits.
     """
-    builder = emit.builder
+    builder, integers = emit.builder, Integers(emit)
     codes = builder.sext(codes, ir.VectorType(I16, GROUP_SIZE))
     sums = []
     for first in (0, 2):
@@ -215,10 +214,10 @@ def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value)
         some = builder.shuffle_vector(codes, ir.Constant(codes.type, ir.Undefined), mask)
         sums.append(emit.call(f"llvm.vector.reduce.add.v{len(lanes)}i16", I16, [some]))
     total = builder.add(*(builder.sext(each, I32) for each in sums))
-    if Integers(emit).has_short_sums:
+    if integers.has_short_sums:
         for index, each in enumerate(sums):
-            start = builder.mul(each, I16(-MIDDLE_CODE))
+            start = builder.mul(each, I16(-integers.middle))
             emit.store(start, emit.offset(tail, FIRST + 2 * index))
     else:
-        emit.store(builder.mul(total, I32(-MIDDLE_CODE)), emit.offset(tail, FIRST))
+        emit.store(builder.mul(total, I32(-integers.middle)), emit.offset(tail, FIRST))
     emit.store(builder.fmul(builder.sitofp(total, F32), scale), emit.offset(tail, VALUE_SUM))

@@ -16,6 +16,7 @@ from ..simd.integers import Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
 from ..simd.layout import (
+    CODED_BITS,
     COLUMNS_PER_GROUP,
     GROUP_SIZE,
     LINEAR_STEPS_UNROLLED,
@@ -45,7 +46,7 @@ def panel_columns(emit: Emitter) -> ir.Value:
 def panel_bytes(emit: Emitter, steps: ir.Value) -> ir.Value:
     """Bytes of a panel of weights."""
     columns = _panel_columns(emit)
-    if emit.tag not in (types.int8, types.uint8):
+    if emit.tag.name not in CODED_BITS:
         return emit.builder.mul(steps, I64(columns * _PAIR_BYTES))
     num_groups = emit.builder.sdiv(steps, I64(GROUP_SIZE // 2))
     return emit.builder.mul(num_groups, I64(quantized_block_bytes(Integers(emit).bits)))

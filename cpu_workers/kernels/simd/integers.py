@@ -1,19 +1,19 @@
 """Products of small integers: codes of quantised weights times codes of x, one register at a time.
 
-With weights of 8 bits, x has 16, and a product adds two neighbours to a sum of 32 bits. With 4 bits
-x has 8. If an instruction multiplies and adds (``isa.has_integer_dot``), a product adds four
-neighbours to a sum of 32 bits, otherwise pairs of them to sums of 16. These may wrap around, but
-the final sums of a group do not: see ``Integers.first``.
+Where x has 16 bits (``INT8``), a product adds two neighbours to a sum of 32 bits. Where it has 8
+(``INT4``, ``W8A8``), an instruction that multiplies and adds (``isa.has_integer_dot``) adds four
+neighbours to a sum of 32 bits. Without it there is only ``INT4``, and pairs are added to sums of 16
+bits. These may wrap around, but the final sums of a group do not: see ``rows._store_sums``.
 
 Sums are held as float32 vectors of the same bits, because LLVM can be kept from regrouping only
 additions of floats: if it adds products first, it runs out of registers.
 """
 
 from llvmlite import ir
-from numba import types
 
 from .emitter import I16, I32, Emitter
 from .isa import has_integer_dot, process_isa
+from .layout import CODED_BITS, MIDDLE_BYTE, MIDDLE_CODE
 
 I8 = ir.IntType(8)
 
@@ -24,14 +24,14 @@ _DOT_BITS = {8: 256, 16: 512}
 
 
 class Integers:
-    """Products for one format tag, ``layout.INT8`` or ``INT4``, in the processor's registers."""
+    """Products for a format tag of ``layout.CODED_BITS``, in the processor's registers."""
 
     def __init__(self, emit: Emitter) -> None:
-        assert emit.tag in (types.int8, types.uint8), emit.tag
         self.emit = emit.of_registers()
-        self.bits = 8 if emit.tag == types.int8 else 4
+        self.bits, self.x_bits = CODED_BITS[emit.tag.name]
         self.lanes = process_isa().lanes
         self.has_dot = has_integer_dot()
+        self.middle = MIDDLE_CODE if self.bits == 4 else MIDDLE_BYTE  # of codes, where x has 8 bits
         self._i8s = ir.VectorType(I8, 4 * self.lanes)
         self._i16s = ir.VectorType(I16, 2 * self.lanes)
 
@@ -41,15 +41,17 @@ class Integers:
         return self.bits == 4 and not self.has_dot
 
     def codes(self, address: ir.Value, half: int = 0) -> ir.Value:
-        """Codes of one panel for a product: of 8 bits, of two neighbours of each column.
+        """Codes of one panel for a product, of two or four neighbours of each column.
 
-        Of 4 bits four of each, from the low or the high halves of bytes.
+        Of 4 bits from the low or the high halves of bytes.
         """
         emit, builder = self.emit, self.emit.builder
-        if self.bits == 8:
+        if self.x_bits == 16:
             loaded = emit.load(address, ir.VectorType(I8, 2 * self.lanes))
             return builder.sext(loaded, self._i16s)
         words = emit.load(address, emit.i32s)
+        if self.bits == 8:
+            return words
         if half:
             words = builder.lshr(words, emit.same(4))
         return builder.and_(words, emit.same(0x0F0F0F0F))
@@ -63,8 +65,8 @@ class Integers:
         emit, builder = self.emit, self.emit.builder
         words = builder.bitcast(total, emit.i32s)
         if self.has_dot:
-            name = "vpdpwssd" if self.bits == 8 else "vpdpbusd"
-            kind = self._i16s if self.bits == 8 else self._i8s
+            name = "vpdpwssd" if self.x_bits == 16 else "vpdpbusd"
+            kind = self._i16s if self.x_bits == 16 else self._i8s
             operands = [builder.bitcast(each, kind) for each in (codes, values)]
             name = f"llvm.x86.avx512.{name}.{_DOT_BITS[self.lanes]}"
             return builder.bitcast(emit.call(name, emit.i32s, [words, *operands]), emit.f32s)

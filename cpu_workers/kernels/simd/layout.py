@@ -23,8 +23,9 @@ The same weights in 8 or 4 bits, ``in`` in groups of 64, padded to 64 columns, o
 vector register's worth of float32:
 
   W [out, in] -> [out / lanes, in / 64, block], a block of bytes: codes, then scales;
-  codes of 8 bits [32, lanes, 2]; of 4 bits [8, lanes, 4], with the first four values of eight in
-  the low halves, and the others in the high halves; scales float32 [lanes]
+  codes of ``INT8`` [32, lanes, 2]; of ``W8A8`` [16, lanes, 4], plus 128; of ``INT4`` [8, lanes, 4],
+  with the first four values of eight in the low halves, and the others in the high halves; scales
+  float32 [lanes]
 
 Zero points of 4 bits, if they are not 8 everywhere, are uint8 [out / lanes, in / 64, lanes].
 """
@@ -42,6 +43,7 @@ STEPS_PER_TILE = 16  # of 2 values each: the same for ``BFLOAT16_TILES``
 GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
+MIDDLE_BYTE = 128  # what bytes of ``W8A8`` count from
 
 # Rows of x converted to float32 (``tiles.widen``) are cut into chunks of this many pairs of values,
 # even ones before odd ones; chunks of a block of rows are adjacent.
@@ -54,6 +56,10 @@ BFLOAT16_DOT = np.int16(0)  # AVX512_BF16: twice the arithmetic per instruction
 BFLOAT16_TILES = np.int32(0)  # base weights only, AMX: 16 times that
 INT8 = np.int8(0)  # base weights of 8 bits, any machine; x and y are bfloat16
 INT4 = np.uint8(0)  # of 4 bits
+W8A8 = np.uint32(0)  # of 8 bits where ``isa.has_integer_dot``: twice the arithmetic of ``INT8``
+
+# Of quantised weights, by name of their tag's type: bits of their codes, and of those of x.
+CODED_BITS = {"int8": (8, 16), "uint8": (4, 8), "uint32": (8, 8)}
 
 
 def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple[int, int]:
@@ -182,31 +188,36 @@ def quantized_panel_columns() -> int:
 
 
 def quantized_block_bytes(bits: int) -> int:
-    """Bytes of codes and scales of one group of a panel."""
+    """Bytes of codes and scales of one group of a panel of weights of 8 or 4 bits."""
     return quantized_panel_columns() * (GROUP_SIZE * bits // 8 + 4)
 
 
-def quantized_shape(out_features: int, in_features: int, bits: int) -> tuple[int, int, int]:
+def quantized_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
     """The shape of the blocks of ``pack_quantized`` for W [out, in]."""
+    bits, _ = CODED_BITS[tag.dtype.name]
     _, padded_out = padded_linear_features(in_features, out_features)
     num_panels = padded_out // quantized_panel_columns()
     return num_panels, in_features // GROUP_SIZE, quantized_block_bytes(bits)
 
 
-def pack_quantized(codes: np.ndarray, scales: np.ndarray, bits: int, blocks: np.ndarray) -> None:
-    """Lay out W for ``linear.multiply``.
+def pack_quantized(
+    codes: np.ndarray, scales: np.ndarray, tag: np.generic, blocks: np.ndarray
+) -> None:
+    """Lay out W for ``linear.multiply`` with ``tag``.
 
     codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / 64].
     blocks: zeros, uint8, of ``quantized_shape``.
     """
     groups = blocks.shape[1]
-    if bits == 8:
+    if tag.dtype == INT8.dtype:
         units = np.ascontiguousarray(codes).view(np.uint16)
+    elif tag.dtype == W8A8.dtype:
+        units = (np.ascontiguousarray(codes).view(np.uint8) ^ MIDDLE_BYTE).view(np.uint32)
     else:
         eights = codes.reshape(len(codes), -1, 2, 4)
         halves = eights[:, :, 0] | eights[:, :, 1] << 4
         units = halves.reshape(len(codes), -1).view(np.uint32)
-    targets, scale_targets = _quantized_parts(blocks, bits)
+    targets, scale_targets = _quantized_parts(blocks, tag)
     lanes = targets.shape[3]
     for panel in range(-(-len(codes) // lanes)):
         rows = units[panel * lanes : (panel + 1) * lanes].reshape(-1, groups, targets.shape[2])
@@ -216,14 +227,16 @@ def pack_quantized(codes: np.ndarray, scales: np.ndarray, bits: int, blocks: np.
 
 
 def unpack_quantized(
-    blocks: np.ndarray, out_features: int, bits: int
+    blocks: np.ndarray, out_features: int, tag: np.generic
 ) -> tuple[np.ndarray, np.ndarray]:
     """The original codes and scales of ``pack_quantized``: copies."""
     groups = blocks.shape[1]
-    units, scales = _quantized_parts(blocks, bits)
+    units, scales = _quantized_parts(blocks, tag)
     rows = np.ascontiguousarray(units.transpose(0, 3, 1, 2)).reshape(-1, groups * units.shape[2])
-    if bits == 8:
+    if tag.dtype == INT8.dtype:
         codes = rows.view(np.int8)
+    elif tag.dtype == W8A8.dtype:
+        codes = (rows.view(np.uint8) ^ MIDDLE_BYTE).view(np.int8)
     else:
         halves = rows.view(np.uint8).reshape(len(rows), -1, 1, 4)
         codes = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(len(rows), -1)
@@ -231,12 +244,13 @@ def unpack_quantized(
     return codes[:out_features], np.ascontiguousarray(scales[:out_features])
 
 
-def _quantized_parts(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _quantized_parts(blocks: np.ndarray, tag: np.generic) -> tuple[np.ndarray, np.ndarray]:
     """Views: units of codes [panels, groups, units, lanes] of 2 or 4 bytes; scales of 4."""
     panels, groups, _ = blocks.shape
     lanes = quantized_panel_columns()
+    bits, _ = CODED_BITS[tag.dtype.name]
     split = lanes * GROUP_SIZE * bits // 8
-    unit = np.uint16 if bits == 8 else np.uint32
+    unit = np.uint16 if tag.dtype == INT8.dtype else np.uint32
     units = blocks[..., :split].view(unit).reshape(panels, groups, -1, lanes)
     scales = blocks[..., split:].view(np.float32)
     assert np.shares_memory(units, blocks)

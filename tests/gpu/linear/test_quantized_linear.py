@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corun.cpu_workers.kernels.simd.isa import has_integer_dot
+from corun.cpu_workers.kernels.simd.layout import INT4
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear.base import LinearBackend
@@ -15,29 +17,45 @@ from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
 
 GROUP = 64
 # Weights, and whether they have zero points of their own.
-KINDS = [(8, False), (4, False), (4, True)]
-each_kind = pytest.mark.parametrize(("bits", "has_zeros"), KINDS)
+KINDS = [
+    ("int8", False),
+    ("int4", False),
+    ("int4", True),
+    pytest.param(
+        "w8a8",
+        False,
+        marks=pytest.mark.skipif(not has_integer_dot(), reason="this machine does not compute it"),
+    ),
+]
+# The error of products over that of the weights alone, with outliers in x.
+MAX_OVER_WEIGHTS = {"int8": 1.1, "int4": 1.05, "w8a8": 2.2}
+BITS = {"int8": 8, "int4": 4, "w8a8": 8}
+each_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS)
 
 
-def make_weight(shape: tuple[int, int], bits: int, has_zeros: bool) -> QuantizedWeight:
+def make_weight(shape: tuple[int, int], kind: str, has_zeros: bool) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(shape[0])
     weight = 0.02 * torch.randn(shape, generator=generator)
     weight[0, :GROUP] = 0
-    quantized = quantize(weight, bits)
+    quantized = quantize(weight, BITS[kind])
     if not has_zeros:
         return quantized
     zeros = np.random.default_rng(0).integers(0, 16, quantized.scales.shape).astype(np.uint8)
-    return QuantizedWeight(bits, quantized.codes, quantized.scales, zeros)
+    return QuantizedWeight(BITS[kind], quantized.codes, quantized.scales, zeros)
 
 
-def make_linear(shape: tuple[int, int], bits: int, has_zeros: bool) -> QuantizedLinear:
-    return QuantizedLinear(PackedWeight.of(make_weight(shape, bits, has_zeros)), None)
+def packed(weight: QuantizedWeight, kind: str) -> PackedWeight:
+    return PackedWeight.of(weight, is_w8a8=kind == "w8a8")
 
 
-def coded(x: torch.Tensor, bits: int) -> torch.Tensor:
+def make_linear(shape: tuple[int, int], kind: str, has_zeros: bool) -> QuantizedLinear:
+    return QuantizedLinear(packed(make_weight(shape, kind, has_zeros), kind), None)
+
+
+def coded(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The kernel's rounded x: float64."""
     groups = x.double().unflatten(-1, (-1, GROUP))
-    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if bits == 8 else 127)
+    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if kind == "int8" else 127)
     codes = (groups / torch.where(steps == 0, 1, steps)).round()
     values: torch.Tensor = (codes * steps).reshape(x.shape)
     return values
@@ -48,51 +66,50 @@ def coded(x: torch.Tensor, bits: int) -> torch.Tensor:
     ("out_features", "in_features"), [(1, 64), (64, 64), (65, 192), (192, 320)]
 )
 def test_products_of_any_shape(
-    out_features: int, in_features: int, bits: int, has_zeros: bool
+    out_features: int, in_features: int, kind: str, has_zeros: bool
 ) -> None:
-    weight = make_weight((out_features, in_features), bits, has_zeros)
+    weight = make_weight((out_features, in_features), kind, has_zeros)
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(out_features, generator=generator).bfloat16()
-    backend = QuantizedLinear(PackedWeight.of(weight), bias)
+    backend = QuantizedLinear(packed(weight, kind), bias)
     truth_weight = torch.from_numpy(weight.dequantized()).double()
     for tokens in (*range(14), 24, 33, 64, 130):
         x = torch.randn(tokens, in_features, generator=generator).bfloat16()
         y = backend(x)
         assert y.shape == (tokens, out_features)
         assert y.dtype == torch.bfloat16 and y.is_contiguous()
-        truth = coded(x, bits) @ truth_weight.t() + bias.double()
+        truth = coded(x, kind) @ truth_weight.t() + bias.double()
         # A value of x that lies between two codes may be rounded to the other one.
-        step = float(x.abs().max()) / 127 if tokens and bits == 4 else 0
+        step = float(x.abs().max()) / 127 if tokens and kind != "int8" else 0
         atol = 1e-4 + 2 * step * float(truth_weight.abs().max())
         torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=atol)
     assert torch.equal(backend.weight, truth_weight.bfloat16())
 
 
 @each_kind
-def test_the_error_is_that_of_the_weights(bits: int, has_zeros: bool) -> None:
+def test_the_error_is_that_of_the_weights(kind: str, has_zeros: bool) -> None:
     """For realistic values: features of very different sizes, and outliers."""
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(256, 512, generator=generator)
-    quantized = quantize(weight, bits)
+    quantized = quantize(weight, BITS[kind])
     if has_zeros:  # the same matrix, counted from elsewhere where no code is at its end
         groups = quantized.codes.reshape(256, -1, GROUP)
         shift = (groups.max(axis=-1) < 15).astype(np.uint8)
         codes = (groups + shift[..., None]).reshape(256, 512)
-        quantized = QuantizedWeight(bits, codes, quantized.scales, shift + np.uint8(8))
+        quantized = QuantizedWeight(4, codes, quantized.scales, shift + np.uint8(8))
     sizes = torch.exp(torch.randn(512, generator=generator))
     x = (torch.randn(96, 512, generator=generator) * sizes).bfloat16()
     x[:, 7] *= 100
     truth = x.double() @ weight.double().t()
     dequantized = torch.from_numpy(quantized.dequantized()).double()
     of_weights = (x.double() @ dequantized.t() - truth).norm()
-    y = QuantizedLinear(PackedWeight.of(quantized), None)(x)
-    bound = 1.1 if bits == 8 else 1.05
-    assert (y.double() - truth).norm() <= bound * of_weights
+    y = QuantizedLinear(packed(quantized, kind), None)(x)
+    assert (y.double() - truth).norm() <= MAX_OVER_WEIGHTS[kind] * of_weights
 
 
 @each_kind
-def test_a_token_is_computed_the_same_with_any_number_of_others(bits: int, has_zeros: bool) -> None:
-    backend = make_linear((192, 640), bits, has_zeros)
+def test_a_token_is_computed_the_same_with_any_number_of_others(kind: str, has_zeros: bool) -> None:
+    backend = make_linear((192, 640), kind, has_zeros)
     x = torch.randn(37, 640, generator=torch.Generator().manual_seed(0)).bfloat16()
     alone = torch.cat([backend(x[token : token + 1]) for token in range(len(x))])
     for tokens in (*range(2, 20), 37):
@@ -101,8 +118,8 @@ def test_a_token_is_computed_the_same_with_any_number_of_others(bits: int, has_z
 
 @each_kind
 @pytest.mark.parametrize("tokens", [5, 130])  # few: each thread makes rows of x for itself
-def test_products_of_any_number_of_threads(tokens: int, bits: int, has_zeros: bool) -> None:
-    backend = make_linear((448, 512), bits, has_zeros)
+def test_products_of_any_number_of_threads(tokens: int, kind: str, has_zeros: bool) -> None:
+    backend = make_linear((448, 512), kind, has_zeros)
     x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = num_kernel_threads()
     results = []
@@ -117,8 +134,8 @@ def test_products_of_any_number_of_threads(tokens: int, bits: int, has_zeros: bo
 
 @each_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_a_number_makes_its_token_nan(value: float, bits: int, has_zeros: bool) -> None:
-    backend = make_linear((64, 192), bits, has_zeros)
+def test_what_is_not_a_number_makes_its_token_nan(value: float, kind: str, has_zeros: bool) -> None:
+    backend = make_linear((64, 192), kind, has_zeros)
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     clean = backend(x)
     x[4, 100] = value
@@ -129,10 +146,10 @@ def test_what_is_not_a_number_makes_its_token_nan(value: float, bits: int, has_z
 
 
 @each_kind
-def test_zeros_and_what_is_nearly_zero(bits: int, has_zeros: bool) -> None:
-    weight = make_weight((64, 192), bits, has_zeros)
+def test_zeros_and_what_is_nearly_zero(kind: str, has_zeros: bool) -> None:
+    weight = make_weight((64, 192), kind, has_zeros)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    backend = QuantizedLinear(PackedWeight.of(weight), bias)
+    backend = QuantizedLinear(packed(weight, kind), bias)
     x = torch.zeros(3, 192).bfloat16()
     x[1] = 1e-40  # its inverse is not finite
     assert torch.equal(backend(x), bias.bfloat16().expand(3, 64))
@@ -143,8 +160,8 @@ def test_zeros_and_what_is_nearly_zero(bits: int, has_zeros: bool) -> None:
 
 
 @each_kind
-def test_rows_with_gaps_of_which_nothing_else_is_read(bits: int, has_zeros: bool) -> None:
-    backend = make_linear((64, 64), bits, has_zeros)
+def test_rows_with_gaps_of_which_nothing_else_is_read(kind: str, has_zeros: bool) -> None:
+    backend = make_linear((64, 64), kind, has_zeros)
     wide = torch.full((11, 128), float("nan")).bfloat16()
     wide[:, 3:67] = torch.randn(11, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = wide[:, 3:67]
@@ -153,8 +170,8 @@ def test_rows_with_gaps_of_which_nothing_else_is_read(bits: int, has_zeros: bool
 
 @each_kind
 @pytest.mark.parametrize("tokens", [1, 6, 130])
-def test_together_is_what_each_computes_alone(tokens: int, bits: int, has_zeros: bool) -> None:
-    backends = [make_linear((width, 128), bits, has_zeros) for width in (70, 16, 64)]
+def test_together_is_what_each_computes_alone(tokens: int, kind: str, has_zeros: bool) -> None:
+    backends = [make_linear((width, 128), kind, has_zeros) for width in (70, 16, 64)]
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:
         group.join(backend, None)
@@ -166,7 +183,9 @@ def test_together_is_what_each_computes_alone(tokens: int, bits: int, has_zeros:
 def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
     generator = torch.Generator().manual_seed(0)
     full = NumbaLinear(torch.randn(64, 128, generator=generator).bfloat16(), None)
-    quantized = [make_linear((width, 128), bits, False) for width, bits in ((64, 8), (16, 4))]
+    quantized = [
+        make_linear((width, 128), kind, False) for width, kind in ((64, "int8"), (16, "int4"))
+    ]
     backends: list[LinearBackend] = [quantized[0], full, quantized[1]]
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:
@@ -177,12 +196,12 @@ def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
 
 
 def test_what_was_kept_may_be_read_only(tmp_path: Path) -> None:
-    packed = PackedWeight.of(make_weight((128, 192), 4, True))
+    packed = PackedWeight.of(make_weight((128, 192), "int4", True))
     assert packed.zero_points is not None
     arrays = []
     for name, array in (("blocks", packed.blocks), ("zeros", packed.zero_points)):
         np.save(tmp_path / f"{name}.npy", array)
         arrays.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
-    kept = PackedWeight(4, 128, 192, *arrays)
+    kept = PackedWeight(INT4, 128, 192, *arrays)
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(QuantizedLinear(kept, None)(x), QuantizedLinear(packed, None)(x))

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from corun.cpu_workers.kernels.simd.isa import has_integer_dot
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import quantize
 from corun.gpu.linear.quantized_linear import QuantizedLinear
 from corun.gpu.linear.wrapper import CorunLinear, wrap_linears
-from corun.gpu.model import quantization
+from corun.gpu.model import quantization, quantization_plan
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.fingerprint import model_fingerprint
 from corun.gpu.model.quantization import QuantizedLinears, Weights
@@ -32,6 +33,7 @@ from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
 INT8 = Quantization(8, 8, None)
+W8A8 = Quantization(8, 8, None, is_w8a8=True)
 PLAIN_CONFIG = SimpleNamespace()
 
 
@@ -79,11 +81,16 @@ def model(tmp_path: Path) -> Path:
     return save_model("llama3-rope", tmp_path / "model")
 
 
-def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
+def test_nothing_is_quantised_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan() is None
     assert plan(quantization="int4") == Quantization(4, 8, None)
     assert plan(quantization="int4", lm_head_quantization="int4") == Quantization(4, 4, None)
     assert plan(quantization="int8", lm_head_quantization="off") == Quantization(8, None, None)
+    monkeypatch.setattr(quantization_plan, "has_integer_dot", lambda: True)
+    assert plan(quantization="w8a8") == W8A8
+    monkeypatch.setattr(quantization_plan, "has_integer_dot", lambda: False)
+    with pytest.raises(ConfigError, match=r"products of bytes .* use int8"):
+        plan(quantization="w8a8")
     stored = plan(gptq_config())
     assert stored is not None and stored.bits is None and stored.head_bits is None
     assert plan(gptq_config(), quantization="int4") == stored
@@ -144,8 +151,9 @@ def test_products_are_of_bfloat16_unless_another_type_is_asked_for(
 def test_kv_of_other_bits_has_another_name(model: Path) -> None:
     source = ModelSource(str(model))
     config = load_config(source)
-    labels = {"", INT8.label, Quantization(4, 8, None).label, Quantization(8, None, None).label}
-    assert len({model_fingerprint(source, config, label) for label in labels}) == 4
+    planned = (INT8, W8A8, Quantization(4, 8, None), Quantization(8, None, None))
+    labels = {"", *(each.label for each in planned)}
+    assert len({model_fingerprint(source, config, label) for label in labels}) == 5
 
 
 @pytest.mark.parametrize("name", ["llama3-rope", "gemma2", "mixtral"])
@@ -180,16 +188,22 @@ def test_the_head_stays_by_choice(model: Path) -> None:
     assert weights.kind == "int4, head in full"
 
 
+@pytest.mark.parametrize(
+    "planned",
+    [INT8, pytest.param(W8A8, marks=pytest.mark.skipif(not has_integer_dot(), reason="no VNNI"))],
+)
 def test_a_second_start_reads_what_the_first_has_made(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Quantization, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept"
-    first, _ = load(model, INT8, kept)
+    first, weights = load(model, planned, kept)
+    assert weights.kind == ("w8a8" if planned.is_w8a8 else "int8")
     with monkeypatch.context() as patch:
         patch.setattr(quantization, "quantize", None)  # nothing is made
-        second, _ = load(model, INT8, kept)
+        second, _ = load(model, planned, kept)
     for path, backend in backends(first).items():
         assert torch.equal(backend.weight, backends(second)[path].weight)
+        assert backend.name == backends(second)[path].name
     load(model, Quantization(4, 8, None), kept)
     assert len(list(kept.glob("*.weights"))) == 2
 
@@ -318,8 +332,8 @@ def test_integers_are_made_of_nf4(model: Path, tmp_path: Path) -> None:
         made, weights = load(four_bit, planned, tmp_path / "kept")
         for path, backend in backends(made).items():
             if isinstance(backend, QuantizedLinear):
-                expected = quantize(dense[f"{path}.weight"], backend.packed.bits)
                 found = backend.packed.unpacked()
+                expected = quantize(dense[f"{path}.weight"], found.bits)
                 assert (found.codes == expected.codes).all()
         assert weights.kind == "int4, head int8"
 

@@ -47,18 +47,19 @@ print(spills)
 """
 
 
+_WITH_DOT = {"int8": "vpdpwssd", "uint8": "vpdpbusd", "uint32": "vpdpbusd"}
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
 @pytest.mark.parametrize(
     ("level", "feature", "instructions"),
     [
         ("avx2", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}),
-        pytest.param(
-            "avx2", "avxvnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}, marks=pytest.mark.full
-        ),
+        pytest.param("avx2", "avxvnni", _WITH_DOT, marks=pytest.mark.full),
         pytest.param(
             "avx512", None, {"int8": "vpmaddwd", "uint8": "vpmaddubsw"}, marks=pytest.mark.full
         ),
-        ("avx512", "avx512vnni", {"int8": "vpdpwssd", "uint8": "vpdpbusd"}),
+        ("avx512", "avx512vnni", _WITH_DOT),
     ],
 )
 def test_tiles_of_integers_are_made_of_products_and_keep_their_sums(
@@ -71,7 +72,7 @@ def test_tiles_of_integers_are_made_of_products_and_keep_their_sums(
         environment["NUMBA_CPU_FEATURES"] += f",+{feature}"
     register = "zmm" if level == "avx512" else "ymm"
     done = subprocess.run(
-        [sys.executable, "-c", _INNER_LOOPS, register, *instructions.values()],
+        [sys.executable, "-c", _INNER_LOOPS, register, *instructions],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     loops = json.loads(done.stdout)
@@ -87,14 +88,14 @@ import json, re, sys
 from numba import boolean, int64, njit, types
 from corun.cpu_workers.kernels.linear.quantized_tiles import quantized_product
 
-register, *expected = sys.argv[1:]
+register, *kinds = sys.argv[1:]
 
 @njit(error_model="numpy")
 def product(t, a, b, c, d, e, f, g, h, i, j, k, l):
     quantized_product(t, a, b, c, d, e, f, g, h, i, j, k, l)
 
 found = {}
-for kind in (types.int8, types.uint8):
+for kind in (getattr(types, name) for name in kinds):
     product.compile((kind, *[int64] * 10, boolean, int64))
     assembly = product.inspect_asm()[(kind, *[int64] * 10, boolean, int64)]
     lines = [line.strip().removeprefix("{vex}").strip() for line in assembly.splitlines()]

@@ -12,6 +12,7 @@ from corun.cpu_workers.kernels.simd.layout import (
     FLOAT32,
     INT4,
     INT8,
+    W8A8,
 )
 
 _HAS_DOT = isa.process_isa().has_bfloat16_dot
@@ -36,7 +37,7 @@ def test_the_loop_multiplies_as_often_as_it_says(tag: np.generic) -> None:
     assert arithmetic.spin(tag, loops) == per_lane
 
 
-@pytest.mark.parametrize(("tag", "neighbours"), [(INT8, 2), (INT4, 4)])
+@pytest.mark.parametrize(("tag", "neighbours"), [(INT8, 2), (INT4, 4), (W8A8, 4)])
 def test_a_loop_of_integers_multiplies_as_often_as_it_says(
     tag: np.generic, neighbours: int
 ) -> None:
