@@ -21,8 +21,7 @@ from .option import check_config, option
 CPU_ISAS = isa.NAMES
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_INTEGERS = ("int8", "int4")
-QUANTIZATIONS = (*_INTEGERS, "w8a8")
+QUANTIZATIONS = ("int8", "int4", "w8a8")
 OFF = "off"
 LINEAR_BACKENDS = ("auto", "numba", "onednn", "plain")
 ATTENTION_BACKENDS = ("auto", "numba", "triton", "torch")
@@ -78,7 +77,7 @@ class EngineConfig:
         "disk need no option; off reads them in full.",
     )  # fmt: skip
     lm_head_quantization: str = option(
-        "auto", choices=("auto", OFF, *_INTEGERS), commands=_PROFILE + _CHECK,
+        "auto", choices=("auto", OFF, "int8", "int4"), commands=_PROFILE + _CHECK,
         help="Store the output head in 8 or 4 bits; auto = int8 with --quantization, otherwise as "
         "on disk.",
     )  # fmt: skip
