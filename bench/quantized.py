@@ -1,18 +1,20 @@
 """What do weights in 8 or 4 bits save in time and memory? On the CPU.
 
-Engines of one model and its ten adapters in processes of their own, with weights in bfloat16, int8
-and int4. The same closed loops go to two of them in turn (ABBA): tokens/s against bfloat16,
-and bfloat16 against itself as control. Starts of ``corun serve`` with cached weights and compiled
-kernels also run in turn. Memory is that of each engine over an engine with a model of a few
-kilobytes, compared with the bytes of its weights and adapters. The last line is JSON.
+Engines of one model and its ten adapters in processes of their own, with weights in bfloat16, int8,
+w8a8 and int4. Closed loops of the same shape go to two of them in turn (ABBA): tokens/s against
+bfloat16, and bfloat16 against itself as control. No prompt comes twice. ``prefill`` is one request
+at a time, with 1,024 tokens and one token of output. Starts of ``corun serve`` with cached weights
+and compiled kernels also run in turn. Memory is that of each engine over an engine with a model of
+a few kilobytes, compared with the bytes of its weights and adapters. The last line is JSON.
 
-    python bench/quantized.py [--parts speed,starts,memory] [--pairs 7] [--kinds int8 int4]
-        [--cpu-isa avx2] [--clients 1 8 16]
+    python bench/quantized.py [--parts speed,starts,memory] [--pairs 7] [--kinds int8 w8a8 int4]
+        [--cpu-isa avx2] [--loops 1 8 16 prefill] [--size 1b]
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -23,18 +25,22 @@ from typing import Any
 from corun import AsyncEngine
 from corun.cpu_workers.kernels.simd.isa import AUTO, NAMES, process_isa
 from load import Workload, closed_loop, make_jobs
-from models import llama_config, make_adapters, make_model, save_model
+from models import SIZES, llama_config, make_adapters, save_model
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, report
 from resident_memory import MAX_OVER_WEIGHTS, measured_memory
 from serve import CLOSED_LOOPS, engine_sender
 from startup import start_once
 
-# Requests in flight at once, and how many times faster than bfloat16 they must be.
+# How many times faster than bfloat16 each loop must be.
+_OF_8_BITS = {"1": 1.25, "8": 1.05, "16": 1.0, "prefill": 0.97}
 BOUNDS = {
-    "int8": {1: 1.35, 8: 1.2, 16: 1.2},
-    "int4": {1: 1.7, 8: 1.55, 16: 1.5},
+    "int8": _OF_8_BITS,
+    "w8a8": _OF_8_BITS,
+    "int4": {"1": 1.6, "8": 1.3, "16": 1.2, "prefill": 0.97},
 }
-_LOOPS = {clients: loop for clients, *loop in ((1, 128, 32, 10), *CLOSED_LOOPS)}
+# Requests in flight at once; tokens of prompts and of outputs; requests.
+_LOOPS = {str(loop[0]): loop for loop in ((1, 128, 32, 10), *CLOSED_LOOPS)}
+_LOOPS["prefill"] = (1, 1024, 1, 2)
 _FULL = "bfloat16"
 _MIB = 2**20
 
@@ -53,10 +59,10 @@ def is_reached(ratio: Ratio, least: float, control: Ratio) -> bool | None:
 async def measure_speed(
     model: Path, lora_dir: Path, adapters: tuple[str, ...], asked: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, bool | None]]:
-    """Tokens/s of every number of clients and kind."""
+    """Tokens/s of every loop and kind."""
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
-    running = asyncio.get_running_loop()
+    running, seeds = asyncio.get_running_loop(), itertools.count()
     async with contextlib.AsyncExitStack() as stack:
         engines = {
             kind: await stack.enter_async_context(
@@ -68,12 +74,14 @@ async def measure_speed(
             for kind in (_FULL, *asked.kinds)
         }  # fmt: skip
 
-        def rate_of(kind: str, clients: int) -> Callable[[], float]:
-            prompt_tokens, output_tokens, num_requests = _LOOPS[clients]
-            jobs = make_jobs(Workload(num_requests, prompt_tokens, output_tokens, adapters))
+        def rate_of(kind: str, loop_name: str) -> Callable[[], float]:
+            clients, prompt_tokens, output_tokens, num_requests = _LOOPS[loop_name]
             send = engine_sender(engines[kind])
 
             def run() -> float:
+                jobs = make_jobs(
+                    Workload(num_requests, prompt_tokens, output_tokens, adapters, seed=next(seeds))
+                )
                 start = time.perf_counter()
                 loop = closed_loop(send, jobs, clients)
                 samples = asyncio.run_coroutine_threadsafe(loop, running).result()
@@ -81,15 +89,15 @@ async def measure_speed(
 
             return run
 
-        for clients in asked.clients:
-            rates = {kind: rate_of(kind, clients) for kind in engines}
+        for name in asked.loops:
+            rates = {kind: rate_of(kind, name) for kind in engines}
             for rate in rates.values():
                 await asyncio.to_thread(rate)  # the first captures passes and touches memory
             cell: dict[str, Any] = {}
             control = None
             for kind in engines:
                 ratio, own, _ = await asyncio.to_thread(
-                    compare, rates[kind], rates[_FULL], asked.pairs, progress=f"{clients}, {kind}"
+                    compare, rates[kind], rates[_FULL], asked.pairs, progress=f"{name}, {kind}"
                 )
                 control = control or ratio
                 cell[kind] = {
@@ -97,11 +105,11 @@ async def measure_speed(
                     f"over {_FULL}": ratio.to_json(),
                 }
                 if kind != _FULL:
-                    least = BOUNDS[kind][clients]
-                    bounds[f"{kind}, {clients} requests: >= {least} x {_FULL}"] = is_reached(
+                    least = BOUNDS[kind][name]
+                    bounds[f"{kind}, {name}: >= {least} x {_FULL}"] = is_reached(
                         ratio, least, control
                     )
-            figures[f"{clients} requests"] = cell
+            figures[name] = cell
     return figures, bounds
 
 
@@ -160,7 +168,8 @@ def main() -> None:
     parser.add_argument("--parts", default="speed,starts,memory")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=BOUNDS, default=[*BOUNDS])
-    parser.add_argument("--clients", type=int, nargs="+", choices=_LOOPS, default=[*_LOOPS])
+    parser.add_argument("--loops", nargs="+", choices=_LOOPS, default=[*_LOOPS])
+    parser.add_argument("--size", choices=SIZES, default="150m", help="of the model")
     parser.add_argument(
         "--cpu-isa", choices=NAMES, default=AUTO, help="instruction set of the measured engines"
     )
@@ -171,7 +180,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         os.environ["XDG_STATE_HOME"] = str(directory / "state")  # where weights are kept
-        model = make_model(directory / "model")
+        model = directory / "model"
+        save_model(SIZES[arguments.size], model)
         lora_dir = directory / "adapters"
         adapters = tuple(make_adapters(model, lora_dir))
         kinds, num_pairs = arguments.kinds, arguments.pairs
@@ -183,7 +193,7 @@ def main() -> None:
         for part in arguments.parts.split(","):
             figures[part], held = parts[part]()
             bounds |= held
-    report("quantized", {"model": "llama-150m", "pairs": arguments.pairs}, figures, bounds)
+    report("quantized", {"size": arguments.size, "pairs": arguments.pairs}, figures, bounds)
 
 
 if __name__ == "__main__":
