@@ -69,11 +69,13 @@ def unknown_name(
     return UnknownModelError(f"no model or adapter is named {shown!r}{hint}", param=param)
 
 
-def unavailable_adapter(name: str, state: str, reason: str | None) -> AdapterUnavailableError:
+def unavailable_adapter(
+    name: str, state: str, reason: str | None, *, param: str = "lora_request"
+) -> AdapterUnavailableError:
     """Return the error for a registered adapter that cannot be used now."""
     because = f": {reason}" if reason and state == FAILED else ""
     kind = AdapterFailedError if state == FAILED else AdapterUnavailableError
-    return kind(f"adapter {name!r} {_STATE_PHRASES[state]}{because}", param="lora_request")
+    return kind(f"adapter {name!r} {_STATE_PHRASES[state]}{because}", param=param)
 
 
 def taken_name(name: str) -> AdapterExistsError:

@@ -85,7 +85,8 @@ class LoraClient:
             self.directory.check_usable(lora)
         elif isinstance(lora, LoRAMix):
             for name, _ in lora.parts:
-                await self.resolve(name)
+                await self.find(name)
+                self.directory.check_usable(name, param="lora")
         elif lora is not None:
             await self.add(lora, reload=False)
 

@@ -47,15 +47,15 @@ class LoraDirectory:
         if name not in self._infos:
             raise unknown_name(name, self._infos, param=param)
 
-    def check_usable(self, name: str) -> None:
+    def check_usable(self, name: str, *, param: str = "lora_request") -> None:
         """Raise ``UnknownModelError`` or ``AdapterUnavailableError`` unless requests can use it.
 
         An adapter that is loading can be used: the engine knows whether it still loads.
         """
-        self.check_known(name)
+        self.check_known(name, param=param)
         info = self._infos[name]
         if info.state in (FAILED, DRAINING):
-            raise unavailable_adapter(name, info.state, info.reason)
+            raise unavailable_adapter(name, info.state, info.reason, param=param)
 
 
 def adapter_path(lora: LoRARequest) -> str:

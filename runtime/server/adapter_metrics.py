@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import Metric
 
 from ..adapters.info import LEVELS, AdapterInfo, num_fitting
+from ..adapters.mix import LoRAMix
 from ..adapters.names import DRAINING, READY
 from ..engine.messages import EngineStats
 from .families import Families
@@ -67,7 +68,8 @@ class AdapterCounts:
         """The counts of an adapter's requests; None for the base model."""
         if name is None:
             return None
-        if name not in self._counts and len(self._counts) >= MAX_ADAPTER_SERIES:
+        is_new = name not in self._counts
+        if is_new and (len(self._counts) >= MAX_ADAPTER_SERIES or LoRAMix.named(name) is not None):
             name = OTHER
         return self._counts.setdefault(name, AdapterCount())
 

@@ -18,7 +18,7 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 _SAME_NAME = (
-    *("model", "max_tokens", "stream", "temperature", "top_p", "top_k"),
+    *("model", "lora", "max_tokens", "stream", "temperature", "top_p", "top_k"),
     *("cache_salt", "chat_template_kwargs"),
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -7,6 +7,7 @@ from pydantic import WithJsonSchema
 
 from .body import RequestModel, given
 from .fields import NO_HOSTED_TOOLS, FieldTable, RefusedField
+from .generation_request import LORA_FIELD, LORA_FIELDS, LoraPart
 
 ANTHROPIC_ACCEPTED: Mapping[str, str] = {
     "cache_control": "KV is always cached",
@@ -84,6 +85,7 @@ class AnthropicRequest(RequestModel):
     nested: ClassVar = {
         "messages": _MESSAGE,
         "tools": _TOOL,
+        "lora": LORA_FIELDS,
         "thinking": FieldTable(
             served=tuple(ThinkingOptions.model_fields),
             accepted={
@@ -111,6 +113,7 @@ class AnthropicRequest(RequestModel):
     model: str | None = given(
         "An adapter's name, base:adapter, or a name of the base model; default: the base model."
     )
+    lora: list[LoraPart] | None = LORA_FIELD
     system: Annotated[
         Any,
         WithJsonSchema({"anyOf": [

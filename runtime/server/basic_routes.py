@@ -101,7 +101,7 @@ class BasicRoutes:
     async def get_model(self, request: Request) -> Response:
         """One entry of the list of models."""
         target = self._state.names.resolve(request.path_params["model"], self._state.engine.loras)
-        wanted = target.adapter_name or target.shown_name
+        wanted = target.adapter or target.shown_name
         for card in self._cards():
             if card.id == wanted:
                 return json_response(card)
@@ -116,7 +116,7 @@ class BasicRoutes:
         target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HttpError(400, "give either prompt or messages", code="invalid_value")
-        conventions = await self._state.engine.conventions_of(target.adapter_name)
+        conventions = await self._state.engine.conventions_of(target.adapter)
         tokenizer, limits = conventions.tokenizer, self._state.settings.limits
         if body.messages is None:
             param, text = "prompt", str(body.prompt)
@@ -146,7 +146,7 @@ class BasicRoutes:
         vocab_size = self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
         # With special tokens, so that tokenizing the text without added ones gives the same tokens.
-        conventions = await self._state.engine.conventions_of(target.adapter_name)
+        conventions = await self._state.engine.conventions_of(target.adapter)
         return json_response(DetokenizedText(await conventions.tokenizer.decode_async(tokens)))
 
     async def _answer(

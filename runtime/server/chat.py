@@ -83,7 +83,7 @@ class ChatEndpoint(GenerationEndpoint):
         """Check a body that has been read. Raises ``RequestError``."""
         request.check_stream_options()
         request.check_scores()
-        target = await self.state.resolve(request.model)
+        target = await self.state.resolve(request.model, request.mix)
         sampling = request.sampling_params(
             self.state.engine.get_model_info().default_sampling,
             default_max_tokens=None,
@@ -100,7 +100,7 @@ class ChatEndpoint(GenerationEndpoint):
         return ParsedRequest(
             body=request,
             envelope=Envelope(request_id, object_name, int(time.time()), target.shown_name),
-            adapter_name=target.adapter_name,
+            adapter=target.adapter,
             prompts=[partial(self._make_prompt, request, sampling, reader, is_large)],
             sampling=sampling,
             reader=reader,

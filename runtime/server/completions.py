@@ -84,7 +84,7 @@ class CompletionEndpoint(GenerationEndpoint):
         request.check_stream_options()
         if not request.generates_nothing:
             request.check_scores(has_echo=bool(request.echo) and request.logprobs is not None)
-        target = await self.state.resolve(request.model)
+        target = await self.state.resolve(request.model, request.mix)
         sampling = request.sampling_params(
             self.state.engine.get_model_info().default_sampling,
             default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -95,7 +95,7 @@ class CompletionEndpoint(GenerationEndpoint):
         return ParsedRequest(
             body=request,
             envelope=Envelope(record.request_id, _OBJECT, int(time.time()), target.shown_name),
-            adapter_name=target.adapter_name,
+            adapter=target.adapter,
             prompts=request.prompts(),
             sampling=sampling,
             echo=bool(request.echo),

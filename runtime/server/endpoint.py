@@ -226,7 +226,7 @@ class GenerationEndpoint(ABC):
             request.prompts[index],
             request.sampling,
             _prompt_id(request, index),
-            lora_request=request.adapter_name,
+            lora_request=request.adapter,
             cache_salt=request.body.cache_salt or "",
             predicted_output_tokens=request.body.predicted_output_tokens,
             add_special_tokens=request.body.add_special_tokens is not False,

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any, Protocol
 
 from ..adapters.info import AdapterInfo
+from ..adapters.mix import LoRAMix
 from ..engine.hang_watch import HangWatch
 from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
@@ -92,7 +93,7 @@ class EnginePort(Protocol):
         """The tokenizer, with the chat template."""
         ...
 
-    async def conventions_of(self, lora: str | None) -> ConventionsPort:
+    async def conventions_of(self, lora: str | LoRAMix | None) -> ConventionsPort:
         """Return the conventions of an adapter; None = the base model."""
         ...
 
@@ -102,7 +103,7 @@ class EnginePort(Protocol):
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: str | None = None,
+        lora_request: str | LoRAMix | None = None,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,

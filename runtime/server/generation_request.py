@@ -6,14 +6,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationInfo
 
+from ..adapters.mix import LoRAMix
 from ..errors import RequestError
-from ..frontend.inputs import MadePrompt
+from ..frontend.inputs import MadePrompt, lora_name_of
 from ..sampling import SamplingParams
 from ..tools.reader import AnswerReader
 from .body import RequestModel, given
 from .engine_port import ConventionsPort
 from .errors import HttpError
-from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable
+from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable, RefusedField
 from .json_values import wrong_type
 from .responses import Envelope
 from .structure import StructureFields
@@ -78,12 +79,30 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = given("Token counts in every chunk, with include_usage.")
 
 
+class LoraPart(RequestModel):
+    """One of several adapters that answer together."""
+
+    name: str
+    scale: float | None = given("A factor on its effect; default: 1.")
+
+
+LORA_FIELDS = FieldTable(
+    served=tuple(LoraPart.model_fields),
+    accepted={},
+    refused={"id": RefusedField("write the adapter's name as name")},
+)
+LORA_FIELD = given("Up to 4 adapters that answer together, beside a name of the base as model.")
+
+
 class SamplingFields(RequestModel):
     """The fields that completions, chats and responses serve."""
+
+    nested: ClassVar = {"lora": LORA_FIELDS}
 
     model: str | None = given(
         "An adapter's name, base:adapter, or a name of the base model; default: the base model."
     )
+    lora: list[LoraPart] | None = LORA_FIELD
     temperature: float | None = given("0 is greedy; default, also of the next four: the model's.")
     top_p: float | None = given(
         "Sample from the most likely tokens that together have this probability."
@@ -109,6 +128,7 @@ class GenerationFields(StructureFields, SamplingFields):
 
     nested: ClassVar = {
         **StructureFields.nested,
+        **SamplingFields.nested,
         "stream_options": FieldTable(
             served=tuple(StreamOptions.model_fields), accepted=ACCEPTED_STREAM_OPTIONS, refused={}
         ),
@@ -143,6 +163,12 @@ class GenerationFields(StructureFields, SamplingFields):
     truncate_prompt_tokens: int | None = given(
         "Keep this many tokens at the prompt's end; -1 = what fits beside max_tokens."
     )
+
+    @property
+    def mix(self) -> LoRAMix | None:
+        """The adapters that answer together; None = ``model`` says which answers."""
+        parts = [(one.name, 1.0 if one.scale is None else one.scale) for one in self.lora or ()]
+        return LoRAMix(parts) if parts else None
 
     def check_stream_options(self) -> None:
         """Raise ``HttpError`` for stream options without a stream."""
@@ -244,11 +270,16 @@ class ParsedRequest:
 
     body: GenerationFields
     envelope: Envelope
-    adapter_name: str | None  # None = the base model
+    adapter: str | LoRAMix | None  # None = the base model
     prompts: Sequence[Prompt]
     sampling: SamplingParams  # before a prompt is made by conventions, which can add to it
     echo: bool = False  # the answer's texts begin with the prompt
     reader: AnswerReader | None = None  # of a chat
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The engine's name of its adapter."""
+        return lora_name_of(self.adapter)
 
     @property
     def answers(self) -> AnswerReader:

@@ -4,16 +4,17 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from ..adapters.info import AdapterInfo
+from ..adapters.mix import LoRAMix
 from ..adapters.names import LOADING, READY, unknown_name
 from ..frontend.lora_directory import LoraDirectory
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model that a request's ``model`` names."""
+    """The model that a request names."""
 
     shown_name: str  # echoed in the answer
-    adapter_name: str | None  # None = the base model
+    adapter: str | LoRAMix | None  # None = the base model
 
 
 class ModelNames:

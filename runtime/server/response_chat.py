@@ -12,7 +12,7 @@ from .translation import string_of
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SAME_NAME = (
-    *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p"),
+    *("model", "lora", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
     *("cache_salt", "predicted_output_tokens", "chat_template_kwargs"),
 )

@@ -117,6 +117,7 @@ class ResponsesRequest(SamplingFields):
     nested: ClassVar = {
         "input": _ITEM_FIELDS,
         "tools": _TOOL_FIELDS,
+        **SamplingFields.nested,
         "reasoning": FieldTable(
             served=tuple(ReasoningOptions.model_fields),
             accepted={

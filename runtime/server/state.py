@@ -1,7 +1,8 @@
 """The state that all endpoints of one server share: its engine and the open requests."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..adapters.mix import LoRAMix
 from ..errors import EngineDeadError, EngineHungError
 from .body import BodyRoom
 from .engine_port import EnginePort
@@ -33,12 +34,26 @@ class ServerState:
     is_ending: bool = False  # streams without an end of their own end now
     request_log: RequestLog | None = None
 
-    async def resolve(self, model: str | None) -> ResolvedModel:
-        """Return the model that ``model`` names; resolvers look for unknown names."""
+    async def resolve(self, model: str | None, mix: LoRAMix | None = None) -> ResolvedModel:
+        """Return the model that ``model`` names; resolvers look for unknown names.
+
+        With ``mix``, which the engine resolves, it must be the base. Raises ``RequestError``.
+        """
         meant = self.names.adapter_meant(model, self.engine.loras)
         if meant is not None:
             await self.engine.find_lora(meant)
-        return self.names.resolve(model, self.engine.loras)
+        found = self.names.resolve(model, self.engine.loras)
+        if mix is None:
+            return found
+        if found.adapter is not None:
+            raise HttpError(
+                400,
+                f"lora is given, but model names the adapter {model!r}; name it in lora, and the "
+                f"base ({self.names.base}) as model",
+                code="invalid_value",
+                param="lora",
+            )
+        return replace(found, adapter=mix)
 
     def on_record(self, record: HttpRequestRecord) -> None:
         """Count and log a request that generates, at its end."""

@@ -1,14 +1,11 @@
 """Mixes of adapters answer like PEFT's ``cat`` of them on every path of a token."""
 
-import copy
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from corun import Engine, LoRAMix, LoRARequest, SamplingParams, UnknownModelError
@@ -41,26 +38,6 @@ MIXES = (
     (("one", 2.5),),
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
-
-
-def add_mix(
-    case: ParityCase, parts: Sequence[tuple[str, float]], truth: str | None = None
-) -> LoRAMix:
-    """Let PEFT save the ``cat`` of a case's adapters, by default under the name of the mix."""
-    mix, names = LoRAMix(parts), [name for name, _ in parts]
-    truth = truth or mix.lora_name
-    path = case.directory.parent / "mixes" / str(len(case.adapters))
-    model: Any = copy.deepcopy(case.model(None, torch.float32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PEFT about itself
-        model = peft.PeftModel.from_pretrained(model, case.adapters[names[0]], names[0])
-        for name in names[1:]:
-            model.load_adapter(case.adapters[name], name)
-        scales = [scale for _, scale in parts]
-        model.add_weighted_adapter(names, scales, "mix", combination_type="cat")
-        model.save_pretrained(str(path), selected_adapters=["mix"])
-    case.adapters[truth] = path / "mix"
-    return mix
 
 
 def start(case: ParityCase, **options: Any) -> Engine:
@@ -97,7 +74,7 @@ def test_mixed_batches_in_chunks_and_over_prefixes(
     architecture: str, specs: Sequence[AdapterSpec], mixes: Sequence[Any], tmp_path: Path
 ) -> None:
     case = ParityCase(architecture, tmp_path, specs=specs)
-    kinds = [None, specs[0].name, *[add_mix(case, parts) for parts in mixes]]
+    kinds = [None, specs[0].name, *[case.add_mix(parts) for parts in mixes]]
     asked = random_prompts(2 * len(kinds))
     with start(case) as engine:
         for turn in range(2):  # the second one finds prefixes
@@ -137,7 +114,7 @@ def test_preempted_requests_and_mixes_that_are_loaded_again(
     case = ParityCase("llama3-rope", tmp_path, specs=SPECS)
     room_bytes = share * case.adapter_bytes(torch.float32)
     room_bytes += num_blocks * case.kv_block_bytes(4, torch.float32)
-    kinds: list[LoRAMix | str] = ["lora", *[add_mix(case, parts) for parts in MIXES]]
+    kinds: list[LoRAMix | str] = ["lora", *[case.add_mix(parts) for parts in MIXES]]
     asked, loras = random_prompts(3 * len(kinds), most=6), kinds * 3
     with start(
         case, max_model_len=32, max_num_batched_tokens=64, memory_gib=room_bytes / 2**30
@@ -154,7 +131,7 @@ def test_preempted_requests_and_mixes_that_are_loaded_again(
 def test_cold_starts_with_workers(tmp_path: Path) -> None:
     case = ParityCase("llama-deep", tmp_path / "case", specs=SPECS)
     files = dict(case.adapters)
-    names = [add_mix(case, parts).lora_name for parts in MIXES[:2]]
+    names = [case.add_mix(parts).lora_name for parts in MIXES[:2]]
     with ColdEngine(case.directory, files, tmp_path, max_lora_rank=64) as engine:
         for name in names:
             engine.wait_read(name)
@@ -176,7 +153,7 @@ def test_another_content_of_a_part_makes_another_mix(tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path, specs=SPECS[:2])
     parts = [("lora", 1.0), ("rs", 0.5)]
     prompt = random_prompts(1)[0] * 2
-    mix = add_mix(case, parts)
+    mix = case.add_mix(parts)
     with start(case) as engine:
         (output,) = engine.generate([prompt], GREEDY, mix)
         assert largest_error(case, output, mix.lora_name) < MAX_RELATIVE_ERROR
@@ -185,7 +162,7 @@ def test_another_content_of_a_part_makes_another_mix(tmp_path: Path) -> None:
         edit_config(changed, base_model_name_or_path=None)
         engine.add_lora(LoRARequest("rs", 1, str(changed)))
         case.adapters["rs"] = changed
-        add_mix(case, parts, "the new one")
+        case.add_mix(parts, "the new one")
         (output,) = engine.generate([prompt], GREEDY, mix)
         assert output.outputs[0].num_cached_tokens == 0
         assert largest_error(case, output, "the new one") < MAX_RELATIVE_ERROR

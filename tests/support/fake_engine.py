@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from corun.runtime.adapters.info import AdapterInfo, Residency
+from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.names import taken_name
 from corun.runtime.engine.hang_watch import HangWatch
 from corun.runtime.engine.heartbeat import LoopActivity, Signs
@@ -20,7 +21,12 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.engine_watch import EngineWatches
-from corun.runtime.frontend.inputs import MadePrompt, check_prompt, truncate_prompt
+from corun.runtime.frontend.inputs import (
+    MadePrompt,
+    check_prompt,
+    lora_name_of,
+    truncate_prompt,
+)
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
     AdapterStart,
@@ -186,7 +192,7 @@ class FakeEngine:
     async def refresh_machine(self, timeout_s: float) -> MachineReport:
         return self.machine
 
-    async def conventions_of(self, lora: str | None) -> "FakeEngine":
+    async def conventions_of(self, lora: str | LoRAMix | None) -> "FakeEngine":
         return self
 
     def templates(self) -> list[tuple[str | None, str | None]]:
@@ -243,7 +249,7 @@ class FakeEngine:
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: str | None = None,
+        lora_request: str | LoRAMix | None = None,
         cache_salt: str = "",
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
@@ -254,7 +260,7 @@ class FakeEngine:
         if callable(prompt):
             made = await prompt(await self.conventions_of(lora_request))
             prompt, sampling_params = made.token_ids, made.params
-        self.seen.append((prompt, sampling_params, lora_request, cache_salt))
+        self.seen.append((prompt, sampling_params, lora_name_of(lora_request), cache_salt))
         self.seen_predictions.append(predicted_output_tokens)
         prompt_ids = list(map(ord, prompt)) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str):
@@ -268,12 +274,12 @@ class FakeEngine:
         self.watches.sent(request_id, self.num_requests_sent)
         if watch is not None:
             watch.opened()
-        reason = "error"
+        reason, adapter = "error", lora_name_of(lora_request) or "base"
         choices: list[_FakeChoice] = []
         text = prompt if isinstance(prompt, str) else None
         try:
             choices = [
-                _FakeChoice(prompt_ids, sampling_params, index, lora_request or "base", self.answer)
+                _FakeChoice(prompt_ids, sampling_params, index, adapter, self.answer)
                 for index in range(sampling_params.n)
             ]
             while not all(choice.finish_reason for choice in choices):

@@ -9,7 +9,7 @@ from typing import Any
 
 import peft
 import torch
-from corun import Engine, LoRARequest
+from corun import Engine, LoRAMix, LoRARequest
 from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
 from corun.gpu.linear.quantized import quantize
 from support.architectures import make_model, save_model
@@ -86,6 +86,22 @@ class ParityCase:
             save_adapter(path, architecture, seed=seed + number, **options)
             edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
+
+    def add_mix(self, parts: Sequence[tuple[str, float]], truth: str | None = None) -> LoRAMix:
+        """Let PEFT save the ``cat`` of adapters as another one, by default named as the mix."""
+        mix, names = LoRAMix(parts), [name for name, _ in parts]
+        path = self.directory.parent / "mixes" / str(len(self.adapters))
+        model: Any = copy.deepcopy(self.model(None, torch.float32))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PEFT about itself
+            model = peft.PeftModel.from_pretrained(model, self.adapters[names[0]], names[0])
+            for name in names[1:]:
+                model.load_adapter(self.adapters[name], name)
+            scales = [scale for _, scale in parts]
+            model.add_weighted_adapter(names, scales, "mix", combination_type="cat")
+            model.save_pretrained(str(path), selected_adapters=["mix"])
+        self.adapters[truth or mix.lora_name] = path / "mix"
+        return mix
 
     def truth(
         self, adapter: str | None, token_ids: list[int], first: int, dtype: torch.dtype

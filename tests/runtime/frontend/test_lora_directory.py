@@ -68,4 +68,4 @@ def test_one_that_is_loading_is_left_to_the_engine() -> None:
     mirror = LoraDirectory(make_registry().infos(lambda _: Residency()))
     mirror.check_usable("loading")
     mirror.check_usable("ready")
-    assert ModelNames(["base"]).resolve("base:loading", mirror).adapter_name == "loading"
+    assert ModelNames(["base"]).resolve("base:loading", mirror).adapter == "loading"

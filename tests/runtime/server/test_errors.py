@@ -231,7 +231,6 @@ NOT_SERVED: dict[str, Any] = {
     "suffix": "after",
     "lora_path": "sql",
     "adapter_id": "sql",
-    "lora": [{"id": 0, "scale": 1.0}],
     "max_new_tokens": 5,
     "extra_body": {"top_k": 5},
     "audio": {"voice": "alloy", "format": "wav"},
