@@ -5,9 +5,12 @@ A region starts at a multiple of 64 bytes and is copied as a whole. All fields a
   byte 0    header, 64 bytes: magic, version, item bytes, number of targets, width of x, bytes
             of the region
   byte 64   one line of 64 bytes per target, in the group's order (q, k, v): rank, byte offsets of
-            its matrices A and B, padded columns of y, scaling, byte offset of its factors or 0
+            its matrices A and B, padded columns of y, scaling, byte offset of its factors or 0,
+            byte offset of its rows of tokens or 0, their number, tokens of its vocabulary or 0
   then      the matrices as ``cpu_workers.kernels.simd.layout`` packs them, and the factors, float32
             [2, columns of y without padding] (see ``gpu.lora.factors``), each at a multiple of 64
+  at last   of a target with a vocabulary, at a multiple of 64 each: the tokens of its rows, int32,
+            ascending, and the rows, of the matrices' type
 
 Offsets count from the region's first byte. A target of rank 0 has no matrices; its columns of y
 are zeros. The y of a group is [tokens, sum of all padded columns], targets side by side.
@@ -18,19 +21,21 @@ Knows nothing of the arena or of adapters' names.
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import FormatError
 
 ALIGNMENT_BYTES = 64
 HEADER_BYTES = 64
 TARGET_BYTES = 64
-VERSION = 2
+VERSION = 3
+TOKEN_BYTES = 4
 MAX_TARGETS = 16  # of one input group; gate and up, or q, k and v, have two or three
 
 _MAGIC = b"corunreg"
 _HEADER = struct.Struct("<8sHHIqq32x")  # magic, version, item bytes, targets, width of x, bytes
-_TARGET = struct.Struct("<qqqqf4xq16x")  # rank, offsets of A and B, columns of y, scaling, factors
+# Rank, offsets of A and B, columns of y, scaling, factors, rows of tokens, their number, tokens.
+_TARGET = struct.Struct("<qqqqf4xqqii")
 _FLOAT32 = struct.Struct("<f")
 _NUM_TARGETS, _NUM_TARGETS_OFFSET = struct.Struct("<I"), 12
 assert _HEADER.size == HEADER_BYTES and _TARGET.size == TARGET_BYTES
@@ -45,7 +50,8 @@ class TargetSize:
     """One target before it is placed.
 
     ``padded_columns``: width of its part of y. ``a_bytes`` and ``b_bytes``: of the packed
-    matrices, 0 if ``rank`` is 0. ``factor_bytes``: 0 = it has no factors.
+    matrices, 0 if ``rank`` is 0. ``factor_bytes``: 0 = it has no factors. ``row_bytes``: of one of
+    ``num_rows`` rows of tokens. ``num_tokens``: of the vocabulary of a target that may have rows.
     """
 
     rank: int
@@ -54,11 +60,17 @@ class TargetSize:
     a_bytes: int
     b_bytes: int
     factor_bytes: int = 0
+    row_bytes: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlace:
-    """One target of a region; offsets in bytes from the region's start, 0 if ``rank`` is 0."""
+    """One target of a region; offsets in bytes from the region's start.
+
+    Those of A and B are 0 if ``rank`` is 0.
+    """
 
     rank: int
     a_offset: int
@@ -66,6 +78,14 @@ class TargetPlace:
     padded_columns: int
     scaling: float
     factor_offset: int = 0  # 0 = it has no factors
+    rows_offset: int = 0  # of the tokens of its rows, which the rows follow; 0 = it has none
+    num_rows: int = 0
+    num_tokens: int = 0  # 0 = it has no vocabulary of its own
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the adapter does not change this target."""
+        return not (self.rank or self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +100,11 @@ class Region:
     item_bytes: int
     num_bytes: int
     targets: tuple[TargetPlace, ...]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes up to the rows of tokens."""
+        return min((t.rows_offset for t in self.targets if t.rows_offset), default=self.num_bytes)
 
     @property
     def y_columns(self) -> int:
@@ -101,21 +126,36 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
     for target in targets:
         assert target.rank >= 0 and target.padded_columns > 0, target
         (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers see it
-        if target.rank == 0:
+        a_offset = b_offset = factor_offset = 0
+        if target.rank:
+            a_offset = _aligned(end)
+            b_offset = _aligned(a_offset + target.a_bytes)
+            end = b_offset + target.b_bytes
+            factor_offset = _aligned(end) if target.factor_bytes else 0
+            end = max(end, factor_offset + target.factor_bytes)
+        else:
             assert target.a_bytes == target.b_bytes == target.factor_bytes == 0, target
-            places.append(TargetPlace(0, 0, 0, target.padded_columns, scaling))
-            continue
-        a_offset = _aligned(end)
-        b_offset = _aligned(a_offset + target.a_bytes)
-        end = b_offset + target.b_bytes
-        factor_offset = _aligned(end) if target.factor_bytes else 0
-        end = max(end, factor_offset + target.factor_bytes)
         places.append(
             TargetPlace(
-                target.rank, a_offset, b_offset, target.padded_columns, scaling, factor_offset
+                target.rank, a_offset, b_offset, target.padded_columns, scaling, factor_offset,
+                0, target.num_rows, target.num_tokens,
             )
-        )
+        )  # fmt: skip
+    for index, target in enumerate(targets):
+        if target.num_rows:
+            places[index] = replace(places[index], rows_offset=_aligned(end))
+            end = _aligned(end) + rows_bytes(target.num_rows, target.row_bytes)
     return Region(in_features, item_bytes, _aligned(end), tuple(places))
+
+
+def rows_bytes(num_rows: int, row_bytes: int) -> int:
+    """Bytes of rows of tokens, with the tokens before them."""
+    return row_start(num_rows) + _aligned(num_rows * row_bytes)
+
+
+def row_start(num_rows: int) -> int:
+    """Bytes of the tokens before the first of so many rows."""
+    return _aligned(TOKEN_BYTES * num_rows)
 
 
 def write_header(region: Region, buffer: memoryview) -> None:
@@ -128,6 +168,7 @@ def write_header(region: Region, buffer: memoryview) -> None:
         _TARGET.pack_into(
             buffer, HEADER_BYTES + index * TARGET_BYTES, target.rank, target.a_offset,
             target.b_offset, target.padded_columns, target.scaling, target.factor_offset,
+            target.rows_offset, target.num_rows, target.num_tokens,
         )  # fmt: skip
 
 
@@ -172,7 +213,11 @@ def _parse(header: bytes) -> Region:
                 target.factor_offset or target.b_offset,
             )
         )
-        if target.rank < 0 or target.padded_columns <= 0 or (target.rank > 0 and not inside):
+        has_rows = target.num_rows == 0 or matrices_start <= target.rows_offset < num_bytes
+        if (
+            min(target.rank, target.num_rows, target.num_tokens) < 0 or target.padded_columns <= 0
+            or (target.rank > 0 and not inside) or not has_rows
+        ):  # fmt: skip
             raise FormatError(f"target {index} of a region is not valid: {line}")
         targets.append(target)
     return Region(in_features, item_bytes, num_bytes, tuple(targets))

@@ -318,12 +318,18 @@ class Copied:
         copier, lane, placement, memory = self._copier, self._lane, self._placement, self._memory
         assert lane is not None and memory is not None
         part = self._host.bytes_of(region, region + 1)
-        buffer = copier.staging(lane, placement.max_region_bytes)
-        packed = buffer[: part.numel()]
-        copier.copy(lane, packed, part)
+        buffer = copier.staging(lane, placement.max_matrix_bytes)
+        packed = buffer[: placement.matrix_bytes[region]]
+        copier.copy(lane, packed, part[: packed.numel()])
         written = (self._memory_of(group),)
         for one in placement.matrices[region]:
-            views = copier.layout.views(one, packed)
+            if one.num_rows:
+                of_tokens = placement.own_rows(one, memory)
+                source = part[one.rows_offset :][: of_tokens.numel()]
+                copier.copy(lane, of_tokens, source)
+            if not one.rank:
+                continue
+            views = copier.layout.views(one.without_rows, packed)
             rows = placement.views(one.target.index, memory)
             to_rows = partial(unpack_target, views, rows)
             copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)

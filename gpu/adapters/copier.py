@@ -13,7 +13,7 @@ import torch
 from ...runtime.adapters.resolved import FACTOR_BYTES
 from ...runtime.adapters.target_map import Target
 from ...runtime.errors import ResourceError
-from ...shm.region import ALIGNMENT_BYTES
+from ...shm.region import ALIGNMENT_BYTES, rows_bytes
 from ..coexec.invocation import JobShape, job_shape
 from ..device.base import Stream
 from ..device.host_memory import TorchDevice
@@ -53,8 +53,8 @@ class DeviceLayout:
         self.shapes: tuple[JobShape, ...] = tuple(job_shape(plan.region) for plan in plans)
         self.matrices = tuple(layout.matrices_of(plan.key, plan.region) for plan in plans)
         self._starts = [0]  # of each region, and the end of the last
-        # Of A, B and factors (0 = none), in the order of the matrices.
-        self._offsets: list[tuple[int, int, int]] = []
+        # Of A, B, factors and rows of tokens (0 = none), in the order of the matrices.
+        self._offsets: list[tuple[int, int, int, int]] = []
         for plan, found in zip(plans, self.matrices, strict=True):
             self._place(plan.region.num_bytes, found)
         self._region_of = {
@@ -64,14 +64,16 @@ class DeviceLayout:
         }
         self._targets = np.array(list(self._region_of), np.int64)
         self._offset_of = dict(zip(self._region_of, self._offsets, strict=True))
-        self._a_offsets, self._b_offsets, self._factor_offsets = (
-            np.array(self._offsets, np.int64).reshape(-1, 3).T
+        self._a_offsets, self._b_offsets, self._factor_offsets, _ = (
+            np.array(self._offsets, np.int64).reshape(-1, 4).T
         )
         ones = [one for _, one in self._region_of.values()]
         self._ranks = np.array([one.rank for one in ones], np.int32)
         self._scalings = np.array([one.scaling for one in ones], np.float32)
         self._max_rank = max((one.rank for one in ones), default=0)
-        self.max_region_bytes = max((plan.region.num_bytes for plan in plans), default=0)
+        # By region, of what is unpacked: rows of tokens are copied to their places.
+        self.matrix_bytes = tuple(plan.region.matrix_bytes for plan in plans)
+        self.max_matrix_bytes = max(self.matrix_bytes, default=0)
         self.layer_spans = self._layer_spans()
 
     @property
@@ -98,7 +100,7 @@ class DeviceLayout:
         if self.is_packed:
             part = memory[self._starts[region] : self._starts[region + 1]]
             return self._layout.views(one, part)
-        a_offset, b_offset, factor_offset = self._offset_of[target_index]
+        a_offset, b_offset, factor_offset, rows_offset = self._offset_of[target_index]
         target = one.target
         factors = None
         if factor_offset:
@@ -110,7 +112,13 @@ class DeviceLayout:
             rank=one.rank,
             scaling=one.scaling,
             factors=factors,
+            own=self._layout.own_rows(one, memory, rows_offset) if one.num_tokens else None,
         )
+
+    def own_rows(self, one: TargetMatrices, memory: torch.Tensor) -> torch.Tensor:
+        """The bytes in ``memory`` of one target's own rows of tokens, if they are not packed."""
+        offset = self._offset_of[one.target.index][3]
+        return memory[offset:][: own_bytes(one.num_rows, one.target, self._layout.dtype)]
 
     @property
     def target_indices(self) -> Collection[int]:
@@ -125,6 +133,7 @@ class DeviceLayout:
                 (
                     start + one.a_offset, start + one.b_offset,
                     start + one.factor_offset if one.factor_offset else 0,
+                    start + one.rows_offset if one.num_rows else 0,
                 )
                 for one in found
             ]  # fmt: skip
@@ -133,8 +142,11 @@ class DeviceLayout:
         for one in found:
             b_start = start + row_bytes(one.rank, one.target.in_features, self._layout.dtype)
             end = b_start + row_bytes(one.rank, one.target.out_features, self._layout.dtype)
-            self._offsets.append((start, b_start, end if one.factor_offset else 0))
-            start = end + (aligned_factor_bytes(one.target) if one.factor_offset else 0)
+            rows_start = end + (aligned_factor_bytes(one.target) if one.factor_offset else 0)
+            self._offsets.append(
+                (start, b_start, end if one.factor_offset else 0, rows_start if one.num_rows else 0)
+            )
+            start = rows_start + own_bytes(one.num_rows, one.target, self._layout.dtype)
         self._starts.append(start)
 
     def _layer_spans(self) -> tuple[LayerSpan, ...]:
@@ -186,6 +198,11 @@ def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
 def aligned_factor_bytes(target: Target) -> int:
     """Bytes of one target's factors, rounded up likewise."""
     return _aligned(FACTOR_BYTES * target.out_features)
+
+
+def own_bytes(num_rows: int, target: Target, dtype: torch.dtype) -> int:
+    """Bytes of one target's own rows of tokens, likewise."""
+    return rows_bytes(num_rows, target.row_features * dtype.itemsize)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -272,11 +289,16 @@ class AdapterCopier:
             return sum(plan.region.num_bytes for plan in plans)
         loras = [lora for plan in plans for lora in plan.loras if lora is not None]
         scaled = [lora.target for lora in loras if lora.magnitudes is not None]
-        return sum(map(aligned_factor_bytes, scaled)) + sum(
+        matrix_bytes = sum(
             row_bytes(lora.rank, width, self.layout.dtype)
             for lora in loras
             for width in (lora.target.in_features, lora.target.out_features)
         )
+        rows = [rows for plan in plans for rows in plan.rows if rows is not None]
+        return (
+            matrix_bytes + sum(map(aligned_factor_bytes, scaled))
+            + sum(own_bytes(one.num_rows, one.target, self.layout.dtype) for one in rows)
+        )  # fmt: skip
 
     def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> DeviceLayout:
         """The layout of an adapter, the same for every load."""

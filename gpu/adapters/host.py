@@ -140,7 +140,12 @@ class HostAdapters:
         if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
             self._backend.prepare_factors()
             not_by_workers.append("DoRA")
-        changed = [lora.target for plan in facts.plans for lora in plan.loras if lora is not None]
+        changed = [
+            one.target
+            for plan in facts.plans
+            for one in (*plan.loras, *plan.rows)
+            if one is not None
+        ]
         if any(target.is_embedding for target in changed):
             not_by_workers.append("embeddings")
         if any(target.is_head for target in changed):

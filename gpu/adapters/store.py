@@ -229,7 +229,7 @@ class AdapterStore:
     def outline(self, path: AdapterPath) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
         """The facts of its header, and its regions. Raises ``AdapterError``."""
         with self._open(path) as source:
-            return source.adapter, self.layout.plan(source.adapter)
+            return source.outline, self.layout.plan(source.outline)
 
     def register(self, path: AdapterPath, make_room: MakeRoom) -> StoredFacts:
         """Read and check an adapter, and store it in the arena if there is room.

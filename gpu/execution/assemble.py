@@ -164,7 +164,7 @@ def _equip(
     table = LoraTable(
         len(targets), _MAX_RESIDENT_ADAPTERS, where,
         embeddings=[target.index for target in targets if target.is_embedding],
-        heads=[target.index for target in targets if target.is_head],
+        heads={target.index: target.num_tokens for target in targets if target.is_head},
     )  # fmt: skip
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
@@ -222,7 +222,7 @@ def _replace_linears(
         weights = linears.finish(full_bytes)
     for one in target_map.targets:
         if one.is_embedding:
-            adapt_embedding(model, context, one.path, one.index, (one.layer, one.input_group))
+            adapt_embedding(model, context, one, (one.layer, one.input_group))
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:
         detach_from_weight_files(model)

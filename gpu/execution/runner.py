@@ -1,6 +1,7 @@
 """Runs packed forward passes of one model. Owns the model and the metadata its modules read."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -55,8 +56,9 @@ class ModelRunner:
                 adapters are on the device.
 
         Returns:
-            float32 [n, vocabulary]. With n = 0 one row is computed and discarded, because packed
-            products do not accept empty inputs.
+            float32 [n, vocabulary]: the largest of the rows' adapters, if they have their own;
+            tokens that a row's adapter lacks have -inf. With n = 0 one row is computed and
+            discarded, because packed products do not accept empty inputs.
         """
         wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
         context = self._context
@@ -68,30 +70,41 @@ class ModelRunner:
         rows = range(len(logit_indices)) if logit_rows is None else logit_rows
         if deltas is not None and self._changes_embedding(inputs):
             context.embedding_deltas = deltas
-        context.head_deltas = self._head_deltas(inputs, rows, of_head)
-        outside = context.embedding_deltas is not None, context.head_deltas is not None
+        num_tokens = self._set_head_deltas(inputs, rows, of_head)
+        outside = (
+            context.embedding_deltas is not None, context.head_deltas is not None,
+            context.num_head_tokens,
+        )  # fmt: skip
         context.known_lens_host = inputs.rows.known_lens
         try:
             with torch.inference_mode():
                 metadata = PassMetadata(inputs.attention, inputs.lora, deltas, outside)
                 run_pass: RunPass = self.graphs or self._run_modules
                 logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
-                return logits[0, : len(logit_indices)].to(torch.float32, copy=True)
+                logits = logits[0, : len(logit_indices)].to(torch.float32, copy=True)
+                if num_tokens is not None:
+                    _forbid_beyond(logits, num_tokens)
+                return logits
         finally:
             context.attention = None
             context.deltas = context.embedding_deltas = context.head_deltas = None
+            context.num_head_tokens = 0
 
     def _changes_embedding(self, inputs: ForwardInputs) -> bool:
         if inputs.lora is None or self._lora_backend is None:
             return False
         return self._lora_backend.table.has_embedding(inputs.lora.table_rows_host)
 
-    def _head_deltas(
+    def _set_head_deltas(
         self, inputs: ForwardInputs, rows: Sequence[int],
         make: Callable[[LoraBatch], DeltaPass] | None,
-    ) -> DeltaPass | None:  # fmt: skip
-        """Those of the output head, for one token of each of ``rows``; None if there are none."""
-        backend = self._lora_backend
+    ) -> list[int] | None:  # fmt: skip
+        """Set the deltas of the output head, for one token of each of ``rows``.
+
+        Returns the tokens of the vocabulary of each; None if all use the base's rows of the head.
+        """
+        backend, context = self._lora_backend, self._context
+        context.head_deltas = None
         if inputs.lora is None or backend is None:
             return None
         if not backend.table.has_head(inputs.lora.table_rows_host):
@@ -99,7 +112,12 @@ class ModelRunner:
         batch = inputs.head_lora(rows)
         if batch is None:
             return None
-        return ResidentDeltas(backend, batch) if make is None else make(batch)
+        num_tokens = backend.table.num_tokens([inputs.rows.table_rows[row] for row in rows])
+        if num_tokens is not None:
+            context.num_head_tokens = max(num_tokens)
+            batch = replace(batch, num_head_tokens=context.num_head_tokens)
+        context.head_deltas = ResidentDeltas(backend, batch) if make is None else make(batch)
+        return num_tokens
 
     def _run_modules(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
@@ -142,3 +160,9 @@ class ModelRunner:
         """Free the pool."""
         self.pool.close()
         self.graphs = None  # it refers to this object
+
+
+def _forbid_beyond(logits: torch.Tensor, num_tokens: Sequence[int]) -> None:
+    """Set the logits of tokens that a row's vocabulary lacks to -inf; ``num_tokens``: by row."""
+    for row, number in zip(logits, num_tokens, strict=True):
+        row[number:] = float("-inf")

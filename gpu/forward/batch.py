@@ -58,6 +58,8 @@ class LoraBatch:
     table_rows_host: tuple[int, ...]
     max_segment_tokens: int
     max_rank: int  # over the adapters of this batch
+    # Of a batch of the output head: tokens of its largest vocabulary; 0 = all use the base's rows.
+    num_head_tokens: int = 0
 
     @property
     def num_segments(self) -> int:
@@ -103,8 +105,8 @@ class PassMetadata:
     attention: AttentionMetadata
     lora: LoraBatch | None  # None = no row has an adapter
     deltas: DeltaPass | None  # None = no row has an adapter
-    # Whether adapters change the embedding of tokens, and the output head.
-    outside: tuple[bool, bool] = (False, False)
+    # Whether adapters change the embedding of tokens, and the output head; ``num_head_tokens``.
+    outside: tuple[bool, bool, int] = (False, False, 0)
 
 
 class WorkProgress(Protocol):
@@ -141,5 +143,6 @@ class StepContext:
     # Of the embedding of tokens and of the output head; None = no row of this pass changes it.
     embedding_deltas: DeltaPass | None = None
     head_deltas: DeltaPass | None = None
+    num_head_tokens: int = 0  # of the head's ``LoraBatch``
     known_lens_host: tuple[int, ...] = ()  # [rows], known tokens of each request (read by rope)
     progress: WorkProgress = _UNWATCHED

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
+from ...runtime.adapters.target_map import Target
 from ..forward.batch import StepContext
 from ..forward.launcher import current_launcher
 from .numba_backend import NumbaLinear
@@ -31,16 +32,17 @@ class AdaptedEmbedding(nn.Module):
     """Replaces the embedding of tokens: a look-up, and the deltas of adapters."""
 
     def __init__(
-        self, base: nn.Module, context: StepContext, key: Hashable, target_index: int
+        self, base: nn.Module, context: StepContext, key: Hashable, target: Target
     ) -> None:
         """``base``: an ``nn.Embedding``, which may scale its rows, or its replacement."""
         super().__init__()
         self._base = base
         self._context = context
         self._key = key
-        self._target_index = target_index
+        self._target_index = target.index
+        self._last_token = target.num_tokens - 1
         scale = getattr(base, "embed_scale", None)
-        self._scale = None if scale is None else float(scale)
+        self._scale = None if scale is None else torch.as_tensor(scale)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -51,13 +53,24 @@ class AdaptedEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Look up: int64 [1, tokens] -> [1, tokens, features]."""
-        y: torch.Tensor = self._base(token_ids)
+        y: torch.Tensor
         if self._context.embedding_deltas is None:
+            y = self._base(token_ids)
             return y
-        deltas = y if self._scale is None else torch.zeros_like(y)
-        rows = deltas.view(-1, y.shape[-1])
+        known = token_ids.clamp(max=self._last_token)  # others are an adapter's own
+        y = self._base(known)
+        if self._scale is None:
+            self._change(token_ids, y)
+            return y
+        before = nn.functional.embedding(known, self.weight)
+        rows = before.clone()
+        self._change(token_ids, rows)
+        is_changed = (rows != before).any(-1, keepdim=True)
+        return torch.where(is_changed, rows * self._scale.to(y), y)
+
+    def _change(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+        rows = y.view(-1, y.shape[-1])
         current_launcher().call_in_every_pass(lambda: self._add(token_ids.view(-1), rows))
-        return y if self._scale is None else y + deltas * self._scale
 
     def _add(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
         deltas = self._context.embedding_deltas

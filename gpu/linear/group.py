@@ -7,6 +7,7 @@ read the same x.
 from collections.abc import Callable, Hashable
 
 import torch
+from torch import nn
 
 from ..forward.batch import DeltaPass, StepContext
 from ..forward.launcher import current_launcher
@@ -71,6 +72,9 @@ class InputGroup:
         call = _call_now if deltas.is_repeatable else current_launcher().call_in_every_pass
         call(lambda: self._running_deltas().begin(self._key, tokens))
         results = self._base_products(x)
+        more = self._context.num_head_tokens - results[0].shape[-1] if self._is_head else 0
+        if more > 0:  # tokens that only an adapter has
+            results = [nn.functional.pad(result, (0, more)) for result in results]
         ys = [results[member] for member, _ in self._targets]
         ys = [y.view(-1, y.shape[-1]) for y in ys]
         indices = [index for _, index in self._targets]

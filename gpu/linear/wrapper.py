@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 from torch import nn
 
+from ...runtime.adapters.target_map import Target
 from ..forward.batch import StepContext
 from .base import LinearBackend, MakeLinear
 from .embedding import AdaptedEmbedding, TiedEmbedding, plain_embeddings
@@ -117,11 +118,10 @@ def wrap_linears(
     return num_wrapped
 
 
-def adapt_embedding(
-    model: nn.Module, context: StepContext, path: str, target_index: int, key: Hashable
-) -> None:
-    """Replace the embedding of tokens at ``path`` in place; ``key`` names it to the deltas."""
-    _put(model, path, AdaptedEmbedding(model.get_submodule(path), context, key, target_index))
+def adapt_embedding(model: nn.Module, context: StepContext, target: Target, key: Hashable) -> None:
+    """Replace the embedding of tokens in place; ``key`` names it to the deltas."""
+    base = model.get_submodule(target.path)
+    _put(model, target.path, AdaptedEmbedding(base, context, key, target))
 
 
 def detach_from_weight_files(model: nn.Module) -> None:

@@ -7,24 +7,39 @@ columns for every adapter. Independent of files and of free memory in the arena.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
 from ...cpu_workers.kernels.simd.layout import padded_features
-from ...runtime.adapters.resolved import FACTOR_BYTES, RawTensor, ResolvedAdapter, TargetLora
+from ...runtime.adapters.resolved import (
+    FACTOR_BYTES,
+    RawTensor,
+    ResolvedAdapter,
+    TargetLora,
+    TargetRows,
+)
 from ...runtime.adapters.target_map import Target, TargetMap
 from ...shm.arena import RegionPlace, RegionSpec
-from ...shm.region import Region, TargetSize, plan_region, read_header, write_header
-from .base import PackedLora
+from ...shm.region import (
+    TOKEN_BYTES,
+    Region,
+    TargetSize,
+    plan_region,
+    read_header,
+    row_start,
+    write_header,
+)
+from .base import OwnRows, PackedLora
 from .convert import to_tensor
 from .factors import FactorMaker, ReadBase
 from .matrix_layout import MatrixLayout, bits_of
 
 GroupKey = tuple[int, int]  # layer, input group
+WriteMatrix = Callable[[np.ndarray], object]  # to its place
 
 _MAX_KEPT = 32  # cached plans
 
@@ -36,6 +51,7 @@ class GroupPlan:
     key: GroupKey
     region: Region
     loras: tuple[TargetLora | None, ...]  # by position in the group
+    rows: tuple[TargetRows | None, ...] = ()  # likewise: rows of tokens of its own
 
     @property
     def spec(self) -> RegionSpec:
@@ -47,7 +63,8 @@ class GroupPlan:
 class TargetMatrices:
     """The places of one target's matrices in a region, in bytes from its start.
 
-    ``factor_offset``: of its factors, float32 [2, out_features]; 0 = it has none.
+    ``factor_offset``: of its factors, float32 [2, out_features]; 0 = it has none. ``rows_offset``:
+    of its own rows of tokens, ``num_rows``; ``num_tokens``: of its vocabulary, 0 = the base's.
     """
 
     target: Target
@@ -56,6 +73,14 @@ class TargetMatrices:
     a_offset: int
     b_offset: int
     factor_offset: int = 0
+    rows_offset: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    @property
+    def without_rows(self) -> "TargetMatrices":
+        """The matrices alone."""
+        return replace(self, rows_offset=0, num_rows=0, num_tokens=0)
 
 
 class AdapterLayout:
@@ -78,19 +103,17 @@ class AdapterLayout:
 
     def _plan(self, adapter: ResolvedAdapter) -> tuple[GroupPlan, ...]:
         by_index = {lora.target.index: lora for lora in adapter.targets}
+        rows_by_index = {rows.target.index: rows for rows in adapter.rows if rows.changes_base}
         plans = []
         for key, targets in self._groups.items():
             loras = tuple(by_index.get(target.index) for target in targets)
-            if any(lora is not None for lora in loras):
+            rows = tuple(rows_by_index.get(target.index) for target in targets)
+            if any(one is not None for one in (*loras, *rows)):
                 sizes = [
-                    self._size(target, 0, 0.0)
-                    if lora is None
-                    else self._size(
-                        target, lora.rank, lora.scaling, has_factors=lora.magnitudes is not None
-                    )
-                    for target, lora in zip(targets, loras, strict=True)
+                    self._with_rows(self._size_of(target, lora), own)
+                    for target, lora, own in zip(targets, loras, rows, strict=True)
                 ]
-                plans.append(GroupPlan(key, self._region(targets, sizes), loras))
+                plans.append(GroupPlan(key, self._region(targets, sizes), loras, rows))
         return tuple(plans)
 
     def max_region_bytes(self, rank: int) -> int:
@@ -104,11 +127,12 @@ class AdapterLayout:
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
         """A writer of regions. ``parts``: the bytes of each plan's region, uint8."""
-        places: dict[str, tuple[np.ndarray, bool]] = {}
+        places: dict[str, WriteMatrix] = {}
         makers: dict[str, FactorMaker] = {}
         for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
             self._places_of(plan, part, places)
+            self._row_places_of(plan, part, places)
             self._makers_of(plan, part, makers)
         return RegionWriter(self, places, makers)
 
@@ -129,10 +153,13 @@ class AdapterLayout:
         """The contents of a region of an input group."""
         targets = self._groups[key]
         return tuple(
-            TargetMatrices(target, at.rank, at.scaling, at.a_offset, at.b_offset, at.factor_offset)
+            TargetMatrices(
+                target, at.rank, at.scaling, at.a_offset, at.b_offset, at.factor_offset,
+                at.rows_offset, at.num_rows, at.num_tokens,
+            )
             for target, at in zip(targets, region.targets, strict=True)
-            if at.rank
-        )
+            if not at.is_empty
+        )  # fmt: skip
 
     def views(self, found: TargetMatrices, part: torch.Tensor) -> PackedLora:
         """One target's matrices as views of a region, or of its copy on a device."""
@@ -145,10 +172,32 @@ class AdapterLayout:
             factors=self._factors(part, found.factor_offset, target)
             if found.factor_offset
             else None,
+            own=self.own_rows(found, part, found.rows_offset),
         )
+
+    def own_rows(self, found: TargetMatrices, part: torch.Tensor, offset: int) -> OwnRows | None:
+        """One target's own rows of tokens, as views of ``part`` at ``offset``."""
+        if not found.num_tokens:
+            return None
+        start = offset + row_start(found.num_rows)
+        shape = found.num_rows, found.target.row_features
+        token_ids = part[offset : offset + TOKEN_BYTES * found.num_rows].view(torch.int32)
+        return OwnRows(token_ids, self._view(part, start, shape), found.num_tokens)
 
     def _region(self, targets: Sequence[Target], sizes: Sequence[TargetSize]) -> Region:
         return plan_region(targets[0].in_features, self.dtype.itemsize, sizes)
+
+    def _size_of(self, target: Target, lora: TargetLora | None) -> TargetSize:
+        if lora is None:
+            return self._size(target, 0, 0.0)
+        has_factors = lora.magnitudes is not None
+        return self._size(target, lora.rank, lora.scaling, has_factors=has_factors)
+
+    def _with_rows(self, size: TargetSize, own: TargetRows | None) -> TargetSize:
+        if own is None:
+            return size
+        row_bytes = own.target.row_features * self.dtype.itemsize
+        return replace(size, row_bytes=row_bytes, num_rows=own.num_rows, num_tokens=own.num_tokens)
 
     def _size(
         self, target: Target, rank: int, scaling: float, *, has_factors: bool = False
@@ -164,15 +213,31 @@ class AdapterLayout:
         return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes, factor_bytes)
 
     def _places_of(
-        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, tuple[np.ndarray, bool]]
+        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]
     ) -> None:
         for lora, at in zip(plan.loras, plan.region.targets, strict=True):
             if lora is None:
                 continue
             a = self._view(part, at.a_offset, self._a_shape(lora.target, at.rank))
             b = self._view(part, at.b_offset, self._b_shape(lora.target, at.rank))
-            places[lora.a.name] = bits_of(a), True
-            places[lora.b.name] = bits_of(b), False
+            places[lora.a.name] = partial(self.matrices.write_a, place=bits_of(a))
+            places[lora.b.name] = partial(self.matrices.write_b, place=bits_of(b))
+
+    def _row_places_of(
+        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]
+    ) -> None:
+        """Write the tokens of rows, and add the places of the rows."""
+        rows_of = {own.target.index: own for own in plan.rows if own is not None}
+        for found in self.matrices_of(plan.key, plan.region):
+            own = self.own_rows(found, part, found.rows_offset)
+            if own is None:
+                continue
+            start = 0
+            for run in rows_of[found.target.index].runs:
+                end = start + run.end - run.first
+                own.token_ids[start:end] = torch.arange(run.first, run.end, dtype=torch.int32)
+                places[run.tensor.name] = partial(np.copyto, bits_of(own.rows[start:end]))
+                start = end
 
     def _makers_of(
         self, plan: GroupPlan, part: torch.Tensor, makers: dict[str, FactorMaker]
@@ -203,10 +268,10 @@ class RegionWriter:
     """Writes an adapter's tensors to their places in regions, in any order."""
 
     def __init__(
-        self, layout: AdapterLayout, places: dict[str, tuple[np.ndarray, bool]],
+        self, layout: AdapterLayout, places: dict[str, WriteMatrix],
         makers: dict[str, FactorMaker],
     ) -> None:  # fmt: skip
-        """``places``: by tensor name the bits of its matrix, and whether it is an A.
+        """``places``: by tensor name what writes the bits of its matrix.
 
         ``makers``: by the names of all tensors of targets with factors.
         """
@@ -226,10 +291,7 @@ class RegionWriter:
             maker.add(raw.name, tensor)
         if raw.name not in self._places:
             return  # magnitudes
-        matrix = bits_of(tensor)
-        place, is_a = self._places.pop(raw.name)
-        matrices = self._layout.matrices
-        (matrices.write_a if is_a else matrices.write_b)(matrix, place)
+        self._places.pop(raw.name)(bits_of(tensor))
 
     @property
     def missing(self) -> list[str]:

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnRows:
+    """An adapter's own rows of tokens, in place of the base's or behind them."""
+
+    token_ids: torch.Tensor  # int32 [rows], ascending
+    rows: torch.Tensor  # [rows, features], of the model's dtype
+    num_tokens: int  # of the adapter's vocabulary
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLora:
     """A and B of one target in the layout of one back end."""
 
@@ -26,6 +35,7 @@ class PackedLora:
     rank: int
     scaling: float
     factors: torch.Tensor | None = None  # float32 [2, out_features], of ``factors``
+    own: OwnRows | None = None  # of an embedding or the output head
 
 
 class LoraBackend(Protocol):

@@ -4,7 +4,7 @@ Owns the rows and keeps the adapters' tensors alive. Independent of requests, st
 budget. The caller must not remove a row that a running step refers to.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -78,13 +78,14 @@ class LoraTable:
 
     def __init__(
         self, num_targets: int, capacity: int, device: torch.device | str,
-        *, embeddings: Iterable[int] = (), heads: Iterable[int] = (),
+        *, embeddings: Iterable[int] = (), heads: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Make an empty table for ``capacity`` adapters at once.
 
-        ``embeddings``, ``heads``: indices of the targets that are one.
+        ``embeddings``: indices of the targets that are one. ``heads``: the tokens of those that are
+        the output head, by index.
         """
-        self._embeddings, self._heads = frozenset(embeddings), frozenset(heads)
+        self._embeddings, self._heads = frozenset(embeddings), dict(heads or {})
         shape = (capacity, num_targets)
         self.num_targets = num_targets
         self.capacity = capacity
@@ -100,6 +101,8 @@ class LoraTable:
         self._scaled_rows: set[int] = set()  # with factors
         self._embedding_rows: set[int] = set()  # that change the embedding of tokens
         self._head_rows: set[int] = set()  # that change the output head
+        # By row, of adapters with own rows of the head: tokens of their vocabulary.
+        self._num_tokens: dict[int, int] = {}
         self._adapters: list[DeviceAdapter | None] = [None] * capacity
         self._free_rows = list(range(capacity - 1, -1, -1))
 
@@ -137,8 +140,11 @@ class LoraTable:
         indices = entries.target_indices.tolist()
         if not self._embeddings.isdisjoint(indices):
             self._embedding_rows.add(row)
-        if not self._heads.isdisjoint(indices):
+        for index in self._heads.keys() & set(indices):
             self._head_rows.add(row)
+            own = adapter.targets[index].own
+            if own is not None:
+                self._num_tokens[row] = own.num_tokens
         self._upload(row)
         return row
 
@@ -156,6 +162,7 @@ class LoraTable:
         self._scaled_rows.discard(row)
         self._embedding_rows.discard(row)
         self._head_rows.discard(row)
+        self._num_tokens.pop(row, None)
         self._free_rows.append(row)
         if adapter is not None and adapter.release is not None:
             adapter.release()
@@ -167,6 +174,20 @@ class LoraTable:
     def has_head(self, rows: Iterable[int]) -> bool:
         """Whether the adapter of any of these rows changes the output head."""
         return not self._head_rows.isdisjoint(rows)
+
+    def head_tokens(self, target_index: int) -> int:
+        """The base's number of tokens, by the output head."""
+        return self._heads[target_index]
+
+    def num_tokens(self, rows: Sequence[int]) -> list[int] | None:
+        """By row, the tokens of its adapter's vocabulary; None if no adapter has own head rows.
+
+        Rows below 0, and those of other adapters, have the base's.
+        """
+        if self._num_tokens.keys().isdisjoint(rows):
+            return None
+        base = max(self._heads.values())
+        return [self._num_tokens.get(row, base) for row in rows]
 
     def clear(self) -> None:
         """Remove all adapters."""

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...runtime.adapters.resolved import RawTensor
 from ...runtime.adapters.tensor_names import PathIndex
@@ -22,21 +24,26 @@ class StoredBaseWeights:
         self._source = source
         self._dtype = dtype
 
-    def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
+    def differing_rows(
+        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+    ) -> NDArray[np.bool_]:
         """See ``resolved.BaseWeights``."""
         files, names = self._opened
         stored = names.find(name)
-        if stored is None or files.shape(stored) != tensor.shape:
-            return False
+        shape = None if stored is None else files.shape(stored)
+        num_rows = shape[0] if shape and shape[1:] == tensor.shape[1:] else 0
+        differs = np.ones(tensor.shape[0], np.bool_)
         row = 0
         for part in parts:
             values = torch.frombuffer(part, dtype=STORED_DTYPES[tensor.dtype])
             values = values.view(-1, *tensor.shape[1:])
-            base = files.read(stored, slice(row, row + len(values)))
-            if not _have_same_bits(values.to(self._dtype), base.to(self._dtype)):
-                return False
+            end = min(row + len(values), num_rows)
+            if stored is not None and row < end:
+                base = files.read(stored, slice(row, end)).to(self._dtype)
+                own = values[: end - row].to(self._dtype)
+                differs[row:end] = _bits(own).ne(_bits(base)).flatten(1).any(1).numpy()
             row += len(values)
-        return True
+        return differs
 
     @cached_property
     def _opened(self) -> tuple[WeightFiles, PathIndex[str]]:
@@ -44,6 +51,6 @@ class StoredBaseWeights:
         return files, PathIndex({name: name for name in files.names})
 
 
-def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = _BITS[a.element_size()]
-    return torch.equal(a.view(bits), b.view(bits))
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    """At least two dimensions: those of a bias have one value each."""
+    return rows.view(_BITS[rows.element_size()]).view(len(rows), -1)

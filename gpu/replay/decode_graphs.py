@@ -52,8 +52,8 @@ class _Deltas(Enum):
         return cls.SCALED if metadata.deltas.has_factors else cls.RESIDENT
 
 
-# Tokens, threads of the kernels, whether embedding and head have deltas, source of the deltas.
-_Kind = tuple[int, int, tuple[bool, bool], _Deltas]
+# Tokens, threads of the kernels, ``PassMetadata.outside``, source of the deltas.
+_Kind = tuple[int, int, tuple[bool, bool, int], _Deltas]
 
 
 @dataclass(slots=True)

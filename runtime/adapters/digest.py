@@ -25,12 +25,15 @@ class ContentDigest:
     head: bytes  # configuration; names, types and shapes of all tensors
     layers: tuple[bytes, ...]  # values, by layer, ascending
     parts: tuple["ContentDigest", ...] = ()  # of the adapters of a mix, which has no layers here
+    # Tokens whose rows of saved weights differ from the base's: spans, by path of the module.
+    kept: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
 
     @cached_property
     def hexadecimal(self) -> str:
         """One digest of all parts, which identifies the content."""
         parts = (bytes.fromhex(part.hexadecimal) for part in self.parts)
-        return _digest_of((self.head, *self.layers, *parts)).hex()
+        kept = [json.dumps(self.kept).encode()] if self.kept else []
+        return _digest_of((self.head, *self.layers, *kept, *parts)).hex()
 
 
 def digest_head(configuration: Mapping[str, object], tensors: Iterable[TensorKind]) -> bytes:

@@ -1,9 +1,13 @@
 """Opens a PEFT directory for one model: first its header, then its tensors layer by layer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import AdapterError
 from .checkpoint import Checkpoint
@@ -12,10 +16,11 @@ from .folder_files import OWN_FILES, AdapterRoots
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import BaseWeights, RawTensor, ResolvedAdapter, TakeTensor
+from .resolved import BaseWeights, RawTensor, ResolvedAdapter, SavedWeight, TakeTensor
 from .target_map import TargetMap
 from .tensor_names import SAVED_MODULES_REASON
-from .values import check_magnitudes
+from .token_rows import Spans, spans_beside, with_kept
+from .values import check_magnitudes, check_values
 
 
 class OpenAdapter:
@@ -27,11 +32,19 @@ class OpenAdapter:
     ) -> None:  # fmt: skip
         """Takes ownership of ``checkpoint``."""
         self.spec = spec
-        self.adapter = adapter
+        self.outline = adapter
         self._checkpoint = checkpoint
         self._base = base
         self._digest: ContentDigest | None = None
         self._expected: ContentDigest | None = None
+        self._kept: dict[str, Spans] | None = None  # None = not known yet
+
+    @cached_property
+    def adapter(self) -> ResolvedAdapter:
+        """All of the adapter; see ``resolved.AdapterReader``."""
+        if self._kept is None:
+            self._kept = self._compare()
+        return with_kept(self.outline, self._kept)
 
     @cached_property
     def _head(self) -> bytes:
@@ -49,23 +62,20 @@ class OpenAdapter:
         self._expected = digest
         if self._head != digest.head:
             raise self._changed()
+        self._kept = dict(digest.kept)
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """Pass the tensors to ``take`` by layers, within a layer in the order of their names.
 
         A layer is yielded when it is complete and, after ``expect``, has been verified.
         """
-        if self._expected is None:
-            self._check_copies()
         digests: list[bytes] = []
         for index, (layer, tensors) in enumerate(self._tensors_by_layer().items()):
             digest = LayerDigest()
             for tensor, data in self._checkpoint.read(tensors):
                 digest.add(data)
-                try:
+                with self._named_errors():
                     take(tensor, data)
-                except AdapterError as error:
-                    raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
             digests.append(digest.digest())
             # Writes to the file meanwhile do not matter while the content is the same.
             if self._expected is not None and digests[index] != self._expected.layers[index]:
@@ -73,7 +83,10 @@ class OpenAdapter:
             yield layer
         if self._expected is None:
             self._checkpoint.check_unchanged()
-        self._digest = ContentDigest(self._head, tuple(digests))
+        assert self._kept is not None
+        self._digest = ContentDigest(
+            self._head, tuple(digests), kept=tuple(sorted(self._kept.items()))
+        )
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -85,37 +98,74 @@ class OpenAdapter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check_magnitudes(self) -> None:
-        """Check the magnitudes of DoRA. Raises ``AdapterError`` with a tensor's name."""
-        found = [lora.magnitudes for lora in self.adapter.targets if lora.magnitudes is not None]
-        for tensor, data in self._checkpoint.read(found):
-            try:
+    def check_small_tensors(self) -> None:
+        """Check the magnitudes of DoRA and the rows of tokens. Raises ``AdapterError``."""
+        adapter = self.outline
+        magnitudes = [lora.magnitudes for lora in adapter.targets if lora.magnitudes is not None]
+        for tensor, data in self._checkpoint.read(magnitudes):
+            with self._named_errors():
                 check_magnitudes(tensor, data)
-            except AdapterError as error:
-                raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
+        rows = [run.tensor for one in adapter.rows for run in one.runs]
+        for tensor, data in self._checkpoint.read(rows):
+            with self._named_errors():
+                check_values(tensor, data, "float32")
 
-    def _check_copies(self) -> None:
-        """Refuse tensors beside LoRA that differ from the base's."""
-        problems = [
-            f"{copy.tensor.name}: its values differ from those of the base model's "
-            f"{copy.base_name}; {SAVED_MODULES_REASON}"
-            for copy in self.adapter.copies
-            if self._base is None
-            or not self._base.has_values(
-                copy.base_name, copy.tensor, self._checkpoint.read_rows(copy.tensor)
-            )
-        ]
+    def _compare(self) -> dict[str, Spans]:
+        """Return the tokens whose rows of saved weights differ from the base's, by module.
+
+        Raises ``AdapterError`` for other weights that differ, and for values that are not finite.
+        """
+        kept: dict[str, Spans] = {}
+        problems: list[str] = []
+        rows_of = {one.target.index: one for one in self.outline.rows}
+        for weight in self.outline.saved:
+            differs = self._differing_rows(weight)
+            if weight.target is not None:
+                rows = rows_of[weight.target.index]
+                kept[weight.target.path] = spans_beside(rows, differs)
+                if kept[weight.target.path] and rows.refusal:
+                    problems.append(rows.refusal)
+            elif differs.any():
+                problems.append(
+                    f"{weight.tensor.name}: its values differ from those of the base model's "
+                    f"{weight.base_name}; {SAVED_MODULES_REASON}"
+                )
         if problems:
             raise ResolveError(problems, self._checkpoint.path.parent)
+        return kept
+
+    def _differing_rows(self, weight: SavedWeight) -> NDArray[np.bool_]:
+        """Compare a weight with the base's; all its values must be finite."""
+
+        def checked_parts() -> Iterator[memoryview]:
+            for part in self._checkpoint.read_rows(weight.tensor):
+                with self._named_errors():
+                    check_values(weight.tensor, part, "float32")
+                yield part
+
+        if self._base is None:
+            return np.ones(weight.tensor.shape[0], np.bool_)
+        return self._base.differing_rows(weight.base_name, weight.tensor, checked_parts())
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Put the directory before the text of errors."""
+        try:
+            yield
+        except AdapterError as error:
+            raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
 
     def _tensors_by_layer(self) -> dict[int, list[RawTensor]]:
         """Return tensors by layer, ascending, not by name (layers.10 sorts before layers.2)."""
         by_layer: dict[int, list[RawTensor]] = {}
-        for lora in sorted(self.adapter.targets, key=lambda lora: lora.target.layer):
+        for lora in self.adapter.targets:
             by_layer.setdefault(lora.target.layer, []).extend(lora.tensors)
+        for rows in self.adapter.rows:
+            tensors = [run.tensor for run in rows.runs]
+            by_layer.setdefault(rows.target.layer, []).extend(tensors)
         for tensors in by_layer.values():
             tensors.sort(key=lambda tensor: tensor.name)
-        return by_layer
+        return dict(sorted(by_layer.items()))
 
     def _changed(self) -> AdapterError:
         return AdapterError(
@@ -130,7 +180,7 @@ def open_adapter(
 ) -> OpenAdapter:  # fmt: skip
     """Open the adapter in ``directory`` and check everything except the values of A and B.
 
-    ``base``: compared with weights of the base model in the file; None = such weights are refused.
+    ``base``: compared with weights of the base model in the file; None = all of these differ.
     ``roots``: where links in the directory may lead. Raises ``AdapterError`` with the file and the
     problem, or its subclass ``ResolveError`` with every problem if the adapter does not fit the
     model.
@@ -141,7 +191,7 @@ def open_adapter(
     try:
         adapter = resolve_adapter(spec, checkpoint.tensors, target_map, max_rank=max_rank)
         opened = OpenAdapter(spec, adapter, checkpoint, base)
-        opened.check_magnitudes()
+        opened.check_small_tensors()
     except ResolveError as error:
         checkpoint.close()
         raise ResolveError(error.problems, directory) from None

@@ -36,6 +36,9 @@ class LoraSpec:
     modules_to_save: tuple[str, ...] = ()  # modules with full weights in the file
     base_model_name_or_path: str | None = None
     use_dora: bool = False  # each target has a magnitude for each row of its output
+    # Tokens with rows in the file, in their order, by name of the module; "" = the embedding.
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ensure_weight_tying: bool = False  # what is trained of a tied embedding is so of the head
     patterns: PathPatterns = field(default_factory=PathPatterns, compare=False, repr=False)
 
     def targets(self, path: str, *, is_vocabulary: bool = False) -> bool:
@@ -52,6 +55,20 @@ class LoraSpec:
         if path in self.target_modules:  # a full path counts in any layer
             return True
         return self._is_named(self.target_modules, path) and self._takes_layer_of(path)
+
+    def saves(self, path: str) -> bool:
+        """Whether the file has module ``path`` as a module of its own, trained in full."""
+        return self._is_named(self.modules_to_save, path)
+
+    def trained_tokens(self, path: str, *, is_embedding: bool) -> tuple[int, ...] | None:
+        """The tokens of module ``path`` with rows in the file; None = it is not trained so.
+
+        ``is_embedding``: it is the embedding of tokens.
+        """
+        for name, tokens in self.trainable_token_indices:
+            if self._is_named((name,), path) if name else is_embedding:
+                return tokens
+        return None
 
     @property
     def targets_all_linear(self) -> bool:
@@ -78,6 +95,8 @@ class LoraSpec:
             "lora_alpha": float(self.lora_alpha),
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
+            "trainable_token_indices": self.trainable_token_indices,
+            "ensure_weight_tying": self.ensure_weight_tying,
             "target_modules": names if isinstance(names, str) else sorted(names),
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": [(key, float(alpha)) for key, alpha in self.alpha_pattern],

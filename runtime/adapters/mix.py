@@ -100,7 +100,7 @@ class OpenMix:
         self._names = [part.name for part in source.parts]
         self._check_parts()
         self._loras = _by_target(parts)
-        self.adapter = self._resolve(max_rank)
+        self.adapter = self.outline = self._resolve(max_rank)
 
     @property
     def digest(self) -> ContentDigest:
@@ -158,6 +158,10 @@ class OpenMix:
         for name, part in zip(self._names, self._parts, strict=True):
             if part.spec.use_dora:
                 raise AdapterError(f"{name!r} is a DoRA adapter, which does not add to others")
+            if any(rows.changes_base for rows in part.adapter.rows):
+                raise AdapterError(
+                    f"{name!r} has rows of tokens of its own, which do not add to others"
+                )
             base = full_name_in(part.spec.base_model_name_or_path)
             if base is not None:
                 bases.setdefault(base, f"{name!r} for {part.spec.base_model_name_or_path}")

@@ -29,6 +29,7 @@ _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # adapters are scaled in float32
 
 _MAX_CONFIG_BYTES = 4 << 20  # a configuration has a few KiB
 _MAX_RANK = 2**31 - 1  # of any adapter; --max-lora-rank is lower
+_MAX_TOKEN = 2**31 - 1  # of any vocabulary
 _MAX_PATTERNS = 4096  # of a field; each is compiled
 _MAX_CHARS_SHOWN = 200
 
@@ -50,6 +51,8 @@ SERVED_FIELDS = frozenset(
         "layers_to_transform",
         "layers_pattern",
         "modules_to_save",
+        "trainable_token_indices",
+        "ensure_weight_tying",
         "base_model_name_or_path",
         "bias",
         "init_lora_weights",
@@ -89,7 +92,6 @@ REFUSAL_REASONS = {
     "use_qalora": "QA-LoRA is not served",
     "use_bdlora": "block-diagonal LoRA is not served",
     "lora_bias": "biases on LoRA matrices are not served",
-    "trainable_token_indices": "trained token embeddings are not served",
     "target_parameters": "LoRA on raw parameters (experts) is not served",
     "alora_invocation_tokens": "activated LoRA is not served",
     "layer_replication": "replicated layers are not served",
@@ -98,7 +100,6 @@ REFUSAL_REASONS = {
     "velora_config": "VeLoRA is not served",
     "kasa_config": "KaSA is not served",
     "monteclora_config": "MonteCLoRA is not served",
-    "ensure_weight_tying": "LoRA on tied embeddings is not served",
 }
 
 
@@ -213,6 +214,8 @@ def _build_spec(reader: "_Fields") -> LoraSpec:
         lora_alpha=reader.number("lora_alpha", reader.fields["lora_alpha"]),
         use_rslora=reader.boolean("use_rslora"),
         use_dora=reader.boolean("use_dora"),
+        trainable_token_indices=reader.tokens("trainable_token_indices"),
+        ensure_weight_tying=reader.boolean("ensure_weight_tying"),
         target_modules=reader.names("target_modules"),
         rank_pattern=reader.pattern("rank_pattern", reader.rank),
         alpha_pattern=reader.pattern("alpha_pattern", reader.number),
@@ -323,6 +326,21 @@ class _Fields:
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
             raise self.error(name, "must be a layer index or a list of them")
         return tuple(values)
+
+    def tokens(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        value = self.fields.get(name)
+        if value is None:
+            return ()
+        lists = value if isinstance(value, dict) else {"": value}
+        for tokens in lists.values():
+            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                raise self.error(name, "must be a list of token ids, or an object of such lists")
+            if min(tokens, default=0) < 0 or max(tokens, default=0) > _MAX_TOKEN:
+                raise self.error(name, f"a token id is an integer from 0 to {_MAX_TOKEN}")
+            if len(set(tokens)) < len(tokens):
+                twice = next(token for token in tokens if tokens.count(token) > 1)
+                raise self.error(name, f"token {twice} is listed twice")
+        return tuple((key, tuple(tokens)) for key, tokens in lists.items())
 
     def pattern(
         self, name: str, check: Callable[[str, object], _Value]

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import AdapterError
 from ..near_names import near_names
 from .lora_spec import LoraSpec
-from .resolved import FLOAT_BYTES, BaseCopy, RawTensor, ResolvedAdapter, TargetLora
+from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, SavedWeight, TargetLora
 from .target_map import EXPERTS_REASON, Target, TargetMap, UnusedModule
 from .tensor_names import (
     SAVED_MODULES_REASON,
@@ -24,8 +24,10 @@ from .tensor_names import (
     parse_tensor_name,
     refusal_of_name,
 )
+from .token_rows import MAX_ADDED_TOKENS, RowsResolver
 
 _MAGNITUDES = "magnitude_vector"  # of a tensor's name
+_ROWS = "trainable_tokens_delta"
 _MAX_LISTED = 8
 _MAX_MODULES_SHOWN = 3
 _MAX_KEPT = 32  # cached results, by the adapter's shapes
@@ -52,6 +54,12 @@ def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
         math.prod(shape)
         for one in target_map.vocabularies.values()
         for shape in one.shapes.values()
+    )
+    # The rows of all tokens a second time, and those of added tokens twice.
+    weights += sum(
+        (one.num_tokens + 2 * MAX_ADDED_TOKENS) * one.row_features
+        for one in target_map.targets
+        if one.is_vocabulary
     )
     # One more than the rank: DoRA has magnitudes.
     return max(FLOAT_BYTES.values()) * ((max_rank + 1) * features + weights)
@@ -118,10 +126,11 @@ class _Resolver:
         self._unused = PathIndex({one.path: one for one in target_map.unused})
         self._vocabularies = PathIndex(target_map.vocabularies)
         self._found: dict[int, _Found] = {}
-        self._copies: list[BaseCopy] = []
+        self._saved: list[SavedWeight] = []  # that must equal the base's
         self._left_out: list[UnusedModule] = []  # one for each tensor
         self._saved_paths: list[str] = []  # modules with full weights in the file
         self._problems: list[str] = []
+        self._rows = RowsResolver(spec, target_map, self._problems)
 
     def add(self, tensor: RawTensor) -> None:
         name = parse_tensor_name(tensor.name)
@@ -132,6 +141,9 @@ class _Resolver:
         if target is None:
             if not self._leaves_out(name.path):
                 self._problems.append(f"{tensor.name}: {self._reason_unmatched(name.path)}")
+            return
+        if name.matrix == _ROWS:
+            self._rows.add_trained(target, tensor, name.path)
             return
         found = self._found.setdefault(target.index, _Found(target, name.path, {}))
         first = found.matrices.setdefault(name.matrix, tensor)
@@ -144,13 +156,16 @@ class _Resolver:
         if not self._found:
             of_text = " that processes text" if self._left_out else ""
             self._problems.append(f"the file changes no module of this model{of_text}")
+        loras = tuple(lora for lora in checked if lora is not None)
+        is_scaled = {lora.target.index: lora.magnitudes is not None for lora in loras}
+        rows = self._rows.finish(is_scaled)
         if self._problems:
             raise ResolveError(self._problems)
-        loras = tuple(lora for lora in checked if lora is not None)
-        return ResolvedAdapter(loras, tuple(self._copies), _phrases(self._left_out))
+        saved = (*self._saved, *self._rows.weights)
+        return ResolvedAdapter(loras, saved, rows, _phrases(self._left_out))
 
     def _add_saved(self, tensor: RawTensor) -> None:
-        """Add a tensor that is not a LoRA matrix: of an unused module, or a copy of the base's."""
+        """Add a tensor that is not a LoRA matrix: of an unused module, or one of the base's."""
         name = parse_base_tensor_name(tensor.name)
         if name is not None:
             self._saved_paths.append(name.path)
@@ -158,15 +173,24 @@ class _Resolver:
                 return
         vocabulary = None if name is None else self._vocabularies.find(name.path)
         shape = None if name is None or vocabulary is None else vocabulary.shapes.get(name.name)
+        target = None if name is None else self._targets.find(name.path)
+        is_served = target is not None and target.is_vocabulary and len(tensor.shape) == 2
         if name is None or vocabulary is None or shape is None:
             self._problems.append(f"{tensor.name}: {refusal_of_name(tensor.name)}")
+        elif (
+            is_served
+            and tensor.shape[1:] == shape[1:]
+            and tensor.shape[0] > 0
+            and tensor.dtype in FLOAT_BYTES
+        ):
+            self._rows.add_weight(SavedWeight(tensor, vocabulary.tensor_name(name.name), target))
         elif tensor.shape != shape or tensor.dtype not in FLOAT_BYTES:
             self._problems.append(
                 f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} is not a copy of the "
                 f"base model's, which has the shape {list(shape)}; {SAVED_MODULES_REASON}"
             )
         else:
-            self._copies.append(BaseCopy(tensor, vocabulary.tensor_name(name.name)))
+            self._saved.append(SavedWeight(tensor, vocabulary.tensor_name(name.name), None))
 
     def _leaves_out(self, path: str) -> bool:
         """Record a tensor of a module without effect on text; False if it has an effect."""

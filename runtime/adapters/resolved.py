@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .conventions import AdapterConventions
 from .digest import ContentDigest
 from .target_map import Target
 
 # Of DoRA for each row of an output: a factor and a summand, float32.
 FACTOR_BYTES = 8
+ID_BYTES = 4  # of the token of a row
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the served types, by their names in safetensors
 
 
@@ -25,6 +29,13 @@ class RawTensor:
     shape: tuple[int, ...]
     start: int  # of its bytes, after the file's header
     num_bytes: int
+
+    def rows(self, first: int, end: int, name: str) -> "RawTensor":
+        """Return the rows [first, end) as a tensor with this name."""
+        row_bytes = self.num_bytes // self.shape[0]
+        shape = (end - first, *self.shape[1:])
+        start = self.start + first * row_bytes
+        return RawTensor(name, self.dtype, shape, start, (end - first) * row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +60,48 @@ class TargetLora:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseCopy:
-    """A tensor of the file that must equal one of the base model."""
+class SavedWeight:
+    """A tensor of the file that the base model has, too."""
 
     tensor: RawTensor
     base_name: str  # of the base's tensor, e.g. "lm_head.weight"
+    target: Target | None  # its rows that differ from the base's are served; None = none may
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of consecutive tokens, for the embedding of tokens or the output head."""
+
+    first: int  # token id
+    tensor: RawTensor  # [tokens, features]; of the file, or a part of one
+
+    @property
+    def end(self) -> int:
+        """One past the last token id."""
+        return self.first + self.tensor.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """The rows of the embedding of tokens or the output head that an adapter has itself.
+
+    They take the place of the base's rows, before LoRA is added, or follow them.
+    """
+
+    target: Target
+    num_tokens: int  # of the adapter's vocabulary
+    runs: tuple[TokenRows, ...]  # by ascending token id
+    refusal: str = ""  # why none may differ from the base's; "" = they may
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in all runs."""
+        return sum(run.end - run.first for run in self.runs)
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether it has any row, or fewer tokens than the base."""
+        return bool(self.runs) or self.num_tokens != self.target.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +109,8 @@ class ResolvedAdapter:
     """An adapter that fits the model: at least one target, by ascending index."""
 
     targets: tuple[TargetLora, ...]
-    copies: tuple[BaseCopy, ...] = ()
+    saved: tuple[SavedWeight, ...] = ()
+    rows: tuple[TargetRows, ...] = ()  # by ascending index of the target
     left_out: tuple[
         str, ...
     ] = ()  # parts of the file without effect on text, with reasons: phrases
@@ -78,7 +127,12 @@ class ResolvedAdapter:
             for lora in self.targets
         )
         scaled = (lora.target for lora in self.targets if lora.magnitudes is not None)
-        return matrices + FACTOR_BYTES * sum(target.out_features for target in scaled)
+        factors = FACTOR_BYTES * sum(target.out_features for target in scaled)
+        rows = sum(
+            one.num_rows * (ID_BYTES + one.target.row_features * bytes_per_element)
+            for one in self.rows
+        )
+        return matrices + factors + rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +166,14 @@ TakeTensor = Callable[[RawTensor, memoryview], None]
 class BaseWeights(Protocol):
     """The stored weights of the base model."""
 
-    def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
-        """Whether the base's tensor ``name`` equals ``tensor``, after a cast of both.
+    def differing_rows(
+        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+    ) -> NDArray[np.bool_]:
+        """Which rows of ``tensor`` differ from those of the base's tensor ``name``: [rows].
 
         ``parts``: the bytes of ``tensor``, in whole rows. Both are cast to the type that the base
-        is served in. Raises ``ModelError`` if the base's files cannot be read.
+        is served in. Rows that the base lacks differ. Raises ``ModelError`` if the base's files
+        cannot be read.
         """
         ...
 
@@ -128,8 +185,16 @@ class AdapterReader(Protocol):
     """
 
     @property
+    def outline(self) -> ResolvedAdapter:
+        """The adapter as its header says, without the rows that only a comparison finds."""
+        ...
+
+    @property
     def adapter(self) -> ResolvedAdapter:
-        """The targets of all tensors."""
+        """All of the adapter; compares saved weights with the base's, unless ``expect`` was called.
+
+        Raises ``AdapterError`` for weights that differ and may not, or are not finite.
+        """
         ...
 
     @property

@@ -28,6 +28,16 @@ class Target:
     is_embedding: bool = False  # of tokens; ``in_features`` is the number of their ids
 
     @property
+    def num_tokens(self) -> int:
+        """Of an embedding or the head: the base's number of tokens."""
+        return self.in_features if self.is_embedding else self.out_features
+
+    @property
+    def row_features(self) -> int:
+        """Of an embedding or the head: the features of a token."""
+        return self.out_features if self.is_embedding else self.in_features
+
+    @property
     def is_vocabulary(self) -> bool:
         """Whether its inputs or its outputs are the tokens of the vocabulary."""
         return self.is_head or self.is_embedding

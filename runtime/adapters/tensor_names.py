@@ -20,13 +20,18 @@ _EMBEDDING_TENSOR = re.compile(
 _MAGNITUDES = re.compile(
     r"(?P<path>.+)\.lora_(?P<matrix>magnitude_vector)(?:\.(?P<adapter>[^.]+))?(?:\.weight)?"
 )
-_TENSORS = (_LORA_TENSOR, _EMBEDDING_TENSOR, _MAGNITUDES)
+_TOKEN_ROWS = re.compile(
+    r"(?P<path>.+)\.token_adapter\.(?P<matrix>trainable_tokens_delta)(?:\.(?P<adapter>[^.]+))?"
+)
+_TENSORS = (_LORA_TENSOR, _EMBEDDING_TENSOR, _MAGNITUDES, _TOKEN_ROWS)
 # PEFT's model, possibly inside data parallelism, possibly inside another PEFT model.
 _PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
 
 # A weight of the base that PEFT saved beside LoRA, with PEFT's wrappers.
 _BASE_TENSOR = re.compile(
-    r"(?P<path>.+?)(?:\.(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<name>[^.]+)"
+    r"(?P<path>.+?)"
+    r"(?:\.(?:(?:token_adapter\.)?base_layer|original_module|modules_to_save(?:\.[^.]+)?))?"
+    r"\.(?P<name>[^.]+)"
 )
 
 # Components that wrappers insert anywhere in a path.
@@ -54,27 +59,27 @@ _HOLDERS = frozenset(
     }
 )
 
-SAVED_MODULES_REASON = "fully trained modules beside LoRA are not served"
+SAVED_MODULES_REASON = (
+    "of fully trained modules only the embedding of tokens and the output head are served"
+)
 
 # Parts of tensor names that are known but not served.
 _REFUSED_PARTS = (
     ("modules_to_save", SAVED_MODULES_REASON),
-    ("trainable_tokens", "trained token embeddings are not served"),
-    ("token_adapter", "trained token embeddings are not served"),
     (".experts.", EXPERTS_REASON),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTensorName:
-    """The parts of the name of a LoRA matrix, or of DoRA's magnitudes."""
+    """The parts of the name of a LoRA matrix, of DoRA's magnitudes, or of rows of tokens."""
 
     path: str  # of the module, in the model that the adapter was trained with
-    matrix: str  # "A", "B" or "magnitude_vector"
+    matrix: str  # "A", "B", "magnitude_vector" or "trainable_tokens_delta"
 
 
 def parse_tensor_name(name: str) -> LoraTensorName | None:
-    """Parse ``base_model.model.<path>.lora_A.weight``, B or magnitudes; None for other names.
+    """Parse ``base_model.model.<path>.lora_A.weight``, B, magnitudes or rows; None for others.
 
     An adapter's name after lora_A, and a missing prefix, are tolerated.
     """

@@ -35,6 +35,7 @@ MAX_RELATIVE_ERROR = 1e-4
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 DORA, HEAD, BOTH = "DoRA", "the output head", "DoRA and the output head"
 EMBEDDING = "embeddings and the output head"
+TOKENS, SAVED = "rows of tokens", "whole weights"
 LORA = AdapterSpec("lora", {"r": 4, "lora_alpha": 6})
 # Two adapters of each kind; it is named as in the reason for which workers are not used.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,12 +62,26 @@ KINDS[EMBEDDING] = (
     {"r": 7, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
     {"r": 3, "target_modules": ["embed_tokens"]},
 )
+KINDS[TOKENS] = (
+    {"r": 4, "trainable_token_indices": [41, 3, 40, 77]},
+    {"r": 3, "trainable_token_indices": {"embed_tokens": [7, 50], "lm_head": [9, 2, 60]}},
+)
+KINDS[SAVED] = (
+    {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+    {"r": 3, "target_modules": ["lm_head", "v_proj"], "modules_to_save": ["embed_tokens"]},
+)
 CHUNKS = [
     *[(DORA, name) for name in ("llama3-rope", "qwen2", "phi3", "gpt2")],
     *[(HEAD, name) for name in ("llama3-rope", "gemma2", "gpt2")],
-    *[(EMBEDDING, name) for name in ("llama3-rope", "gemma3", "cohere")],
+    *[
+        (kind, name)
+        for kind in (EMBEDDING, TOKENS, SAVED)
+        for name in ("llama3-rope", "gemma3", "cohere")
+    ],
     (BOTH, "llama3-rope"),
 ]
+# Models whose embedding, or head, has another name.
+UNNAMED = {DORA: (), HEAD: ("gpt-neox",), BOTH: ("gpt-neox",)}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
@@ -99,8 +114,7 @@ def ask_twice(case: ParityCase, engine: Engine, *, is_kept: bool) -> list[tuple[
         pytest.param(kind, name, marks=() if (kind, name) in CHUNKS else pytest.mark.full)
         for kind in KINDS
         for name in (*ARCHITECTURES, "gpt2")
-        # Their embeddings, and the head of the first, have other names.
-        if name not in {DORA: (), EMBEDDING: ("gpt-neox", "gpt2")}.get(kind, ("gpt-neox",))
+        if name not in UNNAMED.get(kind, ("gpt-neox", "gpt2"))
     ],
 )
 def test_mixed_batches_in_chunks_and_over_prefixes(
@@ -134,7 +148,7 @@ def test_linears_outside_of_the_layers(architecture: str, tmp_path: Path) -> Non
     assert max(errors) < MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("kind", [DORA, EMBEDDING])
+@pytest.mark.parametrize("kind", [DORA, EMBEDDING, TOKENS, SAVED])
 @pytest.mark.parametrize(("num_blocks", "share"), [(25, 1.0), (12, 0.6)])
 def test_preempted_requests_and_adapters_that_are_loaded_again(
     kind: str, num_blocks: int, share: float, tmp_path: Path
@@ -163,7 +177,15 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantization"), [(DORA, None), (DORA, "int8"), (EMBEDDING, None), (BOTH, "int8")]
+    ("kind", "quantization"),
+    [
+        (DORA, None),
+        (DORA, "int8"),
+        (EMBEDDING, None),
+        (BOTH, "int8"),
+        (TOKENS, None),
+        (SAVED, "int8"),
+    ],
 )
 def test_bfloat16_and_quantised_bases(kind: str, quantization: str | None, tmp_path: Path) -> None:
     """Norms are those of the weights that are served, which the truth has, too."""

@@ -105,6 +105,10 @@ class _GatedReader:
         return self._source.spec
 
     @property
+    def outline(self) -> ResolvedAdapter:
+        return self._source.outline
+
+    @property
     def adapter(self) -> ResolvedAdapter:
         return self._source.adapter
 

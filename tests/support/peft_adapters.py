@@ -33,6 +33,8 @@ def save_adapter(
                     parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
                 elif ".lora_" in name:
                     parameter.normal_(0.0, 0.1, generator=generator)
+                elif ".modules_to_save." in name or ".trainable_tokens_delta." in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         model.save_pretrained(str(directory))
     return model
 

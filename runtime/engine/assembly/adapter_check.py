@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....gpu.model.source import ModelSource
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
@@ -61,9 +64,11 @@ class _BaseWeights:
         self._source = source
         self._dtype = dtype
 
-    def has_values(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> bool:
+    def differing_rows(
+        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+    ) -> NDArray[np.bool_]:
         """See ``resolved.BaseWeights``."""
-        return self._stored.has_values(name, tensor, parts)
+        return self._stored.differing_rows(name, tensor, parts)
 
     @cached_property
     def _stored(self) -> BaseWeights:
@@ -132,7 +137,22 @@ def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
         ),
         f"base      {spec.base_model_name_or_path or 'not named'}",
         *(f"left out  {phrase}" for phrase in adapter.left_out),
-        *(f"as base   {copy.tensor.name}" for copy in adapter.copies),
+        *_describe_rows(adapter),
+    ]
+
+
+def _describe_rows(adapter: ResolvedAdapter) -> list[str]:
+    """Of each module with rows of its own, their number; and what equals the base's weights."""
+    lines = []
+    changed = [one for one in adapter.rows if one.changes_base]
+    for one in changed:
+        size = one.target.num_tokens
+        vocabulary = "" if one.num_tokens == size else f"; {one.num_tokens} tokens, the base {size}"
+        lines.append(f"rows      {one.num_rows} of {one.target.path}{vocabulary}")
+    return lines + [
+        f"as base   {weight.tensor.name}"
+        for weight in adapter.saved
+        if all(weight.target is not one.target for one in changed)
     ]
 
 

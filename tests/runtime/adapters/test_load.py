@@ -61,7 +61,6 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
     [
         ({"bias": "lora_only"}, "bias='lora_only'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices="),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
     ],
 )

@@ -110,6 +110,7 @@ def test_matrices_lie_beside_each_other(tmp_path: Path) -> None:
     [
         ({"r": 7}, None, "ranks of 'a', 'b' are 11 together .* 10 are served .--max-lora-rank"),
         ({"use_dora": True}, None, "'b' is a DoRA adapter"),
+        ({"trainable_token_indices": [3]}, None, "'b' has rows of tokens of its own"),
         ({}, "them/other-8b", "two bases: 'a' for us/model-7b-AWQ, 'b' for them/other-8b"),
         ({}, "/elsewhere/Model-7B", None),
         ({}, None, None),

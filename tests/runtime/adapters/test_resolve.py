@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from corun.runtime.adapters.resolved import BaseCopy, RawTensor, ResolvedAdapter
+from corun.runtime.adapters.resolved import RawTensor, ResolvedAdapter, SavedWeight
 from corun.runtime.adapters.target_map import Target, TargetMap, UnusedModule, Vocabulary
 
 _IN, _OUT, _VOCAB = 12, 20, 30
@@ -224,11 +224,11 @@ def test_refused_modules_by_name_and_reason(path: str, reason: str) -> None:
     ("name", "reason"),
     [
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "use_dora"),
-        ("base_model.model.lm_head.modules_to_save.weight", "fully trained"),
+        ("base_model.model.lm_head.modules_to_save.weight", "of fully trained"),
         ("base_model.model.lm_head.bias", "not a LoRA matrix"),
         ("base_model.model.score.weight", "not a LoRA matrix"),
         ("weight", "not a LoRA matrix"),
-        ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "token"),
+        ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "no linear"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "not a LoRA matrix"),
         ("base_model.model.model.layers.0.self_attn.q_proj.bias", "not a LoRA matrix"),
     ],
@@ -323,13 +323,14 @@ def test_only_modules_that_no_text_passes_through() -> None:
 def test_copies_of_weights_of_the_base(name: str, modules_to_save: tuple[str, ...]) -> None:
     copy = raw(name, _VOCAB, _IN, dtype="BF16")
     spec = make_spec(modules_to_save=modules_to_save)
-    assert resolve([*all_pairs(), copy], spec).copies == (BaseCopy(copy, "lm_head.weight"),)
+    saved = (SavedWeight(copy, "lm_head.weight", None),)
+    assert resolve([*all_pairs(), copy], spec).saved == saved
 
 
 def test_weights_that_cannot_be_copies() -> None:
     larger = raw("base_model.model.model.embed_tokens.weight", _VOCAB + 4, _IN)
     (problem,) = problems([*all_pairs(), larger], modules_to_save=("embed_tokens",))
-    assert "[34, 12] is not a copy" in problem and "shape [30, 12]; fully trained" in problem
+    assert "[34, 12] is not a copy" in problem and "shape [30, 12]; of fully trained" in problem
 
 
 @pytest.mark.parametrize("name", ["score", "lm_head", "norm", "tower"])
