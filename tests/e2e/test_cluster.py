@@ -103,10 +103,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
         found.close()
 
 
-def answer(client: httpx.Client, model: str, text: str) -> str:
+def answer(client: httpx.Client, model: str, text: str, **fields: Any) -> str:
     """Return a model's answer; its status must be 200."""
     body = {"model": model, "prompt": chat_prompt(text), "max_tokens": MAX_TOKENS, "temperature": 0}
-    response = client.post("/v1/completions", json=body)
+    response = client.post("/v1/completions", json=body | fields)
     assert response.status_code == 200, response.text
     found = response.json()["choices"][0]["text"]
     assert isinstance(found, str)
@@ -125,6 +125,9 @@ def test_it_looks_like_one_server(cluster: CommandedCluster) -> None:
         for adapter in ADAPTERS:
             for question in questions(adapter, adapter, 4):
                 assert answer(client, adapter, question.text) == question.answer
+            little = [{"name": name, "scale": 1e-4} for name in ADAPTERS if name != adapter]
+            mix = [*little[:3], {"name": adapter}]
+            assert answer(client, BASE, question.text, lora=mix) == question.answer
     assert httpx.get(f"{cluster.url}/v1/models").status_code == 401
     served = [engine.url for engine in cluster.status().engines]
     # Clients' keys are not valid at engines.

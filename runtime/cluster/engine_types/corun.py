@@ -34,6 +34,7 @@ class CorunEngineType:
     """The ``EngineType`` of ``corun serve``."""
 
     can_pin = True
+    can_mix = True
     ready_path = "/ready"
 
     def __init__(self) -> None:

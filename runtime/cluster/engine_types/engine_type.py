@@ -77,6 +77,7 @@ class EngineType(Protocol):
     """An engine type. Every call has a deadline and raises ``HttpError``."""
 
     can_pin: bool  # whether it can pin adapters
+    can_mix: bool  # whether a request can have several adapters
     ready_path: str  # answers 200 while the engine accepts requests
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:

@@ -60,6 +60,7 @@ class VllmEngineType:
     """The ``EngineType`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
 
     can_pin = False  # vLLM has no route for pins
+    can_mix = False
     ready_path = _HEALTH_PATH
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:

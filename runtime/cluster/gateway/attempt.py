@@ -1,6 +1,7 @@
 """One attempt of a request at one engine: sent, counted, and uncounted when it ends."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -46,7 +47,7 @@ class Attempt:
 
     def __init__(
         self, state: GatewayState, link: EngineLink, route: RouteRequest,
-        entry: AdapterEntry | None, translation: Translation,
+        entries: Sequence[AdapterEntry], translation: Translation,
     ) -> None:  # fmt: skip
         """``translation``: of this request for this engine."""
         self.link = link
@@ -54,10 +55,10 @@ class Attempt:
         self.exchange: EngineExchange | None = None
         self._state = state
         self._route = route
-        self._entry = entry
+        self._entries = entries
         self._incarnation = link.incarnation
         self._number, self._predicted_s = state.routing.assign(route, link.server_id)
-        link.record_sent(self._number, entry)
+        link.record_sent(self._number, entries)
         self._sent_s = time.monotonic()
         self._has_begun = False
 
@@ -93,8 +94,9 @@ class Attempt:
             raise self._elsewhere(error) from None
         if exchange.status in _ELSEWHERE or exchange.status in (401, 403):
             raise ElsewhereError(await self._refusal(exchange))
-        if exchange.status == 404 and self._entry is not None:  # dropped after it was loaded
-            self.link.served.pop(self._entry.name, None)
+        if exchange.status == 404 and self._entries:  # one was dropped after it was loaded
+            for entry in self._entries:
+                self.link.served.pop(entry.name, None)
             raise ElsewhereError(await self._refusal(exchange), may_retry_here=True)
         return exchange
 

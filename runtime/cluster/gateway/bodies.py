@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ...adapters.mix import MAX_PARTS
 from ...server.completions import DEFAULT_MAX_TOKENS
 
 # Ends of beginnings, in bytes: first about one KV block of 16 tokens apart, then more.
@@ -31,6 +32,7 @@ class _Fields(msgspec.Struct):
     """The fields that routing reads, of any type."""
 
     model: Any = None
+    lora: Any = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
@@ -55,6 +57,7 @@ class BodyFacts:
     """The facts of one request, from its body."""
 
     model: str | None
+    lora: tuple[str, ...] | None  # adapters that answer together; None = the field is not given
     text: bytes  # tools and instructions, then prompts, messages or input, as JSON
     is_chat: bool  # a chat template renders the text
     is_plain: bool  # the text is the value of ``prompt`` or ``messages`` alone
@@ -87,7 +90,7 @@ class BodyFacts:
 
 
 _UNREADABLE = BodyFacts(
-    model=None, text=b"", is_chat=False, is_plain=False, start=0, num_ids=0,
+    model=None, lora=None, text=b"", is_chat=False, is_plain=False, start=0, num_ids=0,
     num_choices=1, max_output_tokens=1, predicted_output_tokens=None, user=None, cache_salt=None,
 )  # fmt: skip
 
@@ -110,6 +113,7 @@ def read_facts(body: bytes, path: str) -> BodyFacts:
     limit = limit or _count_or_none(fields.max_tokens) or _count_or_none(fields.max_output_tokens)
     return BodyFacts(
         model=_text_or_none(fields.model),
+        lora=_names(fields.lora) if fields.lora else None,
         text=before + text,
         is_chat=is_chat,
         is_plain=path not in ("/v1/responses", "/v1/messages") and not before,
@@ -150,6 +154,13 @@ def _count(prompt: bytes) -> tuple[int, int | None]:
     if first != b"[":
         return max(len(items), 1), None
     return max(len(items), 1), sum(bytes(item).count(b",") + 1 for item in items)
+
+
+def _names(lora: object) -> tuple[str, ...]:
+    """Return the names of a mix; those that no engine accepts are left out."""
+    parts = lora if isinstance(lora, list) and len(lora) <= MAX_PARTS else ()
+    names = [part.get("name") if isinstance(part, dict) else None for part in parts]
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _text_or_none(value: object) -> str | None:

@@ -7,6 +7,7 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
+from ...errors import NotServedError
 from ...server.body import HeldBody, read_beside, read_body
 from ...server.body_limits import check_num_items
 from ...server.errors import ClientGoneError, HttpError
@@ -38,7 +39,7 @@ _logger = logging.getLogger(__name__)
 class Inbound:
     """A client's request, read."""
 
-    __slots__ = ("body", "entry", "facts", "route", "start")
+    __slots__ = ("body", "entries", "facts", "route", "start")
 
     def __init__(
         self, state: GatewayState, path: str, body: bytes, scope: Scope, facts: BodyFacts
@@ -47,9 +48,9 @@ class Inbound:
         headers = dict(scope["headers"])
         self.body = body
         self.facts = facts
-        self.entry = state.adapter_meant(self.facts.model)
+        self.entries = state.adapters_meant(self.facts)
         session = headers.get(_SESSION_HEADER, b"").decode("latin-1") or None
-        self.route = state.routing.route_of(self.facts, self.entry, session)
+        self.route = state.routing.route_of(self.facts, self.entries, session)
         forwarded = [b"%b: %b" % (one, headers[one]) for one in _FORWARDED if one in headers]
         lines = (
             b"POST %b HTTP/1.1" % path.encode(),
@@ -100,7 +101,9 @@ class ForwardingEndpoint:
     async def _answer(self, inbound: Inbound, writer: ResponseWriter, send: Send) -> None:
         """Have an engine answer; on failure try one other engine."""
         tried: set[ServerId] = set()
-        failed: HttpError | None = None
+        if inbound.facts.lora is not None:
+            tried |= {one.server_id for one in self._state.links.values() if not one.can_mix}
+        failed = _no_mixes() if 0 < len(tried) == len(self._state.links) else None
         for _ in range(2):
             link = self._state.choose(inbound.route, tried)
             if link is None:
@@ -112,7 +115,7 @@ class ForwardingEndpoint:
                 if self._state.links.get(link.engine_id) is not link:
                     raise ElsewhereError(UnreachableError(f"engine {link.engine_id} has left"))
                 async with Attempt(
-                    self._state, link, inbound.route, inbound.entry, translation
+                    self._state, link, inbound.route, inbound.entries, translation
                 ) as attempt:
                     await self._forward(inbound, attempt, writer, send)
                 return
@@ -125,17 +128,18 @@ class ForwardingEndpoint:
         raise failed or none_ready(self._state.why_none())
 
     async def _ensure(self, inbound: Inbound, link: EngineLink) -> str | None:
-        """Have the engine serve the request's adapter, if any; return its name at the engine.
+        """Have the engine serve the request's adapters, if any.
 
-        Raises ``ElsewhereError``.
+        Return the name of the only one at the engine. Raises ``ElsewhereError``.
         """
-        if inbound.entry is None:
-            return None
-        try:
-            ensured = await self._state.load_before_route.ensure(link, inbound.entry)
-        except HttpError as error:
-            raise ElsewhereError(error) from None
-        return ensured.model or inbound.entry.name
+        name = None
+        for entry in inbound.entries:
+            try:
+                ensured = await self._state.load_before_route.ensure(link, entry)
+            except HttpError as error:
+                raise ElsewhereError(error) from None
+            name = ensured.model or entry.name
+        return name if inbound.facts.lora is None else None
 
     async def _forward(
         self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter, send: Send
@@ -228,6 +232,11 @@ def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     found = data.rfind(_EVENT_END)
     end = 0 if found < 0 else found + len(_EVENT_END)
     return (data, b"") if len(data) - end > _MAX_EVENT_BYTES else (data[:end], data[end:])
+
+
+def _no_mixes() -> HttpError:
+    text = "lora is not served: the engines are vLLM servers, which take one adapter as model"
+    return HttpError(400, text, code=NotServedError.code, param="lora")
 
 
 def _content_type(exchange: EngineExchange) -> bytes:

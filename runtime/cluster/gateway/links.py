@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 import aiohttp
@@ -139,10 +139,10 @@ class EngineLink:
             exchange.fail(f"engine {self.engine_id} was ejected: {cause}")
         self.pool.close()
 
-    def record_sent(self, number: int, entry: AdapterEntry | None) -> None:
+    def record_sent(self, number: int, entries: Sequence[AdapterEntry]) -> None:
         """Record a request that is sent there."""
         self._sent.last_number = number
-        if entry is not None:
+        for entry in entries:
             self._sent.use(entry.name)
 
     def record_served(self, name: str, ensured: Ensured) -> None:
@@ -152,6 +152,11 @@ class EngineLink:
             if known is None or known.revision <= ensured.revision:
                 self.served[name] = ensured
             self._sent.use(name)
+
+    @property
+    def can_mix(self) -> bool:
+        """Whether it serves several adapters for one request."""
+        return self._engine_type.can_mix
 
     def translation(self, model: str | None, asked: str | None) -> Translation:
         """``model``: the adapter's name at the engine; None = the base model."""

@@ -66,11 +66,14 @@ class Routing:
             self._state.set_shares(shares)
 
     def route_of(
-        self, facts: BodyFacts, entry: AdapterEntry | None, session: str | None
+        self, facts: BodyFacts, entries: Sequence[AdapterEntry], session: str | None
     ) -> RouteRequest:
-        """Return a request as routers see it; ``session``: from its header."""
-        name = None if entry is None else entry.name
-        rank = 0 if entry is None else entry.rank
+        """Return a request as routers see it; ``session``: from its header.
+
+        ``entries``: its adapters. Several go where the first one is, and have the ranks of all.
+        """
+        name = entries[0].name if entries else None
+        rank = sum(entry.rank for entry in entries)
         num_tokens = facts.num_ids
         if num_tokens is None:
             num_tokens = self.ratio.num_tokens(facts.text, name, is_chat=facts.is_chat)

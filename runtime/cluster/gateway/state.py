@@ -14,6 +14,7 @@ from ...server.open_requests import OpenRequests
 from ...server.settings import AppSettings
 from ..policy.reports import RouteRequest, ServerId
 from ..wire import AdapterEntry
+from .bodies import BodyFacts
 from .counts import GatewayCounts
 from .links import EngineLink
 from .load_before_route import LoadBeforeRoute
@@ -82,6 +83,20 @@ class GatewayState:
         if model is None or name is None:
             return None
         return self.table.usable(name, model, base_names)
+
+    def adapters_meant(self, facts: BodyFacts) -> tuple[AdapterEntry, ...]:
+        """Return the adapters of a request, those with the highest ranks first.
+
+        Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
+        """
+        entry = self.adapter_meant(facts.model)
+        if entry is not None:
+            return (entry,)
+        entries = [
+            self.table.usable(name, name, (), param="lora")
+            for name in dict.fromkeys(facts.lora or ())
+        ]
+        return tuple(sorted(entries, key=lambda one: -one.rank))
 
     def choose(self, route: RouteRequest, tried: set[ServerId]) -> EngineLink | None:
         """Return the best engine that was not tried; None = there is none."""

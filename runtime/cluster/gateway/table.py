@@ -49,16 +49,18 @@ class KnownTable:
             return frozenset()
         return self.names_by_agent.get(engine.agent_id, frozenset())
 
-    def usable(self, name: str, asked: str, base_names: Collection[str]) -> AdapterEntry:
+    def usable(
+        self, name: str, asked: str, base_names: Collection[str], *, param: str = "model"
+    ) -> AdapterEntry:
         """Return the adapter of a request; ``asked``: the name in the request.
 
         Raises ``UnknownModelError`` or ``AdapterUnavailableError`` with the reason.
         """
         entry = self.adapters.get(name)
         if entry is None:
-            raise unknown_name(asked, [*base_names, *self.adapters], meant=name, param="model")
+            raise unknown_name(asked, [*base_names, *self.adapters], meant=name, param=param)
         if entry.state != READY:
-            raise unavailable_adapter(name, entry.state, entry.reason)
+            raise unavailable_adapter(name, entry.state, entry.reason, param=param)
         return entry
 
     def sources(self, entry: AdapterEntry, agent_id: str | None) -> list[str]:

@@ -108,6 +108,32 @@ def test_an_adapter_that_an_engine_has_dropped_is_asked_for_again() -> None:
     in_cluster(work, ScriptedEngine("e0"), adapters=(entry_of("x"),))
 
 
+def test_an_engine_loads_all_adapters_of_one_request() -> None:
+    async def work(cluster: GatewayCluster) -> None:
+        (engine,) = cluster.engines
+        lora = [{"name": name, "scale": 0.5} for name in ("x", "y")]
+        assert (await cluster.complete(lora=lora))[0] == 200
+        assert asked(cluster) == [("e0", "y", 1), ("e0", "x", 1)], "the largest first"
+        assert msgspec.json.decode(engine.received[-1].body)["lora"] == lora
+        await cluster.controller.publish(adapters=(entry_of("x", 2),))
+        assert (await cluster.complete(lora=lora))[0] == 200
+        assert asked(cluster)[2:] == [("e0", "x", 2)]
+        missing = refuse(404, "model_not_found")
+
+        async def once_more(request: object) -> object:
+            engine.answer = answer_at_once
+            return await missing(request)  # type: ignore[arg-type]
+
+        engine.answer = once_more  # type: ignore[assignment]
+        assert (await cluster.complete(lora=lora))[0] == 200
+        assert len(asked(cluster)) == 5, "either may be the one that it has dropped"
+        status, body = await cluster.complete(lora=[*lora, {"name": "z"}])
+        assert code_of((status, body)) == (404, "model_not_found")
+        assert msgspec.json.decode(body)["error"]["param"] == "lora"
+
+    in_cluster(work, ScriptedEngine("e0"), adapters=(entry_of("x", rank=4), entry_of("y", rank=8)))
+
+
 def test_names_that_cannot_be_served_are_refused_here() -> None:
     async def work(cluster: GatewayCluster) -> None:
         status, body = await cluster.complete(model="ware-house")

@@ -43,6 +43,15 @@ def test_limits_of_output_are_those_of_each_kind() -> None:
     assert _facts(prompt="x", predicted_output_tokens=9).predicted_output_tokens == 9
 
 
+def test_adapters_that_answer_together() -> None:
+    parts = [{"name": "a", "scale": 0.5}, {"name": "b"}, {"id": 0}, {"name": 5}]
+    assert _facts(prompt="x", lora=parts).lora == ("a", "b")
+    assert _facts(prompt="x", lora=[*parts, {"name": "c"}]).lora == ()
+    assert _facts(prompt="x", lora={"name": "a"}).lora == ()
+    for nothing in ("null", "[]"):
+        assert _facts(prompt="x", lora=json.loads(nothing)).lora is None
+
+
 @given(
     st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode())
 )

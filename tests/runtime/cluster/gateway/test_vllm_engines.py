@@ -131,6 +131,11 @@ def test_requests_go_straight_to_it_and_answers_look_like_ours(tmp_path: Path) -
             assert (status, answer["model"], text_of(answer)) == (200, BASE, "base t t")
             status, answer = await front.complete(model="nobody")
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            number = len(server.bodies)
+            for lora in ([{"name": "sql"}], [{"id": 0}]):  # which it would not look at
+                status, answer = await front.complete(lora=lora)
+                assert (status, answer["error"]["code"]) == (400, "not_served")
+                assert answer["error"]["param"] == "lora" and len(server.bodies) == number
             status, answer = await front.complete(prompt="x" * 600)
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
             async with front.session.get(f"{front.url}/v1/models") as response:
