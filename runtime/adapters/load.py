@@ -161,8 +161,9 @@ class OpenAdapter:
         for lora in self.adapter.targets:
             by_layer.setdefault(lora.target.layer, []).extend(lora.tensors)
         for rows in self.adapter.rows:
-            tensors = [run.tensor for run in rows.runs]
-            by_layer.setdefault(rows.target.layer, []).extend(tensors)
+            if rows.changes_base:
+                tensors = [run.tensor for run in rows.runs]
+                by_layer.setdefault(rows.target.layer, []).extend(tensors)
         for tensors in by_layer.values():
             tensors.sort(key=lambda tensor: tensor.name)
         return dict(sorted(by_layer.items()))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from corun.runtime.adapters.resolve import ResolveError
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import AdapterError
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from support.architectures import make_model
 from support.peft_adapters import (
@@ -54,6 +56,23 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
     save_adapter(tmp_path)
     rename_tensors(tmp_path, ".weight", ".default.weight")
     assert len(read(tmp_path).adapter.targets) == 4
+
+
+def test_copies_of_the_base_are_in_no_layer(tmp_path: Path) -> None:
+    """Layers have places in memory, and these have none."""
+    layers = {"target_modules": ["q_proj"], "layers_to_transform": [1]}
+    save_adapter(tmp_path, **layers, modules_to_save=["embed_tokens"])
+
+    class Same:
+        def differing_rows(
+            self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+        ) -> NDArray[np.bool_]:
+            assert sum(part.nbytes for part in parts) == tensor.num_bytes
+            return np.zeros(tensor.shape[0], np.bool_)
+
+    with open_adapter(tmp_path, _TARGET_MAP, max_rank=64, base=Same()) as source:
+        assert source.adapter.rows
+        assert list(source.read_layers(_leave)) == [1]
 
 
 @pytest.mark.parametrize(
