@@ -58,12 +58,15 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
     targets: list[Target] = []
     refused: dict[str, str] = {}
     next_group: dict[int, int] = {}
-    decoder_path = layers_path.removesuffix(layers_path.rpartition(".")[2])  # with a dot, or ""
+    text_paths = (
+        layers_path.removesuffix(layers_path.rpartition(".")[2]),  # with a dot, or ""
+        *(f"{path}." for path, module in model.named_modules() if embeds_own_tokens(module)),
+    )
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     for path, module in model.named_modules():
         reason = _refusal(model, path, module)
         is_linear = reason is None and isinstance(module, nn.Linear)
-        if is_linear and module is not head and not path.startswith(decoder_path):
+        if is_linear and module is not head and not path.startswith(text_paths):
             reason = "it is outside of the decoder, where not all tokens are computed"
         elif is_linear and module is head and not keeps_logits:
             reason = "the model runs its output head for all tokens, not only where logits are used"
@@ -82,6 +85,14 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             )  # fmt: skip
     unused = (*left_out_parts(model), *_of_shared_kv(model, layers_path))
     return TargetMap(tuple(targets), refused, unused, _vocabularies(model))
+
+
+def embeds_own_tokens(part: nn.Module) -> bool:
+    """Whether a part beside the text model embeds a range of token ids.
+
+    The model calls it for all tokens, and uses its results for those ids.
+    """
+    return hasattr(part, "vocab_offset")
 
 
 def find_layers(model: PreTrainedModel) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .targets import LeftOut, find_layers
+from .targets import LeftOut, embeds_own_tokens, find_layers
 
 
 def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
@@ -26,6 +26,7 @@ def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
         for name, part in list(holder.named_children()):
             path = f"{holder_path}.{name}" if holder_path else name
             is_text = f"{text_path}.".startswith(f"{path}.") or _holds_any(part, kept)
+            is_text |= embeds_own_tokens(part)
             if not is_text and next(part.parameters(), None) is not None:
                 setattr(holder, name, LeftOut(path, part))
                 left_out.append(path)

@@ -28,7 +28,7 @@ from .outcome import ADAPTER_KINDS, Parity, Trial
 from .tiny_config import VOCAB_SIZE, tiny_config
 
 _MAX_ERROR = 1e-4  # of log-probabilities, as a share of the largest one
-_MAX_PARAMETERS = 200_000_000
+_MAX_PARAMETERS = 400_000_000
 _MAX_THRESHOLD = 2**24
 _PROMPT_TOKENS = (101, 61, 38, 5)
 _STEP_TOKENS = 23
