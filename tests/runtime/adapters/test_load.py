@@ -60,8 +60,10 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
 
 def test_copies_of_the_base_are_in_no_layer(tmp_path: Path) -> None:
     """Layers have places in memory, and these have none."""
-    layers = {"target_modules": ["q_proj"], "layers_to_transform": [1]}
-    save_adapter(tmp_path, **layers, modules_to_save=["embed_tokens"])
+    saved = ["embed_tokens"]
+    save_adapter(
+        tmp_path, target_modules=["q_proj"], layers_to_transform=[1], modules_to_save=saved
+    )
 
     class Same:
         def differing_rows(
