@@ -118,7 +118,6 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "no_repeat_ngram_size": RefusedField(_NO_SAMPLER, (0,)),
     "max_length": RefusedField("write max_tokens"),
     # llama.cpp's and Ollama's.
-    "lora": RefusedField(_ADAPTER_IN_MODEL, ([],)),
     "lora_name": RefusedField(_ADAPTER_IN_MODEL),
     "adapter": RefusedField(_ADAPTER_IN_MODEL),
     "n_predict": RefusedField("write max_tokens"),
@@ -138,6 +137,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "thinking": RefusedField(_NO_REASONING),
     "extra_body": RefusedField(_ONE_LEVEL, ({},)),
     # Served elsewhere.
+    "lora": RefusedField("only routes that generate serve it", ([],)),
     "messages": RefusedField(_CHAT),
     "prompt": RefusedField(_PROMPT),
     "echo": RefusedField(_PROMPT, (False,)),

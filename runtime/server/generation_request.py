@@ -91,7 +91,10 @@ LORA_FIELDS = FieldTable(
     accepted={},
     refused={"id": RefusedField("write the adapter's name as name")},
 )
-LORA_FIELD = given("Up to 4 adapters that answer together, beside a name of the base as model.")
+LORA_FIELD = given(
+    "Up to 4 adapters that answer together, each a name with a scale (default: 1), beside a name "
+    "of the base model as model."
+)
 
 
 class SamplingFields(RequestModel):
