@@ -16,7 +16,9 @@ from .numba_backend import KernelLinear
 from .quantized import QuantizedWeight
 
 # By name, as in the options.
-TAGS: Mapping[str, np.generic] = dict(int8=layout.INT8, int4=layout.INT4, w8a8=layout.W8A8)
+TAGS: Mapping[str, np.generic] = dict(
+    int8=layout.INT8, int4=layout.INT4, w8a8=layout.W8A8, nf4=layout.NF4
+)
 _WEIGHTS_AT_ONCE = 1 << 20  # dequantised at a time
 
 
@@ -28,7 +30,7 @@ class PackedWeight:
     process that made them: others are for another kernel. They are only read, and may be a
     mapped file.
 
-    tag: ``layout.INT8``, ``INT4`` or ``W8A8``.
+    tag: ``layout.INT8``, ``INT4``, ``W8A8`` or ``NF4``.
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
     zero_points: of ``layout.pack_zero_points``, or None = 8 everywhere.
     """
@@ -55,7 +57,11 @@ class PackedWeight:
     @classmethod
     def of(cls, weight: QuantizedWeight, *, is_w8a8: bool = False) -> "PackedWeight":
         """Pack a matrix, in huge pages if available; ``is_w8a8``: codes of 8 bits for ``W8A8``."""
-        tag = layout.INT4 if weight.bits == 4 else layout.W8A8 if is_w8a8 else layout.INT8
+        if weight.bits == 8:
+            name = "w8a8" if is_w8a8 else "int8"
+        else:
+            name = "nf4" if weight.has_levels else "int4"
+        tag = TAGS[name]
         out_features, in_features = weight.codes.shape
         shape = layout.quantized_shape(out_features, in_features, tag)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
@@ -74,14 +80,16 @@ class PackedWeight:
         if zero_points is not None:
             zero_points = layout.unpack_zero_points(zero_points[panels], out_features)
         bits, _ = layout.CODED_BITS[self.tag.dtype.name]
-        return QuantizedWeight(bits, codes, scales, zero_points)
+        has_levels = self.tag.dtype == layout.NF4.dtype
+        return QuantizedWeight(bits, codes, scales, zero_points, has_levels)
 
 
 class QuantizedLinear(KernelLinear):
     """Holds only the packed matrix; x and results are bfloat16.
 
-    x is rounded to 16 bits for ``INT8``, and to 8 for the others, with a scale for each group of 64
-    values. A token with an x that is not finite gets NaN for all of its result.
+    x is rounded to 16 bits for ``INT8`` and ``NF4``, and to 8 for the others, with a scale for each
+    group of 64 values. Levels of ``NF4`` are rounded by a third of what bfloat16 loses. A token
+    with an x that is not finite gets NaN for all of its result.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:

@@ -8,13 +8,15 @@ type of the matrix.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, NF4_LEVELS
 from ..device import huge_pages
-from .full_files import Found, StoredMatrix, check_finite, unreadable
+from ..linear.quantized import QuantizedWeight
+from .full_files import Found, check_finite, unreadable
 from .weight_files import WeightFiles
 
 _STATE = ".quant_state.bitsandbytes__"  # after the name of a matrix and before its kind of codes
@@ -28,7 +30,7 @@ _MAX_BLOCK_SIZE = 4096
 
 def find_four_bit(files: WeightFiles) -> Found:
     """All matrices in 4 bits; reads their parameters. Raises ``ModelError``."""
-    matrices: dict[str, StoredMatrix] = {}
+    matrices: dict[str, _Matrix] = {}
     parts = set()
     for name in files.names:
         matrix, is_state, kind = name.partition(_STATE)
@@ -43,12 +45,13 @@ def find_four_bit(files: WeightFiles) -> Found:
             parts.add(name)
         elif matrix in matrices and _STATE not in name:
             raise unreadable(matrix, f"corun does not know its tensor {name}")
-    return Found(matrices, frozenset(parts))
+    levels = {name: one for name, one in matrices.items() if one.has_levels}
+    return Found(matrices, frozenset(parts), levels)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Implements ``StoredMatrix``."""
+    """Implements ``LevelMatrix``."""
 
     files: WeightFiles
     name: str
@@ -57,6 +60,7 @@ class _Matrix:
     block_size: int  # elements of a scale
     nested_block_size: int  # scales of a scale; 0 = scales are no codes
     nested_offset: float
+    has_levels: bool  # it is nf4, and a block is a group
 
     @property
     def num_elements(self) -> int:
@@ -84,16 +88,27 @@ class _Matrix:
         check_finite(self.name, found)
         return found.reshape(-1, *self.shape[1:])
 
+    def as_stored(self) -> QuantizedWeight:
+        codes = self._codes(0, self.num_elements)
+        halves = np.stack((codes >> 4, codes & 15), axis=-1).reshape(self.shape)
+        scales = self._scales(slice(0, self.num_blocks)).numpy().reshape(len(halves), -1)
+        return QuantizedWeight(4, halves, scales, has_levels=True)
+
     def _dequantize(self, pairs: np.ndarray, first: int, last: int) -> torch.Tensor:
         """Whole blocks of elements, float32; of the last one also elements beyond the matrix."""
+        codes = self._codes(first, last)
+        values = torch.from_numpy(pairs[codes].view(np.float32)).view(-1, self.block_size)
+        values *= self._scales(slice(first // self.block_size, last // self.block_size))[:, None]
+        return values.flatten()
+
+    def _codes(self, first: int, last: int) -> np.ndarray:
+        """Two a byte; zeros beyond the matrix."""
         size = _STORAGE_BYTES[self.files.dtype(self.name)]
         words = self.files.read(self.name, slice(first // 2 // size, -(-last // 2 // size)))
         codes = np.zeros((last - first) // 2, dtype=np.uint8)
         octets = words.view(torch.uint8).flatten().numpy()[: len(codes)]
         codes[: len(octets)] = octets
-        values = torch.from_numpy(pairs[codes].view(np.float32)).view(-1, self.block_size)
-        values *= self._scales(slice(first // self.block_size, last // self.block_size))[:, None]
-        return values.flatten()
+        return codes
 
     def _scales(self, blocks: slice) -> torch.Tensor:
         scales = self.files.read(f"{self.name}.absmax", blocks)
@@ -128,10 +143,15 @@ def _read_matrix(files: WeightFiles, name: str, kind: str) -> _Matrix:
     if dtype not in _DTYPES:
         raise unreadable(name, f"its values are {dtype}; corun supports {', '.join(_DTYPES)}")
     matrix = _Matrix(
-        files, name, shape, getattr(torch, dtype), block_size, nested_block_size, offset
-    )
+        files, name, shape, getattr(torch, dtype), block_size, nested_block_size, offset,
+        has_levels=False,
+    )  # fmt: skip
     _check(matrix)
-    return matrix
+    is_in_groups = len(shape) == 2 and block_size == GROUP_SIZE and shape[1] % GROUP_SIZE == 0
+    if not is_in_groups:
+        return matrix
+    table = files.read(f"{name}.quant_map").float().numpy()
+    return replace(matrix, has_levels=np.array_equal(table, NF4_LEVELS))
 
 
 def _check(matrix: _Matrix) -> None:

@@ -5,14 +5,15 @@ else of them is read (``four_bit.py``, ``scaled.py``, ``packed_experts.py``).
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from ...runtime.errors import ModelError
+from ..linear.quantized import QuantizedWeight
 from .source import ModelSource
 from .weight_files import WeightFiles
 
@@ -45,12 +46,21 @@ class StoredMatrix(Protocol):
         ...
 
 
+class LevelMatrix(StoredMatrix, Protocol):
+    """One whose codes name the levels of nf4, in the groups of corun."""
+
+    def as_stored(self) -> QuantizedWeight:
+        """Its codes and scales. Raises ``ModelError``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a format has found in the files."""
 
-    matrices: dict[str, StoredMatrix]  # by the names of the full tensors
+    matrices: Mapping[str, StoredMatrix]  # by the names of the full tensors
     parts: frozenset[str]  # the names on disk of all tensors that belong to them
+    levels: Mapping[str, LevelMatrix] = field(default_factory=dict)  # some of the matrices
 
 
 class FullFiles(WeightFiles):
@@ -66,6 +76,7 @@ class FullFiles(WeightFiles):
         super().__init__(source)
         found = find(WeightFiles(source))
         self._matrices = found.matrices
+        self._levels = found.levels
         self._names = (frozenset(super().names) - found.parts) | found.matrices.keys()
         self._transposed: frozenset[str] = frozenset()
         for name in sorted(self._names - found.matrices.keys()):
@@ -75,7 +86,7 @@ class FullFiles(WeightFiles):
                 )
         if self._matrices:
             _LOG.info(
-                "%d matrices of the checkpoint are quantised (%s); they are dequantised",
+                "%d matrices of the checkpoint are quantised (%s)",
                 len(self._matrices), method,
             )  # fmt: skip
         else:
@@ -104,6 +115,11 @@ class FullFiles(WeightFiles):
             return super().read(name, rows)
         start, stop, _ = rows.indices(found.shape[0])
         return found.read(start, stop)
+
+    @property
+    def levels(self) -> Mapping[str, LevelMatrix]:
+        """The matrices that can be served as stored, by name."""
+        return self._levels
 
     def transpose(self, paths: Iterable[str]) -> None:
         """Make transformers load the matrices of these modules in the layout of ``Conv1D``.

@@ -8,7 +8,7 @@ placeholders for these matrices.
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ... import __version__
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_columns
 from ...runtime.adapters.target_map import EXPERTS_REASON
+from ...runtime.adapters.tensor_names import PathIndex
 from ...runtime.errors import ModelError
 from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, cached_answer
@@ -69,8 +70,9 @@ def open_files(source: ModelSource, stored: StoredQuantization | None) -> Weight
         return WeightFiles(source)
 
     def find(files: WeightFiles) -> Found:
+        four_bit = find_four_bit(files)
         found = [
-            find_four_bit(files), find_integers(files), find_floats(files, stored.block),
+            four_bit, find_integers(files), find_floats(files, stored.block),
             find_packed_experts(files),
         ]  # fmt: skip
         if stored.layout:
@@ -78,6 +80,7 @@ def open_files(source: ModelSource, stored: StoredQuantization | None) -> Weight
         return Found(
             {name: one for each in found for name, one in each.matrices.items()},
             frozenset().union(*(each.parts for each in found)),
+            four_bit.levels,
         )
 
     return FullFiles(source, find, stored.method)
@@ -150,6 +153,8 @@ class QuantizedLinears:
         plan = self._quantization
         bits = plan.stored_bits if plan.bits is None else {plan.bits}
         kinds = [" and ".join(map(plan.name_of, sorted(bits)))] if bits else []
+        if plan.keeps_levels and self._stored:
+            kinds.append("nf4")
         if plan.bits is not None and plan.head_bits is None:
             kinds.append("head in full")
         elif plan.head_bits is not None and bits != {plan.head_bits}:
@@ -210,9 +215,7 @@ class QuantizedLinears:
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Choose which of ``linears`` are quantised."""
-        if self._quantization.stored_bits:
-            left_out = [one.path for one in left_out_parts(skeleton.model)]
-            self._stored = stored_linears(self._files, linears, left_out)
+        self._stored = self._find_stored(skeleton, linears)
         stored = self._stored.keys()
         self._bits = dict.fromkeys(stored)
         asked = {path: self._quantization.bits for path in _inside_layers(skeleton.model, linears)}
@@ -239,6 +242,17 @@ class QuantizedLinears:
                 if self._files.shape(name) == tuple(weight.shape):
                     self._tensor_of[path] = name
                     break
+
+    def _find_stored(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+        """Paths on disk of linears that are served as stored, by their paths in the model."""
+        if self._quantization.stored_bits:
+            left_out = [one.path for one in left_out_parts(skeleton.model)]
+            return stored_linears(self._files, linears, left_out)
+        if not self._quantization.keeps_levels or not isinstance(self._files, FullFiles):
+            return {}
+        known = PathIndex({path: path for path in linears if path not in skeleton.transposed})
+        on_disk = [name.removesuffix(".weight") for name in self._files.levels]
+        return {path: one for one in on_disk if (path := known.find(one)) is not None}
 
     def _check_bias(self, path: str, linear: nn.Linear) -> None:
         """Refuse a bias that would be lost; some tools write zeros for a linear without bias."""
@@ -267,7 +281,9 @@ class QuantizedLinears:
         for start in range(0, len(weight.codes), num_rows):
             rows = slice(start, start + num_rows)
             zeros = None if weight.zero_points is None else weight.zero_points[rows]
-            part = QuantizedWeight(weight.bits, weight.codes[rows], weight.scales[rows], zeros)
+            part = replace(
+                weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros
+            )
             matrix = torch.from_numpy(part.dequantized())
             error = (actual[:, rows] - torch.nn.functional.linear(x.float(), matrix)).abs()
             if not bool((error <= _MAX_PRODUCT_ERROR * matrix.norm(dim=1)).all()):
@@ -281,6 +297,8 @@ class QuantizedLinears:
         shape = (linear.out_features, linear.in_features)
         if bits is None:
             assert stored is not None
+            if isinstance(self._files, FullFiles):
+                return self._files.levels[f"{self._stored[path]}.weight"].as_stored()
             return read_stored(self._files, self._stored[path], shape, stored)
         name = self._tensor_of.get(path)
         num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)

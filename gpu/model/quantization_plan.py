@@ -10,7 +10,7 @@ from ...cpu_workers.kernels.simd.isa import has_integer_dot
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...runtime.config.engine import OFF, EngineConfig
 from ...runtime.errors import ConfigError
-from .stored_quantization import StoredQuantization, read_stored_quantization
+from .stored_quantization import BITSANDBYTES, StoredQuantization, read_stored_quantization
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ class Quantization:
     head_bits: int | None  # of lm_head, likewise
     stored: StoredQuantization | None  # the checkpoint's own quantisation
     is_w8a8: bool = False  # products of weights in 8 bits round their inputs to 8 bits, too
+    keeps_levels: bool = False  # matrices in nf4 are served as stored, where they can be
 
     @property
     def stored_bits(self) -> frozenset[int]:
@@ -32,12 +33,12 @@ class Quantization:
     @property
     def has_integers(self) -> bool:
         """Whether any linear is served in 8 or 4 bits."""
-        return bool(self.bits or self.head_bits or self.stored_bits)
+        return bool(self.bits or self.head_bits or self.stored_bits or self.keeps_levels)
 
     @property
     def label(self) -> str:
         """Identifies the conversion of the weights, besides their files."""
-        stored = " as stored" if self.stored_bits else ""
+        stored = " as stored" if self.stored_bits or self.keeps_levels else ""
         inputs = ", inputs 8" if self.is_w8a8 else ""
         linears = f"linears {self.bits}{stored}, head {self.head_bits}"
         return f"{linears}, groups of {GROUP_SIZE}{inputs}"
@@ -57,6 +58,10 @@ def plan_quantization(
     """
     stored = read_stored_quantization(hf_config)
     asked, head = config.quantization, config.lm_head_quantization
+    is_nf4 = stored is not None and stored.method == BITSANDBYTES
+    # The kernel computes in bfloat16; other types and devices get full matrices.
+    has_kernel = device.type == "cpu" and config.dtype in ("auto", "bfloat16")
+    keeps_levels = is_nf4 and asked is None and has_kernel
     if asked == OFF:
         asked = None
         stored = stored and replace(stored, in_full=True)
@@ -82,7 +87,9 @@ def plan_quantization(
             )
         bits = None
     head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
-    plan = Quantization(bits, head_bits, stored, is_w8a8=asked == _W8A8)
+    plan = Quantization(
+        bits, head_bits, stored, is_w8a8=asked == _W8A8, keeps_levels=keeps_levels
+    )  # fmt: skip
     if plan.has_integers and device.type != "cpu":
         what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
         way = "use --device cpu"

@@ -18,6 +18,7 @@ from .source import way_to_full_weights
 
 _LOG = logging.getLogger(__name__)
 
+BITSANDBYTES = "bitsandbytes"
 # How GPTQ's zero points count, by the name of the form: what is added to those on disk.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _AUTO_ROUND_FORMS = {
@@ -66,10 +67,10 @@ def _read(config: Any) -> StoredQuantization | None:
     if found is None:
         return None
     fields: dict[str, Any] = dict(found if isinstance(found, Mapping) else found.to_dict())
-    method = str(fields.get("quant_method") or "bitsandbytes")  # early versions have no name
+    method = str(fields.get("quant_method") or BITSANDBYTES)  # early versions have no name
     read = {
         "gptq": _read_gptq, "awq": _read_awq, "auto-round": _read_auto_round,
-        "compressed-tensors": _read_compressed, "bitsandbytes": _read_bitsandbytes,
+        "compressed-tensors": _read_compressed, BITSANDBYTES: _read_bitsandbytes,
         "fp8": _read_fp8, "mxfp4": _read_mxfp4,
     }  # fmt: skip
     if method not in read:
@@ -184,7 +185,7 @@ def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
             "a quantization_config that names neither a quant_method nor load_in_4bit nor "
             "load_in_8bit"
         )
-    return StoredQuantization("bitsandbytes")
+    return StoredQuantization(BITSANDBYTES)
 
 
 def _read_fp8(fields: dict[str, Any]) -> StoredQuantization:

@@ -1,4 +1,7 @@
-"""Answers over a checkpoint in nf4 equal those of PEFT over its dequantised matrices."""
+"""Answers over a checkpoint in nf4 equal those of PEFT over its dequantised matrices.
+
+In bfloat16 its codes are served as stored, in other types its full matrices.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
-from support.cold_parity import prompts
+from support.cold_engine import ColdEngine
+from support.cold_parity import NAMES, check, make_case, prompts, split_at
 from support.four_bit import store_in_four_bits
+from support.model_profiles import Figures
 from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -51,12 +56,30 @@ def test_half_types(dtype: str, tmp_path: Path) -> None:
     model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32)
     half = torch.float16 if dtype == "float16" else torch.bfloat16
     errors = HalfErrors(case, half)
-    for name, output in answers(case, model, dtype=dtype):
+    for name, output in answers(case, model, dtype=dtype, max_num_batched_tokens=16):
         (choice,) = output.outputs
         found = [{t: c.logprob for t, c in one.items()} for one in choice.logprobs]
         errors.add(name, output.prompt_token_ids, choice.token_ids, found)
     error, peft_error = errors.means
     assert 0 < error <= MAX_ERROR_RATIO * peft_error
+
+
+def test_cold_adapters(tmp_path: Path) -> None:
+    """Deltas by workers and by the device, beside products with codes."""
+    case = make_case(tmp_path / "case")
+    model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32)
+    with ColdEngine(
+        model, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6)
+    ) as engine:
+        engine.warm("rs")
+        names = [*NAMES, None]
+        with engine.chunks(split_at(2)):
+            for name, prompt in zip(names, prompts(len(names)), strict=True):
+                engine.ask(name, prompt)
+            cold = engine.run()
+        check(case, cold)
+        assert engine.assisted
+        engine.check_nothing_is_held()
 
 
 def test_integers_on_top(tmp_path: Path) -> None:

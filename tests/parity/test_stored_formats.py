@@ -23,13 +23,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, igno
 @pytest.mark.parametrize(
     ("architecture", "form"),
     [
-        ("qwen3", "fp8 blocks"),
+        pytest.param("qwen3", "fp8 blocks", marks=pytest.mark.full),
         ("qwen3_moe", "fp8 blocks"),  # experts that lie one by one on disk
         ("ministral3", "fp8"),
-        ("llama3-rope", "compressed fp8"),
-        ("llama3-rope", "compressed int8"),
+        pytest.param("llama3-rope", "compressed fp8", marks=pytest.mark.full),
+        pytest.param("llama3-rope", "compressed int8", marks=pytest.mark.full),
         ("qwen3", "compressed int4"),
-        ("llama3-rope", "bitsandbytes int8"),
+        pytest.param("llama3-rope", "bitsandbytes int8", marks=pytest.mark.full),
         ("llama3-rope", "gptq act-order"),
         ("gpt_oss", "mxfp4"),
     ],
@@ -73,7 +73,9 @@ def test_bfloat16(form: str, tmp_path: Path) -> None:
     assert 0 < error <= MAX_ERROR_RATIO * peft_error
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", "compressed int8"])
+@pytest.mark.parametrize(
+    "form", ["fp8 blocks", pytest.param("compressed int8", marks=pytest.mark.full)]
+)
 def test_cold_adapters(form: str, tmp_path: Path) -> None:
     """Deltas by workers and by the device."""
     case = make_case(tmp_path / "case")

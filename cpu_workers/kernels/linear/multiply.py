@@ -323,8 +323,8 @@ def multiply(
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
-    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8``, ``INT4`` or
-        ``W8A8``.
+    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8``, ``INT4``,
+        ``W8A8`` or ``NF4``.
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are

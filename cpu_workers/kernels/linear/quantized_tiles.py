@@ -62,7 +62,8 @@ class _Tile:
         With more of them LLVM spills sums from their registers. Two ``vpdpwssd`` that depend on one
         another are split by LLVM because of their latency.
         """
-        return 1 if self.integers.x_bits == 16 and self.integers.has_dot else 2
+        integers = self.integers
+        return 1 if integers.has_levels or (integers.x_bits == 16 and integers.has_dot) else 2
 
     @property
     def num_turns(self) -> int:
@@ -129,6 +130,10 @@ class _Tile:
         emit, integers, num_panels = self.emit, self.integers, len(self.panels)
 
         def codes(panel: int) -> ir.Value:
+            if integers.has_levels:  # four products read one vector of words
+                own = emit.builder.add(step, I64(u))
+                words = emit.builder.lshr(own, I64(2))
+                return integers.levels(emit.offset(starts[panel], words, 4 * integers.lanes), own)
             if integers.bits == 8:
                 product_bytes = 32 // integers.x_bits * integers.lanes
                 start = emit.offset(starts[panel], step, product_bytes)
@@ -181,7 +186,7 @@ class _Tile:
         for t in range(self.num_tokens):
             for p in range(len(self.panels)):
                 emit.store(ir.Constant(emit.f32s, [0.0] * emit.lanes), self.sum_place(t, p))
-        if self.integers.bits == 8:
+        if self.integers.bits == 8 or self.integers.has_levels:
             return
         are_given = builder.icmp_unsigned("!=", zero_points, I64(0))
         with builder.if_then(are_given), cgutils.for_range(builder, self.num_groups) as loop:

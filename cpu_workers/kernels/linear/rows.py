@@ -18,7 +18,7 @@ from ..simd.emitter import F32, I16, I32, I64, Emitter, bfloat16_values
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import CODED_BITS, GROUP_SIZE, WIDE_STEPS
+from ..simd.layout import CODED_BITS, GROUP_SIZE, NF4_LARGEST, WIDE_STEPS
 from ..simd.memory import clear_bytes
 
 # Behind the codes of a group, 4 bytes each: initial values of sums (see ``_store_sums``); the
@@ -59,11 +59,17 @@ _PANELS_OF = (
 )
 # Products of integers need one more register.
 _PANELS_OF_CODES = _PANELS_OF if _HAS_MANY else {1: 4, 2: 4, 3: 3, 4: 2, 5: 2}
+# Levels need two tables and a mask besides.
+_PANELS_OF_LEVELS = _PANELS_OF if _HAS_MANY else {1: 4, 2: 3, 3: 2, 4: 2}
 FLOAT32_ROWS = RowFormat(WIDE_STEPS, WIDE_ROW_BYTES, _PANELS_OF)
 # By name of the format tags' types.
 ROW_FORMATS = {"uint16": FLOAT32_ROWS} | {
-    name: RowFormat(GROUP_SIZE // 2, GROUP_SIZE * x_bits // 8 + CODED_TAIL_BYTES, _PANELS_OF_CODES)
-    for name, (_, x_bits) in CODED_BITS.items()
+    name: RowFormat(
+        GROUP_SIZE // 2,
+        GROUP_SIZE * x_bits // 8 + CODED_TAIL_BYTES,
+        _PANELS_OF_LEVELS if (bits, x_bits) == (4, 16) else _PANELS_OF_CODES,
+    )
+    for name, (bits, x_bits) in CODED_BITS.items()
 }
 
 
@@ -173,7 +179,7 @@ def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
     The largest magnitude gets the largest code; a group of zeros has scale 0. If a value is NaN or
     infinite the scale is NaN, so that no product of the group is a number.
     """
-    builder, bits = emit.builder, Integers(emit).x_bits
+    builder, bits, has_levels = emit.builder, Integers(emit).x_bits, Integers(emit).has_levels
     words = ir.VectorType(I16, GROUP_SIZE)
     halves = emit.load(x, words)
     magnitudes = builder.and_(halves, ir.Constant(words, [0x7FFF] * GROUP_SIZE))
@@ -181,7 +187,7 @@ def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
     inverse = builder.fdiv(F32(_LARGEST[bits]), bfloat16_values(builder, largest))
     is_small = builder.fcmp_ordered("<", inverse, F32(_LARGEST_INVERSE))
     inverse = builder.select(is_small, inverse, F32(_LARGEST_INVERSE))
-    scale = builder.fdiv(F32(1.0), inverse)
+    scale = builder.fdiv(F32(1.0 / NF4_LARGEST if has_levels else 1.0), inverse)
     is_zero = builder.icmp_unsigned("==", largest, I16(0))
     is_finite = builder.icmp_unsigned("<", largest, I16(_INFINITY))
     scale = builder.select(is_zero, F32(0.0), scale)

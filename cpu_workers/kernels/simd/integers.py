@@ -1,9 +1,10 @@
 """Products of small integers: codes of quantised weights times codes of x, one register at a time.
 
-Where x has 16 bits (``INT8``), a product adds two neighbours to a sum of 32 bits. Where it has 8
-(``INT4``, ``W8A8``), an instruction that multiplies and adds (``isa.has_integer_dot``) adds four
-neighbours to a sum of 32 bits. Without it there is only ``INT4``, and pairs are added to sums of 16
-bits. These may wrap around, but the final sums of a group do not: see ``rows._store_sums``.
+Where x has 16 bits (``INT8``, ``NF4``), a product adds two neighbours to a sum of 32 bits. Where it
+has 8 (``INT4``, ``W8A8``), an instruction that multiplies and adds (``isa.has_integer_dot``) adds
+four neighbours to a sum of 32 bits. Without it there is no ``W8A8``, and ``INT4`` adds pairs to
+sums of 16 bits. These may wrap around, but the final sums of a group do not: see
+``rows._store_sums``.
 
 Sums are held as float32 vectors of the same bits, because LLVM can be kept from regrouping only
 additions of floats: if it adds products first, it runs out of registers.
@@ -11,9 +12,9 @@ additions of floats: if it adds products first, it runs out of registers.
 
 from llvmlite import ir
 
-from .emitter import I16, I32, Emitter
+from .emitter import I16, I32, I64, Emitter
 from .isa import has_integer_dot, process_isa
-from .layout import CODED_BITS, MIDDLE_BYTE, MIDDLE_CODE
+from .layout import CODED_BITS, MIDDLE_BYTE, MIDDLE_CODE, NF4_LARGEST, NF4_LEVELS, NF4_ZERO
 
 I8 = ir.IntType(8)
 
@@ -21,6 +22,7 @@ I8 = ir.IntType(8)
 _PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 _QUADS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _DOT_BITS = {8: 256, 16: 512}
+_LEVELS = [round(float(NF4_LEVELS[code ^ NF4_ZERO]) * NF4_LARGEST) for code in range(16)]
 
 
 class Integers:
@@ -29,6 +31,7 @@ class Integers:
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit.of_registers()
         self.bits, self.x_bits = CODED_BITS[emit.tag.name]
+        self.has_levels = self.bits == 4 and self.x_bits == 16
         self.lanes = process_isa().lanes
         self.has_dot = has_integer_dot()
         self.middle = MIDDLE_CODE if self.bits == 4 else MIDDLE_BYTE  # of codes, where x has 8 bits
@@ -38,7 +41,7 @@ class Integers:
     @property
     def has_short_sums(self) -> bool:
         """Whether sums are pairs of 16 bits."""
-        return self.bits == 4 and not self.has_dot
+        return self.bits == 4 and self.x_bits == 8 and not self.has_dot
 
     def codes(self, address: ir.Value, half: int = 0) -> ir.Value:
         """Codes of one panel for a product, of two or four neighbours of each column.
@@ -56,6 +59,38 @@ class Integers:
             words = builder.lshr(words, emit.same(4))
         return builder.and_(words, emit.same(0x0F0F0F0F))
 
+    def levels(self, address: ir.Value, step: ir.Value) -> ir.Value:
+        """The levels of one of four pairs of neighbours of each column; ``address``: the words."""
+        emit, builder = self.emit, self.emit.builder
+        shift = builder.trunc(builder.shl(builder.and_(step, I64(3)), I64(2)), I32)
+        words = builder.lshr(emit.load(address, emit.i32s), emit.splat(shift, self.lanes))
+        if self.lanes == 16:  # reads the lower 5 bits of each half
+            table = ir.Constant(self._i16s, _LEVELS * 2)
+            places = builder.bitcast(words, self._i16s)
+            name = "llvm.x86.avx512.permvar.hi.512"
+            return emit.call(name, self._i16s, [table, places])
+        places = builder.and_(words, emit.same(0x000F000F))
+        if self.lanes == 8:
+            return self._levels_of_bytes(places)
+        places = builder.bitcast(places, self._i16s)
+        found = ir.Constant(self._i16s, [_LEVELS[0]] * self._i16s.count)
+        for pair in enumerate(_LEVELS):
+            code, level = (ir.Constant(self._i16s, [one] * self._i16s.count) for one in pair)
+            found = builder.select(builder.icmp_unsigned("==", places, code), level, found)
+        return found
+
+    def _levels_of_bytes(self, places: ir.Value) -> ir.Value:
+        """Lower and upper bytes of levels, each beside zeros: place 0 has the level 0."""
+        emit, builder = self.emit, self.emit.builder
+        halves = []
+        for part in range(2):
+            octets = [level.to_bytes(2, "little", signed=True)[part] for level in _LEVELS]
+            table = ir.Constant(self._i8s, octets * (self._i8s.count // len(octets)))
+            index = builder.shl(places, emit.same(8 * part))
+            operands = [table, builder.bitcast(index, self._i8s)]
+            halves.append(emit.call("llvm.x86.avx2.pshuf.b", self._i8s, operands))
+        return builder.bitcast(builder.or_(*halves), self._i16s)
+
     def values(self, address: ir.Value) -> ir.Value:
         """Codes of x for a product: 4 bytes, in all lanes."""
         return self.emit.splat(self.emit.load(address, I32), self.lanes)
@@ -70,7 +105,7 @@ class Integers:
             operands = [builder.bitcast(each, kind) for each in (codes, values)]
             name = f"llvm.x86.avx512.{name}.{_DOT_BITS[self.lanes]}"
             return builder.bitcast(emit.call(name, emit.i32s, [words, *operands]), emit.f32s)
-        if self.bits == 8:
+        if self.x_bits == 16:
             total = builder.add(words, self._pairs(codes, values))
         else:
             total = builder.add(builder.bitcast(total, self._i16s), self._quads(codes, values))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from corun.cpu_workers.kernels.simd.isa import has_integer_dot
-from corun.cpu_workers.kernels.simd.layout import INT4
+from corun.cpu_workers.kernels.simd.layout import INT4, NF4_LARGEST, NF4_LEVELS
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.linear.base import LinearBackend
@@ -21,6 +21,7 @@ KINDS = [
     ("int8", False),
     ("int4", False),
     ("int4", True),
+    ("nf4", False),
     pytest.param(
         "w8a8",
         False,
@@ -28,8 +29,8 @@ KINDS = [
     ),
 ]
 # The error of products over that of the weights alone, with outliers in x.
-MAX_OVER_WEIGHTS = {"int8": 1.1, "int4": 1.05, "w8a8": 2.2}
-BITS = {"int8": 8, "int4": 4, "w8a8": 8}
+MAX_OVER_WEIGHTS = {"int8": 1.1, "int4": 1.05, "w8a8": 2.2, "nf4": 1.01}
+BITS = {"int8": 8, "int4": 4, "w8a8": 8, "nf4": 4}
 each_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS)
 
 
@@ -37,11 +38,34 @@ def make_weight(shape: tuple[int, int], kind: str, has_zeros: bool) -> Quantized
     generator = torch.Generator().manual_seed(shape[0])
     weight = 0.02 * torch.randn(shape, generator=generator)
     weight[0, :GROUP] = 0
-    quantized = quantize(weight, BITS[kind])
+    quantized = coded_weight(weight, kind)
     if not has_zeros:
         return quantized
     zeros = np.random.default_rng(0).integers(0, 16, quantized.scales.shape).astype(np.uint8)
     return QuantizedWeight(BITS[kind], quantized.codes, quantized.scales, zeros)
+
+
+def coded_weight(weight: torch.Tensor, kind: str) -> QuantizedWeight:
+    """The nearest codes."""
+    if kind != "nf4":
+        return quantize(weight, BITS[kind])
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1)
+    levels = torch.from_numpy(NF4_LEVELS)
+    parts = (groups / scales.clamp(min=1e-9)[..., None]).contiguous()
+    codes = torch.bucketize(parts, (levels[1:] + levels[:-1]) / 2).byte()
+    return QuantizedWeight(4, codes.flatten(1).numpy(), scales.numpy(), has_levels=True)
+
+
+def in_kernel(weight: QuantizedWeight) -> torch.Tensor:
+    """The matrix with the kernel's levels, which are integers: float64."""
+    dense = torch.from_numpy(weight.dequantized()).double()
+    if not weight.has_levels:
+        return dense
+    levels = np.round(NF4_LEVELS.astype(np.float64) * NF4_LARGEST) / NF4_LARGEST
+    assert np.abs(levels - NF4_LEVELS).max() < 0.00036
+    scales = np.repeat(weight.scales.astype(np.float64), GROUP, axis=1)
+    return torch.from_numpy(levels[weight.codes] * scales)
 
 
 def packed(weight: QuantizedWeight, kind: str) -> PackedWeight:
@@ -55,7 +79,7 @@ def make_linear(shape: tuple[int, int], kind: str, has_zeros: bool) -> Quantized
 def coded(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The kernel's rounded x: float64."""
     groups = x.double().unflatten(-1, (-1, GROUP))
-    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if kind == "int8" else 127)
+    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if kind in ("int8", "nf4") else 127)
     codes = (groups / torch.where(steps == 0, 1, steps)).round()
     values: torch.Tensor = (codes * steps).reshape(x.shape)
     return values
@@ -78,9 +102,9 @@ def test_products_of_any_shape(
         y = backend(x)
         assert y.shape == (tokens, out_features)
         assert y.dtype == torch.bfloat16 and y.is_contiguous()
-        truth = coded(x, kind) @ truth_weight.t() + bias.double()
+        truth = coded(x, kind) @ in_kernel(weight).t() + bias.double()
         # A value of x that lies between two codes may be rounded to the other one.
-        step = float(x.abs().max()) / 127 if tokens and kind != "int8" else 0
+        step = float(x.abs().max()) / 127 if tokens and kind not in ("int8", "nf4") else 0
         atol = 1e-4 + 2 * step * float(truth_weight.abs().max())
         torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=atol)
     assert torch.equal(backend.weight, truth_weight.bfloat16())
@@ -91,7 +115,7 @@ def test_the_error_is_that_of_the_weights(kind: str, has_zeros: bool) -> None:
     """For realistic values: features of very different sizes, and outliers."""
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(256, 512, generator=generator)
-    quantized = quantize(weight, BITS[kind])
+    quantized = coded_weight(weight, kind)
     if has_zeros:  # the same matrix, counted from elsewhere where no code is at its end
         groups = quantized.codes.reshape(256, -1, GROUP)
         shift = (groups.max(axis=-1) < 15).astype(np.uint8)
@@ -155,7 +179,7 @@ def test_zeros_and_what_is_nearly_zero(kind: str, has_zeros: bool) -> None:
     assert torch.equal(backend(x), bias.bfloat16().expand(3, 64))
     # The largest values with a finite sum.
     x[2, :64] = torch.finfo(torch.bfloat16).max / 1024
-    truth = x[2].double() @ torch.from_numpy(weight.dequantized()).double().t()
+    truth = x[2].double() @ in_kernel(weight).t()
     torch.testing.assert_close(backend(x)[2].double(), truth, rtol=2**-6, atol=1e30)
 
 

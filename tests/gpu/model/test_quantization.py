@@ -96,12 +96,19 @@ def test_nothing_is_quantised_unless_it_is_asked_for(monkeypatch: pytest.MonkeyP
     assert plan(gptq_config(), quantization="int4") == stored
 
 
-def test_nf4_is_full_weights_unless_integers_are_asked_for() -> None:
+def test_nf4_is_kept_in_bfloat16_on_the_cpu() -> None:
+    """Otherwise its matrices are full ones, of which integers are made if they are asked for."""
     stored = StoredQuantization("bitsandbytes")
-    for device in ("cpu", "cuda"):
-        assert plan(nf4_config(), device=device) == Quantization(None, None, stored)
+    for dtype in ("auto", "bfloat16"):
+        assert plan(nf4_config(), dtype=dtype) == Quantization(
+            None, None, stored, keeps_levels=True
+        )
+    for options in ({"device": "cuda"}, {"dtype": "float32"}, {"quantization": "off"}):
+        assert plan(nf4_config(), **options) == Quantization(None, None, stored)
     assert plan(nf4_config(), quantization="int4") == Quantization(4, 8, stored)
-    assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(None, 8, stored)
+    assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(
+        None, 8, stored, keeps_levels=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +318,7 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
 ) -> None:
     four_bit = store_in_four_bits(model, tmp_path / "nf4")
     caplog.set_level(logging.INFO)
-    planned = plan(load_config(ModelSource(str(four_bit))))
+    planned = plan(load_config(ModelSource(str(four_bit))), quantization="off")
     assert planned is not None
     made, weights = load(four_bit, planned, tmp_path / "kept")
     assert "14 matrices of the checkpoint are quantised (bitsandbytes)" in caplog.text
@@ -321,6 +328,37 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
     sizes = sum(tensor.nbytes for tensor in dense.values())
     assert weights == Weights(sizes, 0, "", planned.label)
     assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_nf4_is_served_as_stored(model: Path, tmp_path: Path, nested: bool) -> None:
+    """Linears of 96 inputs are read in full: a block of 64 has weights of two rows."""
+    four_bit = store_in_four_bits(model, tmp_path / "nf4", nested=nested)
+    planned = plan(load_config(ModelSource(str(four_bit))))
+    assert planned is not None
+    dense = load_file(model / "model.safetensors")
+    for _ in range(2):  # from the checkpoint, and from what is kept
+        made, weights = load(four_bit, planned, tmp_path / "kept")
+        found = backends(made)
+        kept = {path for path, one in found.items() if one.name == "nf4"}
+        assert kept == {path for path in found if "layers" in path and "down_proj" not in path}
+        for path, backend in found.items():
+            assert torch.equal(backend.weight, dense[f"{path}.weight"])
+        assert weights.kind == "nf4"
+    path = "model.layers.0.self_attn.q_proj"
+    stored = load_file(four_bit / "model.safetensors")
+    parts = ("", ".absmax", ".nested_absmax") if nested else ("", ".absmax")
+    stored_bytes = sum(stored[f"{path}.weight{part}"].nbytes for part in parts)
+    assert found[path].packed.blocks.nbytes < 1.1 * stored_bytes
+
+
+def test_a_checkpoint_in_fp4_is_read_in_full(model: Path, tmp_path: Path) -> None:
+    four_bit = store_in_four_bits(model, tmp_path / "fp4", kind="fp4")
+    planned = plan(load_config(ModelSource(str(four_bit))))
+    assert planned is not None
+    made, weights = load(four_bit, planned)
+    assert {one.name for one in backends(made).values()} == {"numba"}
+    assert (weights.kind, weights.quantized_bytes) == ("", 0)
 
 
 def test_integers_are_made_of_nf4(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from corun.runtime.cli.main import main
 from corun.runtime.demo import demo_adapters_path, demo_text_path
 from support.architectures import ARCHITECTURES, save_model
+from support.four_bit import store_in_four_bits
 from support.peft_adapters import save_adapter
 from support.stored_integers import store_in_integers
 from support.tokenizers import save_word_tokenizer
@@ -75,22 +76,24 @@ def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFix
     assert 90 < agreement <= 100
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("kind", ["int4", "nf4", ""])
 def test_what_a_quantised_checkpoint_loses(
-    is_stored: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint that is served as stored, and one that is served in full."""
+    """Checkpoints that are served as stored, and one that is served in full."""
     model = save_model("llama3-rope", tmp_path / "model")
     save_word_tokenizer(model, 96)
-    if is_stored:
+    if kind == "int4":
         model = store_in_integers(model, tmp_path / "stored", "gptq")
+    elif kind == "nf4":
+        model = store_in_four_bits(model, tmp_path / "stored")
     text = tmp_path / "text"
     text.write_text(" ".join(f"t{number}" for number in range(3, 60)))
     asked = ["check", "--model", str(model), "--quantization", "off", "--text", str(text)]
-    assert main(asked) == (0 if is_stored else 2)
+    assert main(asked) == (0 if kind else 2)
     out, err = capsys.readouterr()
-    if is_stored:
-        assert "in int4, against bfloat16, over" in out
+    if kind:
+        assert f"in {kind}, against bfloat16, over" in out
         assert float(out.split("after ")[1].split("%")[0]) > 80
     else:
         assert "is served in full; give --quantization int8 or int4" in err
