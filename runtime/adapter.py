@@ -24,6 +24,7 @@ class AdapterFacts:
     host_bytes: tuple[int, ...] = ()  # in host memory, by layer, in whole pages
     layers: AdapterLayers | None = None  # None = not used by plans
     left_out: tuple[str, ...] = ()  # tensors that do not affect text answers, with reasons
+    vocab_size: int | None = None  # tokens of its own vocabulary; None = the base's
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class RegisteredAdapter:
     not_by_workers: str  # a part that CPU workers do not compute, e.g. "DoRA"
     left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
     is_kept: bool  # stored in the place reserved for it
+    vocab_size: int | None  # tokens of its own vocabulary; None = the base's
 
 
 # Layer groups of an adapter with these bytes per layer: by layer, ascending from 0.
@@ -153,7 +154,7 @@ class HostAdapters:
         return RegisteredAdapter(
             facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,
             tuple(group_bytes), group_of_layer, " and ".join(not_by_workers), facts.left_out,
-            facts.is_kept,
+            facts.is_kept, _vocab_size(facts.plans),
         )  # fmt: skip
 
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> AdapterLoad:
@@ -219,3 +220,10 @@ class HostAdapters:
             if 0 <= group < self._num_groups:  # predictions leave out what is outside of layers
                 rank_sums[layer][group] = plan.region.rank_sum
         return layer_bytes, tuple(tuple(ranks) for ranks in rank_sums)
+
+
+def _vocab_size(plans: Iterable[GroupPlan]) -> int | None:
+    """Tokens of an adapter's own vocabulary; None = that of the base."""
+    rows = [rows for plan in plans for rows in plan.rows if rows is not None]
+    sizes = {one.num_tokens for one in rows if one.num_tokens != one.target.num_tokens}
+    return max(sizes, default=None)

@@ -29,6 +29,7 @@ from .conventions import (
     ConventionContents,
     conventions_of,
     refused,
+    with_vocabulary,
 )
 from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, read_file
 from .sources import why_unknown
@@ -63,23 +64,25 @@ class ConventionReader:
         self._roots = roots
         self._known: dict[bytes, TokenDifferences] = {}  # by digest of the file
 
-    def read(self, folder: Path) -> AdapterConventions:
+    def read(self, folder: Path, vocab_size: int | None = None) -> AdapterConventions:
         """Return the conventions of the adapter in ``folder``; errors are logged.
 
+        ``vocab_size``: tokens that its weights have; None = as many as the base.
         Raises ``SilentError`` if the file system does not answer.
         """
         try:
             contents = FILES.call(lambda _: self._read_contents(folder), str(folder))
-            found, notes = conventions_of(*contents, self._base)
+            base = self._base if vocab_size is None else self._base.with_embeddings(vocab_size)
+            found, notes = conventions_of(*contents, base)
         except ValueError as error:
             _LOG.warning(
                 "%s: %s; requests with messages are refused, requests with a prompt are served",
                 folder, error,
             )  # fmt: skip
-            return refused(str(error))
+            return with_vocabulary(refused(str(error)), vocab_size)
         for note in notes:
             _LOG.warning("%s: %s", folder, note)
-        return found
+        return with_vocabulary(found, vocab_size)
 
     def _read_contents(self, folder: Path) -> tuple[ConventionContents, TokenDifferences]:
         contents = ConventionContents(

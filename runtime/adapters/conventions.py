@@ -51,6 +51,7 @@ class AdapterConventions(msgspec.Struct, frozen=True, array_like=True):
     response_template: str | None = None  # JSON
     refusal: str | None = None  # the reason, if its conversations are refused
     digest: str = ""  # of all other fields, hexadecimal; "" for those of the base
+    vocab_size: int | None = None  # tokens that its weights have; None = as many as the base
 
 
 NO_CONVENTIONS = AdapterConventions()
@@ -94,6 +95,11 @@ def conventions_of(
 def refused(reason: str | None) -> AdapterConventions:
     """Return those of an adapter that serves only prompts; None = those of the base."""
     return NO_CONVENTIONS if reason is None else _with_digest(AdapterConventions(refusal=reason))
+
+
+def with_vocabulary(found: AdapterConventions, vocab_size: int | None) -> AdapterConventions:
+    """Return ``found`` for weights with so many tokens; None = as many as the base."""
+    return _with_digest(msgspec.structs.replace(found, vocab_size=vocab_size, digest=""))
 
 
 def _with_digest(found: AdapterConventions) -> AdapterConventions:

@@ -24,7 +24,8 @@ from .tensor_names import (
     parse_tensor_name,
     refusal_of_name,
 )
-from .token_rows import MAX_ADDED_TOKENS, RowsResolver
+from .token_rows import RowsResolver
+from .vocabulary import MAX_ADDED_TOKENS
 
 _MAGNITUDES = "magnitude_vector"  # of a tensor's name
 _ROWS = "trainable_tokens_delta"

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from .lora_spec import LoraSpec
 from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, SavedWeight, TargetRows, TokenRows
 from .target_map import Target, TargetMap
-
-MAX_ADDED_TOKENS = 1024  # beyond the base's vocabulary
+from .vocabulary import MAX_ADDED_TOKENS
 
 _MAX_GAP_ROWS = 16  # between rows that are read together
 _MAX_RUN_BYTES = 16 << 20
@@ -47,6 +46,9 @@ class RowsResolver:
     def add_trained(self, target: Target, tensor: RawTensor, path: str) -> None:
         """Add the rows of some tokens; ``path``: of the module in training."""
         tokens = self._spec.trained_tokens(path, is_embedding=target.is_embedding)
+        tied = self._tied_embedding(target) if target.is_head else None
+        if tokens is None and tied is not None:  # saved for both
+            tokens = self._spec.trained_tokens(tied.path, is_embedding=True)
         if tokens is None:
             self._problems.append(f"{tensor.name}: trainable_token_indices does not name it")
         elif tensor.shape != (len(tokens), target.row_features):
@@ -171,14 +173,19 @@ class RowsResolver:
                 f"the file lacks the rows of some of the tokens {size} to {rows.num_tokens - 1}, "
                 "which the base has not"
             )
-        elif added:
-            reason = f"a vocabulary of {rows.num_tokens} tokens is not served, the base has {size}"
+        elif added > 0 and (other := self._other_embedding()) is not None:
+            reason = f"tokens beyond the base's are not served: {other} may lack them"
         elif rows.changes_base and rows.refusal:
             self._problems.append(rows.refusal)
             return
         else:
             return
         self._problems.append(f"{target.path}: {reason}")
+
+    def _other_embedding(self) -> str | None:
+        """The path of an embedding beside that of tokens, e.g. one of tokens for each layer."""
+        own = {one.path for one in self._targets}
+        return next((path for path in self._map.vocabularies if path not in own), None)
 
     def _check_sizes(self, found: Mapping[int, int]) -> None:
         sizes = {one.path: found.get(one.index, one.num_tokens) for one in self._targets}

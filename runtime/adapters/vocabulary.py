@@ -5,13 +5,13 @@ same tokens of all texts without added tokens.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
 import msgspec
 
-_MAX_ADDED_TOKENS = 1024
+MAX_ADDED_TOKENS = 1024
 _MAX_CHARS_SHOWN = 60
 
 
@@ -35,6 +35,10 @@ class BaseTokens:
     added: frozenset[str]  # contents of added tokens
     eos_token_id: int | None
     num_embeddings: int  # lower ids have an embedding
+
+    def with_embeddings(self, number: int) -> "BaseTokens":
+        """Return the same tokens, with embeddings of an adapter's vocabulary."""
+        return replace(self, num_embeddings=number)
 
     @cached_property
     def contents(self) -> Mapping[int, str]:
@@ -74,9 +78,9 @@ def compare(
         if content not in base.added:
             return TokenDifferences(reason=f"the base's token {_shown(content)} is missing")
     more = [one for one in own_added.values() if one.content not in base.added]
-    if len(more) > _MAX_ADDED_TOKENS:
+    if len(more) > MAX_ADDED_TOKENS:
         return TokenDifferences(
-            reason=f"it adds {len(more)} tokens; at most {_MAX_ADDED_TOKENS} are served"
+            reason=f"it adds {len(more)} tokens; at most {MAX_ADDED_TOKENS} are served"
         )
     return TokenDifferences(
         tuple(sorted(more, key=lambda one: one.token_id)),

@@ -21,6 +21,7 @@ from .inputs import Lora, MadePrompt, lora_name_of
 from .lora_client import LoraClient
 from .tokenizer import Tokenizer
 
+_Tokens = tuple[TokenDifferences, int]  # and the number of ids with an embedding
 _MAX_TEMPLATES = 1024
 _MAX_TOKENIZERS = 8  # one for each set of added tokens, each with its own vocabulary
 
@@ -49,6 +50,11 @@ class Conventions:
         self._refusal = own.refusal
         self._own = own
         self._template = template
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens, if it differs from the base's."""
+        return self._own.vocab_size
 
     def templates(self) -> list[tuple[str | None, str | None]]:
         """Return the templates of answers and of conversations, the adapter's before the base's.
@@ -113,8 +119,8 @@ class AdapterTokenizers:
         self._loras = loras
         self._model = model
         self._templates: dict[str, ChatTemplate] = {}  # by digest of the conventions
-        self._tokenizers: dict[TokenDifferences, Tokenizer] = {}
-        self._making: dict[TokenDifferences, asyncio.Task[Tokenizer]] = {}
+        self._tokenizers: dict[_Tokens, Tokenizer] = {}
+        self._making: dict[_Tokens, asyncio.Task[Tokenizer]] = {}
 
     async def conventions_of(self, lora: Lora) -> Conventions:
         """See ``AsyncEngine.conventions_of``."""
@@ -131,7 +137,8 @@ class AdapterTokenizers:
                 waited_s = time.monotonic() - began_s
             found.append((part, one or NO_CONVENTIONS))
         own = conventions_of_mix(found)
-        tokenizer = await self._tokenizer_of(own.tokens)
+        num_embeddings = own.vocab_size or self._model.vocab_size
+        tokenizer = await self._tokenizer_of((own.tokens, num_embeddings))
         return Conventions(tokenizer, name, own, self._template_of(own), waited_s)
 
     def _template_of(self, own: AdapterConventions) -> ChatTemplate | None:
@@ -146,8 +153,8 @@ class AdapterTokenizers:
             found = self._templates[own.digest] = ChatTemplate(own.template, special_tokens)
         return found
 
-    async def _tokenizer_of(self, tokens: TokenDifferences) -> Tokenizer:
-        if not (tokens.added or tokens.missing_ids):
+    async def _tokenizer_of(self, tokens: _Tokens) -> Tokenizer:
+        if not (tokens[0].added or tokens[0].missing_ids):
             return self._base
         found = self._tokenizers.get(tokens)
         if found is not None:
@@ -159,9 +166,8 @@ class AdapterTokenizers:
             task.add_done_callback(lambda _: self._making.pop(tokens, None))
         return await asyncio.shield(task)
 
-    async def _make(self, tokens: TokenDifferences) -> Tokenizer:
-        num_embeddings = self._model.vocab_size
-        codec = await asyncio.to_thread(with_added, self._base.codec, tokens, num_embeddings)
+    async def _make(self, tokens: _Tokens) -> Tokenizer:
+        codec = await asyncio.to_thread(with_added, self._base.codec, *tokens)
         if len(self._tokenizers) >= _MAX_TOKENIZERS:
             del self._tokenizers[next(iter(self._tokenizers))]
         made = self._tokenizers[tokens] = Tokenizer(codec, self._base.queue)

@@ -106,10 +106,10 @@ def read_options(
     return config, own_policies
 
 
-def check_prompt(token_ids: Sequence[int], model: ModelInfo) -> list[int]:
+def check_prompt(token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> list[int]:
     """Return the prompt's tokens; raises ``RequestError`` if they are invalid."""
-    check_prompt_length(len(token_ids), model.max_model_len)
-    return check_token_ids(token_ids, vocab_size=model.vocab_size)
+    check_prompt_length(len(token_ids), max_model_len)
+    return check_token_ids(token_ids, vocab_size=vocab_size)
 
 
 def truncate_prompt(

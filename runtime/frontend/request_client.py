@@ -101,7 +101,8 @@ class RequestClient:
         model, tokenizer = self._ready(), conventions.tokenizer
         check_predicted_output(predicted_output_tokens)
         params = default_sampling(model) if sampling_params is None else sampling_params
-        self._check_sizes(params, model)
+        vocab_size = conventions.vocab_size or model.vocab_size
+        self._check_sizes(params, vocab_size)
         token_ids: Sequence[int]
         if isinstance(prompt, str):
             token_ids = await tokenizer.encode_async(
@@ -121,7 +122,8 @@ class RequestClient:
         if params.bad_words:
             ids = (*params.bad_words_ids, *await bad_words_ids(params.bad_words, tokenizer))
             params = dataclasses.replace(params, bad_words_ids=ids)
-        checked = check_prompt(truncate_prompt(token_ids, params, model.max_model_len), model)
+        kept = truncate_prompt(token_ids, params, model.max_model_len)
+        checked = check_prompt(kept, model.max_model_len, vocab_size)
         return PreparedRequest(
             request_id=request_id or f"request-{next(self._engine_ids)}",
             prompt=prompt if isinstance(prompt, str) else None,
@@ -297,7 +299,7 @@ class RequestClient:
         for notify in tuple(self._on_turn):
             notify()
 
-    def _check_sizes(self, params: SamplingParams, model: ModelInfo) -> None:
+    def _check_sizes(self, params: SamplingParams, vocab_size: int) -> None:
         """Raise ``RequestError`` for what is too long to be looked at."""
         config = self._config
         check_stops(
@@ -305,7 +307,7 @@ class RequestClient:
             max_stop_bytes=config.max_stop_bytes,
         )  # fmt: skip
         check_bad_words(params.bad_words, max_bad_words_bytes=config.max_bad_words_bytes)
-        check_token_rules(params, model.vocab_size, config.max_logit_bias)
+        check_token_rules(params, vocab_size, config.max_logit_bias)
 
     def _ready(self) -> ModelInfo:
         assert self._model is not None, "not begun"

@@ -7,6 +7,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from ..adapters.vocabulary import MAX_ADDED_TOKENS
 from ..errors import StepFailedError
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +39,10 @@ class Matcher:
         self._tree_ends = tokenizer.eos_tokens
         self._state = start.deep_copy()
         self._consumed = b""  # the tokens as bytes, which compare fast
-        self._words = np.zeros(-(-tokenizer.vocab_size // _WORD_BITS), dtype=np.int32)
+        # The tree's tokens, and those beyond them that may end an adapter's answers.
+        self._num_words = -(-tokenizer.vocab_size // _WORD_BITS)
+        num_more = -(-MAX_ADDED_TOKENS // _WORD_BITS)
+        self._words = np.zeros(self._num_words + num_more, dtype=np.int32)
 
     def advance(self, output: NDArray[np.int64]) -> None:
         """Consume the tokens of ``output`` that are new. Raises ``StepFailedError``."""
@@ -106,7 +110,9 @@ class Matcher:
         Raises ``StepFailedError``.
         """
         words = self._words
-        self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        words[self._num_words :] = 0
+        num_bytes = self._num_words * words.itemsize
+        self._state.unsafe_compute_mask_ptr(words.ctypes.data, num_bytes)
         self._check()
         may_end = self.may_end
         before = _bits(words, ends)

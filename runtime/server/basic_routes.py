@@ -143,10 +143,10 @@ class BasicRoutes:
     async def _detokenize(self, content: bytes) -> Response:
         body = await parse_body(DetokenizeRequest, content, self._state.unknown_fields)
         target = await self._state.resolve(body.model)
-        vocab_size = self._state.engine.get_model_info().vocab_size
+        conventions = await self._state.engine.conventions_of(target.adapter)
+        vocab_size = conventions.vocab_size or self._state.engine.get_model_info().vocab_size
         tokens = check_token_ids(body.tokens, vocab_size=vocab_size) if body.tokens else []
         # With special tokens, so that tokenizing the text without added ones gives the same tokens.
-        conventions = await self._state.engine.conventions_of(target.adapter)
         return json_response(DetokenizedText(await conventions.tokenizer.decode_async(tokens)))
 
     async def _answer(

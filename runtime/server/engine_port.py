@@ -84,6 +84,11 @@ class ConventionsPort(RendererPort, Protocol):
         """The tokenizer, including the tokens that the adapter adds."""
         ...
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens, if it differs from the base's."""
+        ...
+
 
 class EnginePort(Protocol):
     """An engine that is ready. All its errors are classes of ``runtime/errors.py``."""

@@ -4,6 +4,7 @@ Mixed with the base and plain LoRA: in chunks, over prefixes, preempted, loaded 
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from corun.runtime.scheduler.cold import ColdChunk
 from support.architectures import ARCHITECTURES
 from support.cold_engine import ColdEngine
 from support.cold_parity import check as check_cold
-from support.cold_parity import prompts
 from support.devices import DEVICES
 from support.model_profiles import Figures
 from support.parity import (
@@ -35,7 +35,7 @@ MAX_RELATIVE_ERROR = 1e-4
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 DORA, HEAD, BOTH = "DoRA", "the output head", "DoRA and the output head"
 EMBEDDING = "embeddings and the output head"
-TOKENS, SAVED = "rows of tokens", "whole weights"
+TOKENS, SAVED, ADDED = "rows of tokens", "whole weights", "added tokens"
 LORA = AdapterSpec("lora", {"r": 4, "lora_alpha": 6})
 # Two adapters of each kind; it is named as in the reason for which workers are not used.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -70,12 +70,17 @@ KINDS[SAVED] = (
     {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
     {"r": 3, "target_modules": ["lm_head", "v_proj"], "modules_to_save": ["embed_tokens"]},
 )
+KINDS[ADDED] = (
+    {"r": 4, "trainable_token_indices": [97, 5]},
+    {"r": 3, "target_modules": ["v_proj", "c_attn"]},
+)
+NUM_TOKENS = {ADDED: (100, 93)}  # of their vocabularies, if they are not the base's
 CHUNKS = [
     *[(DORA, name) for name in ("llama3-rope", "qwen2", "phi3", "gpt2")],
     *[(HEAD, name) for name in ("llama3-rope", "gemma2", "gpt2")],
     *[
         (kind, name)
-        for kind in (EMBEDDING, TOKENS, SAVED)
+        for kind in (EMBEDDING, TOKENS, SAVED, ADDED)
         for name in ("llama3-rope", "gemma3", "cohere")
     ],
     (BOTH, "llama3-rope"),
@@ -85,17 +90,36 @@ UNNAMED = {DORA: (), HEAD: ("gpt-neox",), BOTH: ("gpt-neox",)}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
+def mostly(kinds: Iterable[str]) -> list[Any]:
+    """All of these; added tokens come with whole weights and rows of tokens, which need --full."""
+    whole = (TOKENS, SAVED)
+    return [pytest.param(one, marks=pytest.mark.full) if one in whole else one for one in kinds]
+
+
 def make_case(kind: str, architecture: str, directory: Path, **options: Any) -> ParityCase:
-    first, second = KINDS[kind]
-    specs = (LORA, AdapterSpec("first", first), AdapterSpec("second", second))
+    specs = [
+        AdapterSpec(name, fields, num_tokens)
+        for name, fields, num_tokens in zip(
+            ("first", "second"), KINDS[kind], NUM_TOKENS.get(kind, (None, None)), strict=True
+        )
+    ]
+    specs.insert(0, LORA)
     return ParityCase(architecture, directory, specs=specs, **options)
+
+
+def random_tokens(case: ParityCase, name: str | None, rng: random.Random, number: int) -> list[int]:
+    """Of the vocabulary of an adapter, also those that only it has."""
+    end = case.num_tokens[name]
+    tokens = [rng.randrange(3, end) for _ in range(number)]
+    tokens[: max(0, end - VOCAB_SIZE)] = range(VOCAB_SIZE, max(VOCAB_SIZE, end))
+    return tokens[:number]
 
 
 def ask_twice(case: ParityCase, engine: Engine, *, is_kept: bool) -> list[tuple[str | None, Any]]:
     """Requests for the base and all adapters; with ``is_kept`` the second turn finds prefixes."""
     rng = random.Random(7)
     names = [[None, *case.adapters][i % 4] for i in range(8)]
-    asked = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(5, 40))] for _ in names]
+    asked = [random_tokens(case, name, rng, rng.randint(5, 40)) for name in names]
     loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     answers: list[tuple[str | None, Any]] = []
     for turn in range(2):
@@ -148,7 +172,7 @@ def test_linears_outside_of_the_layers(architecture: str, tmp_path: Path) -> Non
     assert max(errors) < MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("kind", [DORA, EMBEDDING, TOKENS, SAVED])
+@pytest.mark.parametrize("kind", mostly([DORA, EMBEDDING, TOKENS, SAVED, ADDED]))
 @pytest.mark.parametrize(("num_blocks", "share"), [(25, 1.0), (12, 0.6)])
 def test_preempted_requests_and_adapters_that_are_loaded_again(
     kind: str, num_blocks: int, share: float, tmp_path: Path
@@ -159,7 +183,7 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
     room_bytes = num_blocks * case.kv_block_bytes(4, torch.float32) + share * adapter_bytes
     rng = random.Random(2)
     names = [[None, *case.adapters][i % 4] for i in range(10)]
-    asked = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 6))] for _ in names]
+    asked = [random_tokens(case, name, rng, rng.randint(1, 6)) for name in names]
     loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     with Engine(
         model=str(case.directory), dtype="float32", device="cpu", block_size=4, max_model_len=32,
@@ -185,6 +209,7 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
         (BOTH, "int8"),
         (TOKENS, None),
         (SAVED, "int8"),
+        (ADDED, None),
     ],
 )
 def test_bfloat16_and_quantised_bases(kind: str, quantization: str | None, tmp_path: Path) -> None:
@@ -204,6 +229,11 @@ def test_bfloat16_and_quantised_bases(kind: str, quantization: str | None, tmp_p
     assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
 
 
+def prompts_for(case: ParityCase, names: list[str | None], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [random_tokens(case, name, rng, rng.randint(12, 24)) for name in names]
+
+
 def splits_of(engine: ColdEngine, name: str) -> set[int]:
     """Layers from which the device computed the deltas of cold rows of an adapter."""
     asked = {
@@ -220,7 +250,7 @@ def splits_of(engine: ColdEngine, name: str) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly(KINDS))
 def test_cold_starts_use_no_workers(kind: str, tmp_path: Path) -> None:
     """A load is pipelined instead, also where workers are forced, beside rows with workers."""
     case = make_case(kind, "llama-deep", tmp_path / "case")
@@ -236,14 +266,14 @@ def test_cold_starts_use_no_workers(kind: str, tmp_path: Path) -> None:
         for strategy in (None, LoadStrategy.ASSISTED, LoadStrategy.PIPELINED):
             engine.use_strategy(strategy)
             engine.plans.clear()
-            for name, prompt in zip(names, prompts(len(names), seed=4), strict=True):
+            for name, prompt in zip(names, prompts_for(case, names, seed=4), strict=True):
                 engine.ask(name, prompt)
             check_cold(case, engine.run())
             assert splits_of(engine, "first") | splits_of(engine, "second") <= {0}
             engine.cool(*case.adapters)
         engine.plans.clear()
         with engine.chunks(cut):
-            for name, prompt in zip(names, prompts(len(names), seed=5), strict=True):
+            for name, prompt in zip(names, prompts_for(case, names, seed=5), strict=True):
                 engine.ask(name, prompt)
             answers = engine.run()
         check_cold(case, answers)

@@ -116,6 +116,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
+        self.vocab_size: int | None = None  # that of the base
         self.watches = EngineWatches()
         self.reset()
 
@@ -266,7 +267,7 @@ class FakeEngine:
         if isinstance(prompt, str):
             self.seen_special_tokens.append(add_special_tokens)
         prompt_ids = list(truncate_prompt(prompt_ids, sampling_params, MAX_MODEL_LEN))
-        check_prompt(prompt_ids, self.get_model_info())
+        check_prompt(prompt_ids, MAX_MODEL_LEN, self.get_model_info().vocab_size)
         if self.num_open >= self.max_open:
             raise OverloadedError(f"{self.max_open} requests are waiting (--max-num-waiting)")
         self.num_open += 1

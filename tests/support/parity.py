@@ -30,6 +30,7 @@ class AdapterSpec:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int | None = None  # of its vocabulary; None = as many as the base
 
 
 ATTENTION_AND_MLP = (
@@ -74,6 +75,8 @@ class ParityCase:
         self.directory = save_model(architecture, directory / "model", seed=seed)
         save_word_tokenizer(self.directory, VOCAB_SIZE)
         self.adapters: dict[str, Path] = {}
+        # By adapter; None = the base.
+        self.num_tokens: dict[str | None, int] = {None: VOCAB_SIZE}
         rope = getattr(AutoConfig.from_pretrained(self.directory), "rope_parameters", None) or {}
         self._depends_on_length = rope.get("rope_type") in _ROPES_BY_LENGTH
         self._adapter_bytes: dict[torch.dtype, int] = {}
@@ -83,9 +86,12 @@ class ParityCase:
         for number, spec in enumerate(specs):
             path = directory / "adapters" / spec.name
             options = {"target_modules": targets, **spec.options}
-            save_adapter(path, architecture, seed=seed + number, **options)
+            save_adapter(
+                path, architecture, seed=seed + number, num_tokens=spec.num_tokens, **options
+            )
             edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
+            self.num_tokens[spec.name] = spec.num_tokens or VOCAB_SIZE
 
     def add_mix(self, parts: Sequence[tuple[str, float]], truth: str | None = None) -> LoRAMix:
         """Let PEFT save the ``cat`` of adapters as another one, by default named as the mix."""
@@ -127,6 +133,9 @@ class ParityCase:
             if adapter is not None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of PEFT about itself
+                    num_tokens = self.num_tokens.get(adapter, VOCAB_SIZE)  # a mix has the base's
+                    if num_tokens != VOCAB_SIZE:
+                        model.resize_token_embeddings(num_tokens)
                     model = peft.PeftModel.from_pretrained(model, self.adapters[adapter])
             self._models[key] = model.eval()
         return self._models[key]

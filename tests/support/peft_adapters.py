@@ -17,15 +17,22 @@ CONFIG = "adapter_config.json"
 
 
 def save_adapter(
-    directory: Path, architecture: str = "llama3-rope", *, seed: int = 0, **config: Any
-) -> PeftModel:
-    """Save an adapter made by PEFT in ``directory`` and return the model that it was made with."""
+    directory: Path, architecture: str = "llama3-rope", *, seed: int = 0,
+    num_tokens: int | None = None, **config: Any,
+) -> PeftModel:  # fmt: skip
+    """Save an adapter made by PEFT in ``directory`` and return the model that it was made with.
+
+    ``num_tokens``: of its vocabulary; None = as many as the base.
+    """
     config.setdefault("target_modules", ["q_proj", "v_proj"])
     config.setdefault("r", 4)
     config.setdefault("lora_alpha", 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT about itself
-        model = get_peft_model(make_model(architecture), LoraConfig(**config))
+        base = make_model(architecture)
+        if num_tokens is not None:
+            base.resize_token_embeddings(num_tokens)
+        model = get_peft_model(base, LoraConfig(**config))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -35,7 +42,8 @@ def save_adapter(
                     parameter.normal_(0.0, 0.1, generator=generator)
                 elif ".modules_to_save." in name or ".trainable_tokens_delta." in name:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        model.save_pretrained(str(directory))
+        saves_embeddings = "auto" if num_tokens is None else True
+        model.save_pretrained(str(directory), save_embedding_layers=saves_embeddings)
     return model
 
 

@@ -10,7 +10,7 @@ from ...adapters.base_names import BaseRemarks
 from ...adapters.checkpoint import WEIGHTS_NAME
 from ...adapters.content import AdapterContent
 from ...adapters.convention_files import ConventionReader, settled_stamps_of, stamps_of
-from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS
+from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS, with_vocabulary
 from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.folder_files import AdapterRoots
@@ -133,13 +133,16 @@ class HostFiles:
         self, folder: Path, make_room: MakeRoom, known: AdapterVersion | None
     ) -> AdapterContent:
         before = stamps_of(folder, CONVENTION_NAMES)
-        reader = self._conventions
-        conventions = NO_CONVENTIONS if reader is None else reader.read(folder)
         weights_stamps = settled_stamps_of(folder, (CONFIG_NAME, WEIGHTS_NAME))
         if known is not None and weights_stamps and weights_stamps == known.weights_stamps:
             facts, is_kept = known.facts, False
         else:
             facts, is_kept = self._register(str(folder), make_room)
+        reader, vocab_size = self._conventions, facts.vocab_size
+        if reader is None:
+            conventions = with_vocabulary(NO_CONVENTIONS, vocab_size)
+        else:
+            conventions = reader.read(folder, vocab_size)
         if stamps_of(folder, CONVENTION_NAMES) != before:
             raise AdapterError(
                 f"the files in {folder} changed while they were read; load the adapter again when "
@@ -155,6 +158,7 @@ class HostFiles:
         facts = AdapterFacts(
             adapter.digest, adapter.rank, adapter.num_bytes,
             host_bytes=adapter.host_bytes, layers=layers, left_out=adapter.left_out,
+            vocab_size=adapter.vocab_size,
         )  # fmt: skip
         return facts, adapter.is_kept
 

@@ -41,6 +41,15 @@ def test_end_tokens_follow_only_where_the_grammar_may_end() -> None:
     assert allowed(matcher, (END, STOP), (END, STOP)) == "..b"
 
 
+def test_an_end_token_beyond_the_tree_is_an_adapters() -> None:
+    beyond = 1000
+    matcher = byte_matcher(regex("ab*"))
+    ends = (END, beyond)
+    assert allowed(matcher, ends, ends) == "a"
+    assert allowed(after(matcher, "a"), ends, ends) == ".b."
+    assert allowed(after(matcher, "ab"), ends, (END,)) == ".b", "its bit is not left over"
+
+
 def test_end_tokens_that_are_held_back_follow_where_nothing_else_can() -> None:
     assert allowed(after(byte_matcher(regex("ab*")), "a"), drawable=()) == "b"
     assert allowed(after(byte_matcher(regex("ab")), "ab"), drawable=()) == "."

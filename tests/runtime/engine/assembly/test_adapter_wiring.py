@@ -38,7 +38,7 @@ class Host:
         self.while_reading()
         return SimpleNamespace(
             digest="d", rank=8, num_bytes=9, rank_sums=(), group_bytes=(), group_of_layer=(),
-            not_by_workers="", host_bytes=(), left_out=(), is_kept=True,
+            not_by_workers="", host_bytes=(), left_out=(), is_kept=True, vocab_size=None,
         )  # fmt: skip
 
 
