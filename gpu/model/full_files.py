@@ -84,12 +84,7 @@ class FullFiles(WeightFiles):
                 raise unreadable(
                     name, f"it is {super().dtype(name)}, but no tensors of {method} belong to it"
                 )
-        if self._matrices:
-            _LOG.info(
-                "%d matrices of the checkpoint are quantised (%s)",
-                len(self._matrices), method,
-            )  # fmt: skip
-        else:
+        if not self._matrices:
             _LOG.warning(
                 "config.json of %s says that the checkpoint is quantised (%s), but no tensor is; "
                 "the weights are served as stored", source.path, method,
@@ -115,6 +110,11 @@ class FullFiles(WeightFiles):
             return super().read(name, rows)
         start, stop, _ = rows.indices(found.shape[0])
         return found.read(start, stop)
+
+    @property
+    def num_quantized(self) -> int:
+        """Number of quantised tensors."""
+        return len(self._matrices)
 
     @property
     def levels(self) -> Mapping[str, LevelMatrix]:

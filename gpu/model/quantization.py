@@ -127,6 +127,13 @@ class QuantizedLinears:
             self._files.transpose(skeleton.transposed)
         linears = _linears(skeleton.model)
         self._choose(skeleton, linears)
+        if isinstance(self._files, FullFiles) and self._files.num_quantized:
+            assert self._quantization.stored is not None
+            _LOG.info(
+                "%d matrices of the checkpoint are quantised (%s); %d of them are read in full",
+                self._files.num_quantized, self._quantization.stored.method,
+                self._files.num_quantized - len(self._stored),
+            )  # fmt: skip
         zero = torch.zeros((), dtype=dtype)
         shapes = {
             path: one.weight.T.shape if path in skeleton.transposed else one.weight.shape

@@ -5,6 +5,7 @@ Importing this module does not import transformers: ``corun check`` mostly works
 
 import logging
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ _QUANTIZED_NAME = re.compile(
 )
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
 _MAX_CARD_CHARS = 1 << 16
+_MAX_GGUF_BYTES = 1 << 16
+# Types of GGUF's fields: a text, and the bytes of numbers.
+_GGUF_TEXT = 8
+_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 
@@ -96,11 +101,12 @@ def _has_adapter(source: ModelSource) -> bool:
 def way_to_full_weights(path: str) -> str:
     """Advice for an unsupported checkpoint: which model to serve, and how.
 
-    The model is named by the checkpoint's card (README.md), or by its own name without endings
-    of quantisation.
+    The model is named by the checkpoint's card (README.md), by the file if it is GGUF, or by its
+    own name without endings of quantisation.
     """
     name = Path(path).name.removesuffix(".gguf")
-    original = _base_of_card(Path(path)) or _QUANTIZED_NAME.sub("", name)
+    of_gguf = _gguf_fields(Path(path)).get("general.base_model.0.name")
+    original = _base_of_card(Path(path)) or of_gguf or _QUANTIZED_NAME.sub("", name)
     named = "it was made from" if original == name else f"it was made from, {original}"
     return (
         f"serve the full model in safetensors that {named}; --quantization int4 takes about as "
@@ -157,7 +163,47 @@ def _check_gguf(path: Path) -> None:
     found = [path] if path.is_file() else [*path.iterdir()]
     of_gguf = sorted(one.name for one in found if one.suffix.lower() == ".gguf")
     if of_gguf and not any(one.suffix == ".safetensors" for one in found):
+        file = path if path.is_file() else path / of_gguf[0]
+        fields = _gguf_fields(file)
+        facts = [fields.get(f"general.{name}") for name in ("architecture", "name")]
+        described = ", ".join(fact for fact in facts if fact)
         raise ModelError(
-            f"{str(path)!r} {'is' if path.is_file() else f'holds {of_gguf[0]},'} a GGUF file, "
-            f"which corun does not read; {way_to_full_weights(str(path))}"
+            f"{str(path)!r} {'is' if path.is_file() else f'holds {of_gguf[0]},'} a GGUF file"
+            f"{f' ({described})' if described else ''}, which corun does not read; "
+            f"{way_to_full_weights(str(file))}"
         )
+
+
+def is_gguf_model(path: Path) -> bool:
+    """Whether a file says that it is a GGUF model, and not an adapter."""
+    return _gguf_fields(path).get("general.type") == "model"
+
+
+def _gguf_fields(path: Path) -> dict[str, str]:
+    """The texts among the first fields of a GGUF file, up to an array; {} if it is not valid."""
+    found: dict[str, str] = {}
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_GGUF_BYTES)
+        magic, _, _, count = struct.unpack_from("<4sIQQ", data)
+        place = 24 if magic == b"GGUF" else len(data)
+        for _ in range(count):
+            key, place = _gguf_text(data, place)
+            (kind,) = struct.unpack_from("<I", data, place)
+            place += 4
+            if kind == _GGUF_TEXT:
+                found[key], place = _gguf_text(data, place)
+            else:
+                place += _GGUF_SIZES[kind]
+    except (OSError, struct.error, ValueError, KeyError):
+        pass
+    return found
+
+
+def _gguf_text(data: bytes, place: int) -> tuple[str, int]:
+    """A text at ``place``, and the place behind it."""
+    (length,) = struct.unpack_from("<Q", data, place)
+    end = place + 8 + length
+    if end > len(data):
+        raise ValueError("the text is cut")
+    return data[place + 8 : end].decode(), end

@@ -74,7 +74,8 @@ def test_bfloat16(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8 blocks", pytest.param("compressed int8", marks=pytest.mark.full)]
+    "form",
+    [pytest.param(form, marks=pytest.mark.full) for form in ("fp8 blocks", "compressed int8")],
 )
 def test_cold_adapters(form: str, tmp_path: Path) -> None:
     """Deltas by workers and by the device."""

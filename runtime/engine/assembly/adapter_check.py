@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ....gpu.model.source import ModelSource
+from ....gpu.model.source import ModelSource, check_directory, is_gguf_model
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
@@ -94,9 +94,12 @@ def run_check(
     Builds the model's modules from its configuration, without weights, unless ``kept_bases`` (a
     directory; None = none) has their facts. Of the weights only those are read that the adapter
     has a copy of. ``dtype``: the type to serve the model in.
-    Raises ``ModelError`` if that fails; problems of the adapter are in the report. A module that
-    the model never calls is found only by the engine, which runs the model.
+    Raises ``ModelError`` if that fails, or ``adapter`` is a GGUF model; problems of the adapter are
+    in the report. A module that the model never calls is found only by the engine, which runs the
+    model.
     """
+    if is_gguf_model(adapter):
+        check_directory(ModelSource(str(adapter)))
     source = ModelSource(model, revision, trust_remote_code)
     known = known_base(source, dtype, kept_bases)
     base = _BaseWeights(source, known.dtype)

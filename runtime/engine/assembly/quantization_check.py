@@ -76,9 +76,11 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     """
     assert config.model is not None and config.quantization is not None
     from ....gpu.execution.threads import set_threads
+    from ....gpu.model.source import ModelSource, check_directory
 
     model = config.model
     config = replace(config, device="cpu")
+    check_directory(ModelSource(model, config.revision, config.trust_remote_code))
     tokenizer = load_tokenizer(
         model, revision=config.revision, trust_remote_code=config.trust_remote_code
     )

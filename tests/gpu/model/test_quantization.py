@@ -321,7 +321,10 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
     planned = plan(load_config(ModelSource(str(four_bit))), quantization="off")
     assert planned is not None
     made, weights = load(four_bit, planned, tmp_path / "kept")
-    assert "14 matrices of the checkpoint are quantised (bitsandbytes)" in caplog.text
+    assert (
+        "14 matrices of the checkpoint are quantised (bitsandbytes); 14 of them are read"
+        in caplog.text
+    )
     dense = load_file(model / "model.safetensors")
     for path, backend in backends(made).items():
         assert torch.equal(backend.weight, dense[f"{path}.weight"])
@@ -331,8 +334,11 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_nf4_is_served_as_stored(model: Path, tmp_path: Path, nested: bool) -> None:
+def test_nf4_is_served_as_stored(
+    model: Path, tmp_path: Path, nested: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Linears of 96 inputs are read in full: a block of 64 has weights of two rows."""
+    caplog.set_level(logging.INFO)
     four_bit = store_in_four_bits(model, tmp_path / "nf4", nested=nested)
     planned = plan(load_config(ModelSource(str(four_bit))))
     assert planned is not None
@@ -345,6 +351,7 @@ def test_nf4_is_served_as_stored(model: Path, tmp_path: Path, nested: bool) -> N
         for path, backend in found.items():
             assert torch.equal(backend.weight, dense[f"{path}.weight"])
         assert weights.kind == "nf4"
+    assert "14 matrices of the checkpoint are quantised (bitsandbytes); 2 of them" in caplog.text
     path = "model.layers.0.self_attn.q_proj"
     stored = load_file(four_bit / "model.safetensors")
     parts = ("", ".absmax", ".nested_absmax") if nested else ("", ".absmax")

@@ -1,6 +1,7 @@
 """``corun check`` prints the report and says with its exit code whether the adapter fits."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,43 @@ def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFix
     assert "MiB before (57%)" in figures[0]
     agreement = float(figures[2].split("after ")[1].split("%")[0])
     assert 90 < agreement <= 100
+
+
+def gguf(*fields: tuple[str, str]) -> bytes:
+    """The beginning of a file: a number, these texts, and an array that is cut."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    found = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(fields) + 2)
+    found += text("general.file_type") + struct.pack("<II", 4, 15)
+    for key, value in fields:
+        found += text(f"general.{key}") + struct.pack("<I", 8) + text(value)
+    return found + text("general.tags") + struct.pack("<IIQ", 9, 8, 1 << 60)
+
+
+@pytest.mark.parametrize("as_model", [True, False])
+def test_a_gguf_file_is_named_with_what_to_do(
+    as_model: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x-Q4_K_M.gguf"
+    fields = [("architecture", "llama"), ("type", "model"), ("name", "Mine")]
+    file.write_bytes(gguf(*fields, ("base_model.0.name", "Llama 3.1 8B")))
+    asked = ["--model", str(file), "--quantization", "off"] if as_model else [str(file)]
+    assert main(["check", *asked]) == 1
+    err = capsys.readouterr().err
+    assert "a GGUF file (llama, Mine), which corun does not read; serve the full model in" in err
+    assert "that it was made from, Llama 3.1 8B; --quantization int4" in err
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 24, 60, 90])
+def test_a_gguf_file_that_is_cut_or_an_adapter(
+    num_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf(("type", "adapter"), ("architecture", "llama"))[:num_bytes])
+    assert main(["check", str(file)]) == 1
+    assert "is a GGUF adapter, which corun does not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["int4", "nf4", ""])
