@@ -309,7 +309,7 @@ class AdapterManager:
         job = read.job
         self._publisher.mark((job.name,))
         self._outlining.discard(job.name)
-        if self._mixes.has_read(job.name):
+        if self._mixes.note_read(job.name):
             self.notify()
         if read.outline is not None:
             self._registry.outlined(job.name, job.load_id, read.outline)

@@ -66,7 +66,7 @@ class AdapterMixes:
             )
         self._mixes[name] = self._mixes.pop(name)
 
-    def has_read(self, name: str) -> bool:
+    def note_read(self, name: str) -> bool:
         """The read of ``name`` has ended. Return whether it is a mix, for which to poll again.
 
         The requests that wait for it begin before the next poll.

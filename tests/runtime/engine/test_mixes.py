@@ -53,7 +53,7 @@ class World:
             assert self.registry.ready(mix.lora_name, source, load_id, content) is not None
         else:
             self.registry.failed(mix.lora_name, load_id, error)
-        assert self.mixes.has_read(mix.lora_name)
+        assert self.mixes.note_read(mix.lora_name)
         assert not self.must_wait(mix)
         return source
 
