@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from corun.runtime.adapters.checkpoint import WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from support.conventions import NUM_EMBEDDINGS, save_adapter, save_base
@@ -412,3 +413,33 @@ def test_each_answer_is_of_one_version_however_often_it_changes(
         stop.set()
         thread.join()
     assert seen == {(token_of(http, "y"), "b"), (token_of(http, "z"), "bc")}
+
+
+def test_tokens_beyond_the_base_are_generated_and_read_for_their_adapter_alone(
+    http: httpx.Client, base: Path, tmp_path: Path
+) -> None:
+    """The adapter says "<new>" after "d", and goes on as after "b"."""
+    new = NUM_EMBEDDINGS
+    path = adapter(tmp_path / "more", added_tokens__json={"<new>": new})
+    weights = load_file(base / "model.safetensors")
+    b, d = token_of(http, "b"), token_of(http, "d")
+    saved = {}
+    for name, column in (("model.embed_tokens", b), ("lm_head", d)):
+        row = torch.zeros(1, 64)
+        row[0, column] = 3.0
+        saved[f"base_model.model.{name}.weight"] = torch.cat([weights[f"{name}.weight"], row])
+    save_file(load_file(path / WEIGHTS_NAME) | saved, path / WEIGHTS_NAME)
+    load(http, "more", path)
+    assert ends(complete(http, "more", max_tokens=8))[0] == "bcd<new>cd<new>c"
+    assert ends(complete(http, "more", "<new>"))[0].startswith("cd<new>")
+    assert ends(complete(http, "more", [new]))[0].startswith("cd<new>")
+    tokens = {"model": "more", "prompt": "a<new>"}
+    ids = http.post("/tokenize", json=tokens).json()["tokens"]
+    text = http.post("/detokenize", json={"model": "more", "tokens": ids}).json()["prompt"]
+    assert (ids[-1], text) == (new, "a<new>")
+    assert ends(complete(http, None, max_tokens=8))[0] == "bcdabcda"
+    for model, prompt in ((None, [new]), ("more", [new + 1])):
+        refused = complete(http, model, prompt)
+        assert refused.status_code == 400 and "the model's ids are 0 to" in refused.text
+    answer = http.post("/detokenize", json={"tokens": [new]})
+    assert answer.status_code == 400

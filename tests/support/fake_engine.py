@@ -116,13 +116,13 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
-        self.vocab_size: int | None = None  # that of the base
         self.watches = EngineWatches()
         self.reset()
 
     def reset(self) -> None:
         """Reset to the state of a new engine."""
         self.error: CorunError | None = None
+        self.vocab_size: int | None = None  # of the adapter; None = the base's
         self.answer: str | None = None  # in place of the usual text
         self.chat_template: str | None = None  # for the form of answers
         self.stats = EngineStats(

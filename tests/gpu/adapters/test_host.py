@@ -19,6 +19,7 @@ from corun.profiles.link import Direction
 from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
 from corun.shm.arena_pages import ArenaPages
+from safetensors.torch import load_file
 from support.host_adapters import Host, copied, shared
 from support.loading_engine import HeldLink
 from support.lora import make_batch
@@ -444,6 +445,41 @@ def test_factors_of_dora_are_made_whenever_its_files_are_read(
         if adapter.release is not None:
             release(host, facts, adapter)
         del adapter
+        host.evict_idle()
+        assert host.num_opened == num_opened
+    host.adapters.close()
+
+
+@pytest.mark.parametrize(
+    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
+)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_rows_of_tokens_arrive_with_the_matrices(
+    tmp_path: Path, device: CpuDevice, backend: str, size: ArenaSize
+) -> None:
+    """Of a target without matrices, and of one that has both."""
+    save_adapter(tmp_path, target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
+    host = Host(device, size, backend=backend)
+    facts = host.register(tmp_path)
+    assert facts.not_by_workers == "embeddings and the output head"
+    saved = load_file(tmp_path / WEIGHTS)
+    ranks = {"model.embed_tokens": 0, "lm_head": 4}
+    outside = [target for target in host.target_map.targets if not target.is_inside]
+    for num_opened in (1, 2):
+        adapter = load(host, facts, tmp_path)
+        for target in outside:
+            found = adapter.targets[target.index]
+            (weight,) = (
+                tensor
+                for name, tensor in saved.items()
+                if f"{target.path}." in name and tensor.shape == (96, 64)
+            )
+            assert found.own is not None and found.rank == ranks[target.path]
+            assert found.own.token_ids.tolist() == list(range(found.own.num_tokens))
+            assert torch.equal(found.own.rows, weight)
+        if adapter.release is not None:
+            release(host, facts, adapter)
+        del adapter, found
         host.evict_idle()
         assert host.num_opened == num_opened
     host.adapters.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
@@ -75,6 +76,28 @@ def test_copies_of_the_base_are_in_no_layer(tmp_path: Path) -> None:
     with open_adapter(tmp_path, _TARGET_MAP, max_rank=64, base=Same()) as source:
         assert source.adapter.rows
         assert list(source.read_layers(_leave)) == [1]
+
+
+@pytest.mark.parametrize(
+    "config", [{"trainable_token_indices": [3, 5]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_rows_of_tokens_that_are_not_finite(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Refused before there is a place for them."""
+
+    class Other:
+        def differing_rows(
+            self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+        ) -> NDArray[np.bool_]:
+            return np.ones(sum(1 for _ in parts) and tensor.shape[0], np.bool_)
+
+    save_adapter(tmp_path, **config)
+    name = "trainable_tokens_delta" if "trainable_token_indices" in config else "lm_head"
+    edit_tensors(tmp_path, **{name: lambda rows: rows.index_fill(0, torch.tensor([1]), torch.nan)})
+    with (
+        pytest.raises(AdapterError, match=rf"{tmp_path}: base_model.*{name}.* not finite"),
+        open_adapter(tmp_path, _TARGET_MAP, max_rank=64, base=Other()) as source,
+    ):
+        _ = source.adapter
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rows of tokens beside LoRA: where PEFT applies them, and what is refused by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,3 +175,55 @@ def test_lora_on_a_tied_embedding_that_is_to_stay_tied() -> None:
         target_modules=("q", "lm_head"), ensure_weight_tying=True,
     )  # fmt: skip
     assert "LoRA on a tied embedding with ensure_weight_tying" in found
+
+
+def resized(size: int) -> list[RawTensor]:
+    return [raw(f"{path}.weight", size, _FEATURES) for path in ("model.embed", "lm_head")]
+
+
+@pytest.mark.parametrize("size", [_TOKENS - 4, _TOKENS + 3])
+def test_a_vocabulary_of_another_size(size: int) -> None:
+    rows = resolve(*resized(size)).rows
+    assert [one.num_tokens for one in rows] == [size, size]
+    assert all(one.changes_base for one in rows)
+    beyond = [(_TOKENS, size)] if size > _TOKENS else []
+    assert [spans(one) for one in rows] == [beyond, beyond]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "text"),
+    [
+        (resized(_TOKENS + 1025), {}, "has 1025 more than the base's; at most 1024 more are"),
+        (resized(_TOKENS + 2)[:1], {}, "model.embed has 32, lm_head has 30 tokens"),
+        (
+            [*resized(_TOKENS + 2), raw(f"model.embed.{_DELTA}", 1, _FEATURES)],
+            {"trainable_token_indices": (("embed", (_TOKENS + 2,)),)},
+            "has token 32, the file's vocabulary has 32 tokens",
+        ),
+        (
+            [raw(f"{path}.{_DELTA}", 1, _FEATURES) for path in ("model.embed", "lm_head")],
+            {"trainable_token_indices": (("embed", (31,)), ("lm_head", (31,)))},
+            "lacks the rows of some of the tokens 30 to 31, which the base has not",
+        ),
+        (
+            [*resized(_TOKENS - 1), *lora("lm_head", _TOKENS)],
+            {"target_modules": ("q", "lm_head")},
+            "LoRA on a vocabulary of another size",
+        ),
+    ],
+)
+def test_vocabularies_that_do_not_fit(
+    tensors: list[RawTensor], fields: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ResolveError) as caught:
+        resolve(*tensors, **fields)
+    assert text in " ".join(caught.value.problems)
+
+
+def test_more_tokens_where_another_embedding_may_lack_them() -> None:
+    target_map = make_map()
+    other = Vocabulary("model.per_layer", {"weight": (_TOKENS, 4)})
+    more = replace(target_map, vocabularies={**target_map.vocabularies, other.path: other})
+    with pytest.raises(ResolveError, match=r"model.per_layer may lack them"):
+        resolve(*resized(_TOKENS + 1), target_map=more)
+    assert resolve(*resized(_TOKENS), target_map=more).saved

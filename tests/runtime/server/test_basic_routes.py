@@ -89,7 +89,7 @@ def test_a_conversation_is_tokenized_as_chats_are(http: httpx.Client, engine: An
     assert names["token_strs"] == ["token 1", "token 97"]
 
 
-def test_tokenize_and_back(http: httpx.Client) -> None:
+def test_tokenize_and_back(http: httpx.Client, engine: Any) -> None:
     body = http.post("/tokenize", json={"prompt": "ab"}).json()
     assert body == {"count": 3, "max_model_len": 4096, "tokens": [1, 97, 98]}
     body = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
@@ -100,6 +100,9 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         assert http.post("/tokenize", json=body).status_code == 400
     response = http.post("/detokenize", json={"tokens": [-1]})
     assert "-1" in response.json()["error"]["message"]
+    engine.vocab_size = 98  # of an adapter
+    assert http.post("/detokenize", json={"tokens": [97]}).status_code == 200
+    assert http.post("/detokenize", json={"tokens": [98]}).status_code == 400
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
