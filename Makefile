@@ -36,7 +36,7 @@ serve: $(VENV)/.installed
 	$(BIN)/corun serve $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # Beside them, the same tests of kernels and answers on every lower level of instructions.
 test-full: lint types

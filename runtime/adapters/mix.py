@@ -55,7 +55,7 @@ class LoRAMix:
             if scale == 0 or not abs(scale) <= MAX_SCALE:
                 raise _invalid(
                     f"lora has the scale {scale:g} for {name!r}, must be in [-{MAX_SCALE:g}, "
-                    f"{MAX_SCALE:g}] and not 0; leave an adapter out that has no effect"
+                    f"{MAX_SCALE:g}] and not 0"
                 )
         object.__setattr__(self, "parts", tuple(pairs))
 
