@@ -56,9 +56,9 @@ def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
         for one in target_map.vocabularies.values()
         for shape in one.shapes.values()
     )
-    # The rows of all tokens a second time, and those of added tokens twice.
+    # PEFT may save a weight of another size three times.
     weights += sum(
-        (one.num_tokens + 2 * MAX_ADDED_TOKENS) * one.row_features
+        (2 * one.num_tokens + 3 * MAX_ADDED_TOKENS) * one.row_features
         for one in target_map.targets
         if one.is_vocabulary
     )
@@ -184,7 +184,8 @@ class _Resolver:
             and tensor.shape[0] > 0
             and tensor.dtype in FLOAT_BYTES
         ):
-            self._rows.add_weight(SavedWeight(tensor, vocabulary.tensor_name(name.name), target))
+            weight = SavedWeight(tensor, vocabulary.tensor_name(name.name), target)
+            self._rows.add_weight(weight, name.form)
         elif tensor.shape != shape or tensor.dtype not in FLOAT_BYTES:
             self._problems.append(
                 f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} is not a copy of the "

@@ -30,7 +30,7 @@ _PEFT_PREFIX = re.compile(r"(?:(?:module\.)*base_model\.model\.)+")
 # A weight of the base that PEFT saved beside LoRA, with PEFT's wrappers.
 _BASE_TENSOR = re.compile(
     r"(?P<path>.+?)"
-    r"(?:\.(?:(?:token_adapter\.)?base_layer|original_module|modules_to_save(?:\.[^.]+)?))?"
+    r"(?:\.(?:(?:token_adapter\.)?base_layer|(?P<form>original_module|modules_to_save)(?:\.[^.]+)?))?"
     r"\.(?P<name>[^.]+)"
 )
 
@@ -95,6 +95,7 @@ class BaseTensorName:
 
     path: str  # of the module, in the model that the adapter was trained with
     name: str  # e.g. "weight"
+    form: str = ""  # PEFT's "original_module" or "modules_to_save"
 
 
 def parse_base_tensor_name(name: str) -> BaseTensorName | None:
@@ -103,7 +104,9 @@ def parse_base_tensor_name(name: str) -> BaseTensorName | None:
     PEFT's wrappers of such modules are tolerated. None if there is no path.
     """
     match = _BASE_TENSOR.fullmatch(_without_wrappers(name))
-    return None if match is None else BaseTensorName(match["path"], match["name"])
+    return (
+        None if match is None else BaseTensorName(match["path"], match["name"], match["form"] or "")
+    )
 
 
 def refusal_of_name(name: str) -> str:

@@ -16,6 +16,7 @@ from .resolved import FLOAT_BYTES, RawTensor, ResolvedAdapter, SavedWeight, Targ
 from .target_map import Target, TargetMap
 from .vocabulary import MAX_ADDED_TOKENS
 
+_FORMS = ("", "modules_to_save", "original_module")  # of one weight: the first is used
 _MAX_GAP_ROWS = 16  # between rows that are read together
 _MAX_RUN_BYTES = 16 << 20
 
@@ -31,17 +32,24 @@ class RowsResolver:
         self._map = target_map
         self._problems = problems
         self._weights: dict[int, SavedWeight] = {}  # whole ones, by target
+        self._forms: dict[int, str] = {}  # of these
         self._trained: dict[int, tuple[RawTensor, tuple[int, ...]]] = {}  # rows and their tokens
         self._targets = [one for one in target_map.targets if one.is_vocabulary]
 
-    def add_weight(self, weight: SavedWeight) -> None:
-        """Add the weight of a target; its number of rows may differ from the base's."""
+    def add_weight(self, weight: SavedWeight, form: str) -> None:
+        """Add the weight of a target; its number of rows may differ from the base's.
+
+        ``form``: see ``BaseTensorName``. PEFT may save several of a module, of which it uses one.
+        """
         assert weight.target is not None
-        first = self._weights.setdefault(weight.target.index, weight)
-        if first is not weight:
+        index = weight.target.index
+        first = self._weights.get(index)
+        if first is not None and form == self._forms[index]:
             self._problems.append(
                 f"{weight.tensor.name}: the module already has {first.tensor.name}"
             )
+        elif first is None or _FORMS.index(form) < _FORMS.index(self._forms[index]):
+            self._weights[index], self._forms[index] = weight, form
 
     def add_trained(self, target: Target, tensor: RawTensor, path: str) -> None:
         """Add the rows of some tokens; ``path``: of the module in training."""

@@ -72,7 +72,7 @@ KINDS[SAVED] = (
 )
 KINDS[ADDED] = (
     {"r": 4, "trainable_token_indices": [97, 5]},
-    {"r": 3, "target_modules": ["v_proj", "qkv_proj"]},
+    {"r": 3, "modules_to_save": ["embed_tokens", "lm_head"]},
 )
 NUM_TOKENS = {ADDED: (100, 93)}  # of their vocabularies, if they are not the base's
 CHUNKS = [

@@ -153,6 +153,15 @@ def test_two_weights_of_one_module() -> None:
     assert found.endswith("lm_head.weight") and "already has" in found
 
 
+def test_of_several_copies_of_a_weight_the_one_is_used_that_peft_uses() -> None:
+    """Their names are those of a module of its own in a model with another vocabulary."""
+    names = ("original_module.weight", "weight", "modules_to_save.weight")
+    for order in (names, names[::-1]):
+        shape = (_TOKENS, _FEATURES)
+        saved = resolve(*(raw(f"lm_head.{name}", *shape) for name in order)).saved
+        assert [one.tensor.name for one in saved] == ["base_model.model.lm_head.weight"]
+
+
 def test_a_head_with_a_bias_and_dora_are_refused_beside_rows() -> None:
     weight = raw("lm_head.weight", _TOKENS, _FEATURES)
     delta = raw(f"lm_head.{_DELTA}", 1, _FEATURES)
