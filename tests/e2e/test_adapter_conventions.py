@@ -420,7 +420,7 @@ def test_tokens_beyond_the_base_are_generated_and_read_for_their_adapter_alone(
 ) -> None:
     """The adapter says "<new>" after "d", and goes on as after "b"."""
     new = NUM_EMBEDDINGS
-    path = adapter(tmp_path / "more", added_tokens__json={"<new>": new})
+    path = adapter(tmp_path / "new_token", added_tokens__json={"<new>": new})
     weights = load_file(base / "model.safetensors")
     b, d = token_of(http, "b"), token_of(http, "d")
     saved = {}
@@ -429,16 +429,16 @@ def test_tokens_beyond_the_base_are_generated_and_read_for_their_adapter_alone(
         row[0, column] = 3.0
         saved[f"base_model.model.{name}.weight"] = torch.cat([weights[f"{name}.weight"], row])
     save_file(load_file(path / WEIGHTS_NAME) | saved, path / WEIGHTS_NAME)
-    load(http, "more", path)
-    assert ends(complete(http, "more", max_tokens=8))[0] == "bcd<new>cd<new>c"
-    assert ends(complete(http, "more", "<new>"))[0].startswith("cd<new>")
-    assert ends(complete(http, "more", [new]))[0].startswith("cd<new>")
-    tokens = {"model": "more", "prompt": "a<new>"}
+    assert load(http, "new_token", path).status_code == 200
+    assert ends(complete(http, "new_token", max_tokens=8))[0] == "bcd<new>cd<new>c"
+    assert ends(complete(http, "new_token", "<new>"))[0].startswith("cd<new>")
+    assert ends(complete(http, "new_token", [new]))[0].startswith("cd<new>")
+    tokens = {"model": "new_token", "prompt": "a<new>"}
     ids = http.post("/tokenize", json=tokens).json()["tokens"]
-    text = http.post("/detokenize", json={"model": "more", "tokens": ids}).json()["prompt"]
+    text = http.post("/detokenize", json={"model": "new_token", "tokens": ids}).json()["prompt"]
     assert (ids[-1], text) == (new, "a<new>")
     assert ends(complete(http, None, max_tokens=8))[0] == "bcdabcda"
-    for model, prompt in ((None, [new]), ("more", [new + 1])):
+    for model, prompt in ((None, [new]), ("new_token", [new + 1])):
         refused = complete(http, model, prompt)
         assert refused.status_code == 400 and "the model's ids are 0 to" in refused.text
     answer = http.post("/detokenize", json={"tokens": [new]})

@@ -15,7 +15,7 @@ from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.folder_files import AdapterRoots
 from ...adapters.load import OpenAdapter, open_adapter
-from ...adapters.mix import open_mix
+from ...adapters.load_mix import open_mix
 from ...adapters.names import unknown_name
 from ...adapters.peft_config import CONFIG_NAME
 from ...adapters.registry import AdapterVersion

@@ -10,12 +10,8 @@ import pytest
 from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
-from corun.runtime.adapters.mix import (
-    LoRAMix,
-    OpenMix,
-    conventions_of_mix,
-    open_mix,
-)
+from corun.runtime.adapters.load_mix import OpenMix, open_mix
+from corun.runtime.adapters.mix import LoRAMix, conventions_of_mix
 from corun.runtime.adapters.resolved import MixSource, PartSource, RawTensor
 from corun.runtime.errors import AdapterError, RequestError
 from support.architectures import make_model

@@ -19,7 +19,7 @@ from corun.runtime.server.tool_fields import ToolFields
 SAMPLING = {field.name for field in fields(SamplingParams)}
 # Fields that only the form of HTTP needs, and their counterparts in Python.
 OF_HTTP = {
-    "model": "lora_request",
+    **dict.fromkeys(("model", "lora"), "lora_request"),
     **dict.fromkeys(("messages", *ConversationFields.model_fields), "Engine.apply_chat_template"),
     **dict.fromkeys(ToolFields.model_fields, "Engine.apply_chat_template"),
     **dict.fromkeys(StructureFields.model_fields, "structured_output"),
