@@ -238,7 +238,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=TAGS, help="weights of 8 or 4 bits")
+    parser.add_argument("--quantization", choices=_QUANTIZED_BOUNDS, help="weights of 8 or 4 bits")
     parser.add_argument("--table", action="store_true", help="print the times as Markdown, too")
     return parser.parse_args()
 

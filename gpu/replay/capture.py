@@ -41,6 +41,7 @@ _READS = frozenset(
 )
 _PACKED_AS = {
     "q": "q",
+    "Q": "Q",
     "d": "d",
     "f": "f4x",
     "i": "i4x",

@@ -15,6 +15,7 @@ from ...cpu_workers.kernels.simd.memory import int64_at
 # One letter per argument. The first argument of some kernels selects code only by its type.
 LETTERS = {
     types.int64: "q",
+    types.uint64: "Q",
     types.float64: "d",
     types.float32: "f",
     types.int32: "i",
@@ -27,6 +28,7 @@ LETTERS = {
 }
 _LLVM_TYPES = {
     "q": I64,
+    "Q": I64,
     "d": ir.DoubleType(),
     "f": ir.FloatType(),
     "i": ir.IntType(32),
@@ -41,7 +43,7 @@ _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
 _MULTIPLY = "q" * 8
 SIGNATURES = (
-    *(tag + _MULTIPLY for tag in "iIhHcC"),
+    *(tag + _MULTIPLY for tag in "QiIhHcC"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations

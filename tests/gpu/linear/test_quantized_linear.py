@@ -9,11 +9,14 @@ from corun.cpu_workers.kernels.simd.isa import has_integer_dot
 from corun.cpu_workers.kernels.simd.layout import INT4, NF4_LARGEST, NF4_LEVELS
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
+from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import QuantizedWeight, quantize
 from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
+from corun.gpu.replay.capture import Capture
+from corun.gpu.replay.captured_pass import CapturedPass
 
 GROUP = 64
 # Weights, and whether they have zero points of their own.
@@ -202,6 +205,22 @@ def test_together_is_what_each_computes_alone(tokens: int, kind: str, has_zeros:
     x = torch.randn(1, tokens, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     for member, backend in enumerate(backends):
         assert torch.equal(group.product(member, x), backend(x))
+
+
+@each_kind
+def test_a_replay_computes_the_same(kind: str, has_zeros: bool) -> None:
+    backend = make_linear((64, 128), kind, has_zeros)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = backend(x)
+    capture = Capture()
+    with launching(capture):
+        y = backend(capture.keep_alive(x))
+    captured = capture.end(x, x, x)
+    assert isinstance(captured, CapturedPass), captured
+    y.zero_()
+    for part in captured.parts:
+        part.run()
+    assert torch.equal(y, expected)
 
 
 def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
