@@ -81,7 +81,7 @@ class AgentSupervisor:
         """``settings.state_dir``: of the cluster; each machine has a subdirectory."""
         root = Path(settings.state_dir) / settings.host
         number = 0
-        while (lock := _locked(root / str(number) / _SUPERVISED, _LOCK_TRIES)) is None:
+        while (lock := _locked(root / str(number) / _SUPERVISED)) is None:
             number += 1
         self._lock = lock
         self._directory = root / str(number)
@@ -251,14 +251,14 @@ async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Eve
     stop.set()
 
 
-def _locked(path: Path, tries: int = 1) -> IO[bytes] | None:
+def _locked(path: Path) -> IO[bytes] | None:
     """Lock and return the file; None if another process holds the lock.
 
-    Retries, since ``_is_locked`` of another process takes the lock for a moment.
+    Retries, since ``_is_locked`` of another thread or process takes the lock for a moment.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = path.open("ab")
-    for number in range(tries):
+    for number in range(_LOCK_TRIES):
         time.sleep(_LOCK_AGAIN_S if number else 0.0)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
