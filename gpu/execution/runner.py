@@ -68,8 +68,7 @@ class ModelRunner:
             deltas = ResidentDeltas(self._lora_backend, inputs.lora)
         context.deltas = deltas
         rows = range(len(logit_indices)) if logit_rows is None else logit_rows
-        if deltas is not None and self._changes_embedding(inputs):
-            context.embedding_deltas = deltas
+        context.embedding_deltas = deltas if self._changes_embedding(inputs) else None
         num_tokens = self._set_head_deltas(inputs, rows, of_head)
         outside = (
             context.embedding_deltas is not None, context.head_deltas is not None,
@@ -104,7 +103,7 @@ class ModelRunner:
         Returns the tokens of the vocabulary of each; None if all use the base's rows of the head.
         """
         backend, context = self._lora_backend, self._context
-        context.head_deltas = None
+        context.head_deltas, context.num_head_tokens = None, 0
         if inputs.lora is None or backend is None:
             return None
         if not backend.table.has_head(inputs.lora.table_rows_host):

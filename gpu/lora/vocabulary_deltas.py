@@ -60,7 +60,7 @@ def _segments(
 
 
 def _put_rows(own: OwnRows, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Replace those of ``rows`` whose token the adapter has, without waiting for the device."""
+    """Replace ``rows`` of tokens that the adapter has, without waiting for the device."""
     if not len(own.token_ids):
         return
     wanted = token_ids.to(torch.int32)

@@ -47,7 +47,7 @@ class StoredMatrix(Protocol):
 
 
 class LevelMatrix(StoredMatrix, Protocol):
-    """One whose codes name the levels of nf4, in the groups of corun."""
+    """A matrix of codes that name the levels of nf4, in the groups of corun."""
 
     def as_stored(self) -> QuantizedWeight:
         """Its codes and scales. Raises ``ModelError``."""

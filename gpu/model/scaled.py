@@ -1,4 +1,4 @@
-"""Reads tensors whose values are bytes times scales: 8-bit floats, and bitsandbytes in 8 bits.
+"""Reads tensors of bytes that scales multiply: 8-bit floats, and bitsandbytes in 8 bits.
 
 A scale belongs to the whole tensor, to a row, or to a block of rows and columns. Products are
 computed in float32 and rounded once to the type of the scales, as the formats' own libraries do.

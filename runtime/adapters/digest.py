@@ -25,7 +25,7 @@ class ContentDigest:
     head: bytes  # configuration; names, types and shapes of all tensors
     layers: tuple[bytes, ...]  # values, by layer, ascending
     parts: tuple["ContentDigest", ...] = ()  # of the adapters of a mix, which has no layers here
-    # Tokens whose rows of saved weights differ from the base's: spans, by path of the module.
+    # Tokens with rows of saved weights that differ from the base's: spans, by path of the module.
     kept: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
 
     @cached_property

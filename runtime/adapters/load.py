@@ -111,7 +111,7 @@ class OpenAdapter:
                 check_values(tensor, data, "float32")
 
     def _compare(self) -> dict[str, Spans]:
-        """Return the tokens whose rows of saved weights differ from the base's, by module.
+        """Return the tokens with rows of saved weights that differ from the base's, by module.
 
         Raises ``AdapterError`` for other weights that differ, and for values that are not finite.
         """

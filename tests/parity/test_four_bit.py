@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
-from support.cold_engine import ColdEngine
-from support.cold_parity import NAMES, check, make_case, prompts, split_at
+from support.cold_parity import check_cold_starts, make_case, prompts
 from support.four_bit import store_in_four_bits
-from support.model_profiles import Figures
 from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -68,18 +66,7 @@ def test_cold_adapters(tmp_path: Path) -> None:
     """Deltas by workers and by the device, beside products with codes."""
     case = make_case(tmp_path / "case")
     model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32)
-    with ColdEngine(
-        model, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6)
-    ) as engine:
-        engine.warm("rs")
-        names = [*NAMES, None]
-        with engine.chunks(split_at(2)):
-            for name, prompt in zip(names, prompts(len(names)), strict=True):
-                engine.ask(name, prompt)
-            cold = engine.run()
-        check(case, cold)
-        assert engine.assisted
-        engine.check_nothing_is_held()
+    check_cold_starts(case, model, tmp_path)
 
 
 def test_integers_on_top(tmp_path: Path) -> None:

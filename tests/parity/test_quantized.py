@@ -10,9 +10,7 @@ import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.cpu_workers.kernels.simd.isa import has_integer_dot
-from support.cold_engine import ColdEngine
-from support.cold_parity import NAMES, check, make_case, prompts, split_at
-from support.model_profiles import Figures
+from support.cold_parity import check_cold_starts, make_case, prompts
 from support.parity import MAX_LOGPROBS, AdapterSpec, HalfErrors, ParityCase, largest_error
 from support.stored_integers import store_in_integers
 
@@ -56,19 +54,7 @@ def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
 def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
     """Deltas by workers and by the device, of unrounded activations."""
     case = make_case(tmp_path / "case", quantization="int8")
-    with ColdEngine(
-        case.directory, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6),
-        quantization="int8",
-    ) as engine:  # fmt: skip
-        engine.warm("rs")
-        names = [*NAMES, None]
-        with engine.chunks(split_at(split_layer)):
-            for name, prompt in zip(names, prompts(len(names)), strict=True):
-                engine.ask(name, prompt)
-            answers = engine.run()
-        check(case, answers)
-        assert engine.assisted
-        engine.check_nothing_is_held()
+    check_cold_starts(case, case.directory, tmp_path, split_layer=split_layer, quantization="int8")
 
 
 @pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])

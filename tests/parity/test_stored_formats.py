@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from corun import Engine, LoRARequest, SamplingParams
-from support.cold_engine import ColdEngine
-from support.cold_parity import NAMES, check, make_case, prompts, split_at
-from support.model_profiles import Figures
+from support.cold_parity import check_cold_starts, make_case, prompts
 from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
 from support.stored_formats import store_in
 
@@ -81,15 +79,4 @@ def test_cold_adapters(form: str, tmp_path: Path) -> None:
     """Deltas by workers and by the device."""
     case = make_case(tmp_path / "case")
     model = store_in(form, case.directory, tmp_path / "stored")
-    with ColdEngine(
-        model, case.adapters, tmp_path, figures=Figures(link_bytes_per_s=1e6)
-    ) as engine:
-        engine.warm("rs")
-        names = [*NAMES, None]
-        with engine.chunks(split_at(2)):
-            for name, prompt in zip(names, prompts(len(names)), strict=True):
-                engine.ask(name, prompt)
-            answers = engine.run()
-        check(case, answers)
-        assert engine.assisted
-        engine.check_nothing_is_held()
+    check_cold_starts(case, model, tmp_path)

@@ -3,10 +3,12 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from corun.runtime.scheduler.cold import ColdChunk
-from support.cold_engine import Answer, Chunks
+from support.cold_engine import Answer, Chunks, ColdEngine
+from support.model_profiles import Figures
 from support.parity import ADAPTER_SPECS, VOCAB_SIZE, AdapterSpec, HalfErrors, ParityCase
 
 MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
@@ -53,6 +55,27 @@ def check(case: ParityCase, answers: Sequence[Answer]) -> None:
         assert float((truth.max(dim=1).values - drawn).max()) <= MAX_TIE, answer
     error, peft_error = errors.means
     assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+
+
+def check_cold_starts(
+    case: ParityCase, model: Path, directory: Path, *, split_layer: int = 2, **options: Any
+) -> None:
+    """Requests of all adapters but one begin cold, by workers and by the device; all are judged.
+
+    model: the case's, in the form that is served.
+    """
+    with ColdEngine(
+        model, case.adapters, directory, figures=Figures(link_bytes_per_s=1e6), **options
+    ) as engine:
+        engine.warm("rs")
+        names = [*NAMES, None]
+        with engine.chunks(split_at(split_layer)):
+            for name, prompt in zip(names, prompts(len(names)), strict=True):
+                engine.ask(name, prompt)
+            answers = engine.run()
+        check(case, answers)
+        assert engine.assisted
+        engine.check_nothing_is_held()
 
 
 def split_at(layer: int, num_tokens: int = 512) -> Chunks:

@@ -1,4 +1,4 @@
-"""A wrapper whose other parts embed tokens of their own, which text runs through."""
+"""A wrapper with parts for images and sound that embed tokens; it calls them for text, too."""
 
 from pathlib import Path
 from typing import Any
