@@ -283,9 +283,7 @@ def main() -> None:
     kept = Kept(results, {"setup": machine, "against": other, "size": options.size} | asdict(pace))
     peers = dict(peer.split("=", 1) for peer in options.peer)
     with linked(options.against) as against:
-        bench = Bench(
-            pace, kept, folder, config.vocab_size, against, peers, options.peer_fields
-        )  # fmt: skip
+        bench = Bench(pace, kept, folder, config.vocab_size, against, peers, options.peer_fields)
         for kind in options.kinds:
             with bench.servers(kind) as servers:
                 for part in (part for part in PARTS if part in options.parts):

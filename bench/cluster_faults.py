@@ -57,8 +57,9 @@ BOUNDS: Mapping[str, Figures] = {
 }
 # Smallest value: a fault that affected no request proves nothing.
 _LEAST: Mapping[str, Figures] = {
-    "engine-kill": {"streams cut": 1.0}, "engine-stop": {"streams cut": 1.0}
-}  # fmt: skip
+    "engine-kill": {"streams cut": 1.0},
+    "engine-stop": {"streams cut": 1.0},
+}
 
 # Measures one fault under a load: the cluster, names of adapters, number of the repeat.
 Fault = Callable[[LiveCluster, list[str], int], Awaitable[Figures]]

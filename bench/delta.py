@@ -174,8 +174,9 @@ def main() -> None:
     names = DELTA_BACKENDS[1:] if options.backend == "auto" else (options.backend,)
     table: DeltaTable = measure(
         [make_backend(name) for name in names],
-        in_features=shapes.in_features, columns=shapes.columns,
-    )  # fmt: skip
+        in_features=shapes.in_features,
+        columns=shapes.columns,
+    )
     deltas = Deltas(table)
     peak = measure_peak()
     figures: dict[str, Any] = {"cpu": cpu, "peak": asdict(peak), "table": table.to_json()}

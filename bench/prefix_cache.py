@@ -216,10 +216,11 @@ class Bench:
         on_host = options | {_HOST_OPTION: str(2**30)}
         with self.engine(**on_host) as host, self.engine(is_on=False, **options) as off:
             yield self.compare(
-                "second turn, from the host", MAX_HOST_TURN,
+                "second turn, from the host",
+                MAX_HOST_TURN,
                 lambda: host.first_token_s(host.far_turn(), is_known=True),
                 lambda: off.second_turn_s(is_known=False),
-            )  # fmt: skip
+            )
             with self.engine(max_model_len=TURN_TOKENS + 1) as still:
 
                 def gap_s(served: Served) -> float:

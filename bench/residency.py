@@ -140,9 +140,10 @@ class Engine:
         clock = PartClock(time.thread_time)  # others may have the core
         end_s = self._clock() + duration_s
         parts = [
-            ("adapters", self.manager, "poll"), ("gauges", self._core, "stats"),
+            ("adapters", self.manager, "poll"),
+            ("gauges", self._core, "stats"),
             ("messages", self, "encode"),
-        ]  # fmt: skip
+        ]
         with clock.around(parts):
             while self._clock() < end_s:
                 self._send_due()

@@ -140,8 +140,9 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
             name: value * rng.lognormvariate(0.0, 0.2) for name, value in tokens_per_s.items()
         }
     return {
-        "plan_s": round(max(plan_s), 4), "copied_gb": round(statistics.mean(copied[1:]) / 1e9, 2)
-    }  # fmt: skip
+        "plan_s": round(max(plan_s), 4),
+        "copied_gb": round(statistics.mean(copied[1:]) / 1e9, 2),
+    }
 
 
 def _median_us(times_s: Sequence[float]) -> float:

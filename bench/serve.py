@@ -186,11 +186,12 @@ async def measure_corun(arguments: Any) -> None:
             latencies = await run_open_loop(over_http, adapters, arguments)
     bounds = {
         f"{cell['clients']} clients: HTTP >= {REQUIRED_HTTP_SHARE} of the engine": (
-            None if cell["control_spread"] > MAX_CONTROL_SPREAD
+            None
+            if cell["control_spread"] > MAX_CONTROL_SPREAD
             else cell["http_over_engine"]["low"] >= REQUIRED_HTTP_SHARE
         )
         for cell in cells
-    }  # fmt: skip
+    }
     workload = {"model": "llama-150m bf16", "rate_per_s": arguments.rate, "alpha": arguments.alpha}
     report("serve", workload, {"closed": cells, "open": latencies}, bounds)
 

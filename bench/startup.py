@@ -178,8 +178,9 @@ def main() -> None:
         else:
             _make_large_adapters(model, lora_dir, arguments.adapters)
         environment = os.environ | {
-            "NUMBA_CACHE_DIR": f"{directory}/numba", "TRITON_CACHE_DIR": f"{directory}/triton",
-        }  # fmt: skip
+            "NUMBA_CACHE_DIR": f"{directory}/numba",
+            "TRITON_CACHE_DIR": f"{directory}/triton",
+        }
         # An installed package has its bytecode, one that is imported from a checkout keeps it.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         starts, controls_s = [], []

@@ -170,8 +170,9 @@ def run_streams(port: int, num_streams: int, num_tokens: int) -> int:
     """Run all streams to their end, mostly asleep; how many bytes came."""
     num_bytes = 0
     with ExitStack() as stack:
-        remaining = [stack.enter_context(_sent(port, number, num_tokens))
-                     for number in range(num_streams)]  # fmt: skip
+        remaining = [
+            stack.enter_context(_sent(port, number, num_tokens)) for number in range(num_streams)
+        ]
         while remaining:
             time.sleep(DRAIN_INTERVAL_S)
             still = []

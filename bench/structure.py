@@ -127,9 +127,7 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
     """Return microseconds of a row with a grammar, beyond those of a free row."""
     tokenizer = byte_level_tokenizer(LARGE_VOCAB_SIZE)
     end = tokenizer.get_vocab()[END]
-    tree = make_ll_tokenizer(
-        tokenizer.to_str(), num_ids=LARGE_VOCAB_SIZE, eos_token_ids=[end]
-    )  # fmt: skip
+    tree = make_ll_tokenizer(tokenizer.to_str(), num_ids=LARGE_VOCAB_SIZE, eos_token_ids=[end])
     start = start_matcher(schema(), tree)
     forcing = start_forcing(schema(), tree)
     sampler = Sampler([end], lambda _: Matcher(start, tree, Matcher(forcing, tree)))

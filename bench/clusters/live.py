@@ -235,9 +235,10 @@ def _ray_settings(address: str, agent: AgentSettings, num_engines: int) -> RaySe
 def start_agent(cluster: LiveCluster, settings: AgentSettings) -> None:
     """One more agent, which ends with the cluster."""
     agent = spawn(
-        "corun.runtime.cluster.agent", settings=settings,
+        "corun.runtime.cluster.agent",
+        settings=settings,
         environment=_environment(LatencySettings()),
-    )  # fmt: skip
+    )
     cluster.agents.append(agent)
 
 

@@ -115,11 +115,12 @@ class Rig:
         model = self.profile.model
         num_slices = -(-num_tokens // model.tokens_per_worker)
         natural = max(
-            num_slices * group.delta_s.at(rank_sum, -(-num_tokens // num_slices))
+            num_slices
+            * group.delta_s.at(rank_sum, -(-num_tokens // num_slices))
             / group.base_s.at(num_tokens)
             for group, rank_sum in zip(model.groups, rank_sums, strict=True)
             if rank_sum
-        )  # fmt: skip
+        )
         return Slowness(max(1.0, ratio / natural), natural)
 
     def set_up(self, link_bytes_per_s: float, worker_slowdown: float) -> None:

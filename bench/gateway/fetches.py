@@ -35,9 +35,10 @@ def fetch_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
         directory = Path(name)
         digest = asyncio.run(_ingest(directory))
         peer = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(directory / "peer")], stdout=subprocess.PIPE,
+            [sys.executable, "-m", __name__, str(directory / "peer")],
+            stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+        )
         try:
             assert peer.stdout is not None
             url = peer.stdout.readline().decode().strip()
@@ -52,8 +53,9 @@ def fetch_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     for what, values, limit in (
-        ("bytes", bytes_ms, MAX_BYTES_MS), ("checked", checked_ms, MAX_CHECKED_MS),
-    ):  # fmt: skip
+        ("bytes", bytes_ms, MAX_BYTES_MS),
+        ("checked", checked_ms, MAX_CHECKED_MS),
+    ):
         label = f"fetch of 100 MB, {what}, ms"
         figures[label] = ratio_of(values).to_json()
         bounds[f"{label} <= {limit:g}"] = statistics.median(values) <= limit

@@ -87,23 +87,23 @@ def rate_of(
     busy = (cluster.gateway_cpu_s - before_s) / (time.monotonic() - start_s)
     found: Ratio = ratio_of(values)
     figures = found.to_json() | {
-        "gateway busy": round(busy, 3), "a second of its processor": round(found.median / busy),
-    }  # fmt: skip
+        "gateway busy": round(busy, 3),
+        "a second of its processor": round(found.median / busy),
+    }
     return figures, found.low >= low
 
 
 def _requests_per_s(address: tuple[str, int]) -> float:
     request = request_bytes(stream=False, max_tokens=1)
-    return throughput(
-        address, request, b"}", num_connections=_NUM_ASKING, measured_s=_MEASURED_S
-    )[0]  # fmt: skip
+    asked = {"num_connections": _NUM_ASKING, "measured_s": _MEASURED_S}
+    return throughput(address, request, b"}", **asked)[0]
 
 
 def _tokens_per_s(address: tuple[str, int]) -> float:
     request = request_bytes(stream=True, max_tokens=_STREAM_TOKENS)
     return throughput(
         address, request, b"0\r\n\r\n", num_connections=_NUM_STREAMING, measured_s=_MEASURED_S
-    )[1]  # fmt: skip
+    )[1]
 
 
 def _address(url: str) -> tuple[str, int]:

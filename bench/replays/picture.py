@@ -27,9 +27,10 @@ def draw(results: Results, path: Path, title: str) -> None:
 
     settings = [setting for setting, policy in results if policy == BASELINE]
     policies = [
-        policy for policy in POLICIES
+        policy
+        for policy in POLICIES
         if policy != BASELINE and any((setting, policy) in results for setting in settings)
-    ]  # fmt: skip
+    ]
     figure, rows = plt.subplots(
         len(METRICS), 1, figsize=(max(8.0, 1.3 * len(settings)), 12), sharex=True,
         layout="constrained",

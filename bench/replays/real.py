@@ -111,12 +111,8 @@ def make_column(
     profile: Profile, recipe: str, pressure: Pressure, num_requests: int, traces: Path | None
 ) -> Column:
     """Choose memory, link and targets for cells of so many requests. Raises ``ConfigError``."""
-    many = make_workload(
-        recipe, rate_rps=1.0, num_requests=_MEAN_REQUESTS, seed=0, traces=traces
-    )  # fmt: skip
-    of_cell = make_workload(
-        recipe, rate_rps=1.0, num_requests=num_requests, seed=0, traces=traces
-    )  # fmt: skip
+    many = make_workload(recipe, rate_rps=1.0, num_requests=_MEAN_REQUESTS, seed=0, traces=traces)
+    of_cell = make_workload(recipe, rate_rps=1.0, num_requests=num_requests, seed=0, traces=traces)
     kv_bytes_per_token = _kv_bytes_per_token()
     tokens = statistics.fmean(one.prompt_tokens + one.output_tokens for one in many.requests)
     kv_bytes = num_requests * tokens * kv_bytes_per_token

@@ -124,9 +124,10 @@ class Attainment:
             slack = 0.0 if is_highest else _MAX_POINTS_BELOW
             said = ", ".join(f"{router} {share:.1%}" for router, share in shares.items())
             yield Verdict(
-                f"{self.text}, {settings[0].rate_rps:g} requests/s", f"{said} of {slo_s:.4f} s",
+                f"{self.text}, {settings[0].rate_rps:g} requests/s",
+                f"{said} of {slo_s:.4f} s",
                 shares[self.judged] >= max(shares.values()) - slack,
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def _loraserve_17() -> Row:
                 holding=(_padded("predicted", 1.4 * random_rps),),
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def _servers_for_24() -> Row:

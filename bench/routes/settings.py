@@ -51,10 +51,11 @@ class Setting:
         return ", ".join(
             (
                 self.router if self.placement is None else f"{self.router} with {self.placement}",
-                *other, *(() if self.has_adapters else ("no adapters",)),
+                *other,
+                *(() if self.has_adapters else ("no adapters",)),
                 f"{self.num_servers} servers at {self.rate_rps:g} requests/s, {self.machine}",
             )
-        )  # fmt: skip
+        )
 
     def runs(
         self, num_seeds: int, seconds: float, capacity: Sequence[tuple[int, float]],

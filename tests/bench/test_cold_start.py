@@ -73,7 +73,7 @@ def test_good_figures_hold_all_bounds() -> None:
         ({"median_s": {"first_token": {name: 1.0 for name in COLD} | {PLANNER: 1.04}}}, "mean"),
         ({"median_s": {"first_token": {name: 1.0 for name in COLD} | {PLANNER: 1.2}}}, "worst"),
     ],
-)  # fmt: skip
+)
 def test_a_bound_that_is_missed_fails(values: dict[str, Any], bound: str) -> None:
     verdicts = judge_cells([_result(**values)])
     (name,) = [name for name in verdicts if name.endswith(bound)]

@@ -157,8 +157,9 @@ def test_nothing_is_decided_by_what_was_not_asked() -> None:
     decision = decide({})
     assert decision["device_sync"] is None and decision["CUDA_DEVICE_MAX_CONNECTIONS"] is None
     assert decision["faults"] == {
-        "stream": ["memory: not asked", "order: not asked"], "host": ["order: not asked"],
-    }  # fmt: skip
+        "stream": ["memory: not asked", "order: not asked"],
+        "host": ["order: not asked"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -251,9 +251,10 @@ def test_memory_policies_are_compared_with_prefixes_kept(run: Callable[..., list
     line = json.loads(first[-1])
     held = "zipf at 7.5 on a40-llama8b-link3: mean of corun"
     assert set(line["pass"]) == {
-        f"{held} 25 % below discard-idle", f"{held} <= 1.05 x corun-tied",
+        f"{held} 25 % below discard-idle",
+        f"{held} <= 1.05 x corun-tied",
         f"{held} <= 1.05 x static-split",
-    }  # fmt: skip
+    }
     assert line["figures"]["default"] is None
     again = run(*arguments)
     assert json.loads(again[-1])["figures"] == line["figures"]
@@ -283,8 +284,9 @@ def test_every_bound_of_memory_has_a_name_of_its_own_and_a_setting_that_is_run()
     assert {bound.policy for bound in bounds} | {bound.other for bound in bounds} == set(MEMORY)
     against_slora = {b.setting.name for b in bounds if b.other == BASELINE and b.most == 0.7}
     assert against_slora == {
-        "mooncake-16 at 2.2", *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55))
-    }  # fmt: skip
+        "mooncake-16 at 2.2",
+        *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55)),
+    }
     lower = {b.setting.load for b in bounds if b.other == "static-split" and b.is_lower}
     assert lower == {1.4, 1.55}
 

@@ -45,9 +45,10 @@ def check_tools(client: anthropic.Anthropic) -> None:
     )
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     history = [
-        *ASKED, {"role": "assistant", "content": called.content},
+        *ASKED,
+        {"role": "assistant", "content": called.content},
         {"role": "user", "content": [result]},
-    ]  # fmt: skip
+    ]
     told = client.messages.create(messages=history, **asked)
     assert told.content[0].text == ANSWER, told
     with client.messages.stream(messages=ASKED, **asked) as stream:

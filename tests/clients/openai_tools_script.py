@@ -130,10 +130,11 @@ def check_responses(client: openai.OpenAI, model: str) -> None:
     assert [item.type for item in thought.output] == ["reasoning", "message"], thought
     assert thought.output_text.strip() == ANSWER
     kinds = [
-        event.type for event in client.responses.create(
+        event.type
+        for event in client.responses.create(
             model=model, input="hi", reasoning={"effort": "low"}, stream=True
         )
-    ]  # fmt: skip
+    ]
     assert "response.reasoning_text.delta" in kinds and kinds[-1] == "response.completed", kinds
 
 

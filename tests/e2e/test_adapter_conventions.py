@@ -220,8 +220,9 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
     base: Path, tmp_path: Path
 ) -> None:
     files: dict[str, Any] = {
-        "chat_template__jinja": template("y"), "tokenizer_config__json": {"eos_token": "c"}
-    }  # fmt: skip
+        "chat_template__jinja": template("y"),
+        "tokenizer_config__json": {"eos_token": "c"},
+    }
     named = {chat: "by-chat", complete: "by-prompt"}
     modules = [f"{name}={adapter(tmp_path / name, **files)}" for name in named.values()]
     by_ids = adapter(tmp_path / "by-ids", added_tokens__json={"<near>": 20})
@@ -292,9 +293,10 @@ def test_a_tokenizer_with_more_tokens_keeps_its_template(
 ) -> None:
     more = ({"content": "<pad>", "id": NUM_EMBEDDINGS}, {"content": "<near>", "id": 20})
     path = adapter(
-        tmp_path / "a", chat_template__jinja=template("y"),
+        tmp_path / "a",
+        chat_template__jinja=template("y"),
         tokenizer__json=_tokenizer(base, *more),
-    )  # fmt: skip
+    )
     load(http, "more", path)
     assert prompt_of(http, "more") == "ya"
     assert chat(http, "more", "<near>a").json()["prompt_token_ids"][1] == 20
@@ -388,9 +390,10 @@ def test_each_answer_is_of_one_version_however_often_it_changes(
     """Each version has a mark in its template, and an end token of its own."""
     for mark, end in (("y", "c"), ("z", "d")):
         adapter(
-            tmp_path / mark, chat_template__jinja=template(mark),
+            tmp_path / mark,
+            chat_template__jinja=template(mark),
             tokenizer_config__json={"eos_token": end},
-        )  # fmt: skip
+        )
     load(http, "both", tmp_path / "y")
     stop = threading.Event()
 

@@ -132,7 +132,7 @@ BODIES: dict[str, tuple[str, Any]] = {
     "a model with a path": (COMPLETIONS, completion(model="/etc")),
     "a model with a zero": (COMPLETIONS, completion(model="a\0b")),
     "a very long model": (COMPLETIONS, completion(model="m" * 900_000)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BODIES)

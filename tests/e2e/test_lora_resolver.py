@@ -103,9 +103,10 @@ def test_one_that_cannot_be_served_says_why(http: httpx.Client) -> None:
 def test_a_hub_that_cannot_be_reached(http: httpx.Client, folders: dict[str, Path]) -> None:
     assert ask(http, "acme/upper").status_code == 200  # which fetches it
     environment = {
-        "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folders["cache"]),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(folders["cache"]),
         "HF_HUB_OFFLINE": "0",
-    }  # fmt: skip
+    }
     options = ("--lora-resolver", "hub", "--cpu-threads", "1", "--admin-key", ADMIN_KEY)
     with Served(*options, environment=environment) as served, served.client() as cut_off:
         for unregistered in ("acme/upper", "acme/unknown"):

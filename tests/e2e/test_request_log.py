@@ -168,8 +168,9 @@ def test_requests_that_are_refused(logged: Logged) -> None:
         (record,) = logged.next()
         assert (record["outcome"], record["error"]) == ("refused", code)
         assert (record["status"], record["id"]) == (
-            answer.status_code, answer.headers["x-request-id"],
-        )  # fmt: skip
+            answer.status_code,
+            answer.headers["x-request-id"],
+        )
     assert logged.counts() - before == Counter(refused=4)
 
 

@@ -281,8 +281,9 @@ def test_a_multiple_choice_task_is_scored_as_evaluations_do_it(server: Served) -
             assert choice["logprobs"]["tokens"] == expected["tokens"][:-1]
             for found, known in zip(
                 choice["logprobs"]["token_logprobs"][1:],
-                expected["token_logprobs"][1:-1], strict=True,
-            ):  # fmt: skip
+                expected["token_logprobs"][1:-1],
+                strict=True,
+            ):
                 assert abs(found - known) < 1e-2
     plain = complete(server, model="upper", prompt=prompt, echo=True, max_tokens=0, stop="e")
     assert texts(plain) == [prompt]

@@ -32,9 +32,10 @@ def test_messages_of_anthropic(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     user = {"role": "user", "content": "How is the weather in Paris?"}
     body: dict[str, Any] = {
-        "max_tokens": 100, "messages": [user],
+        "max_tokens": 100,
+        "messages": [user],
         "tools": [{"name": "get_weather", "input_schema": schema}],
-    }  # fmt: skip
+    }
     url = str(client.base_url) + "messages"
     called = httpx.post(url, json=body, timeout=ANSWER_TIMEOUT_S).json()
     (call,) = called["content"]

@@ -55,17 +55,16 @@ ENDS = {
     "API killed": Case((("API", KILL),), frozenset({CUT}), -KILL),
 }
 ENDS_WITH_WORKERS = {
-    "workers stopped, engine killed": Case(
-        (("worker", STOP), ("engine", KILL)), DEAD, EXIT_FAILED
-    ),
+    "workers stopped, engine killed": Case((("worker", STOP), ("engine", KILL)), DEAD, EXIT_FAILED),
     "workers and engine stopped": Case(
         (("worker", STOP), ("engine", STOP)), DEAD, EXIT_ENGINE_HUNG
     ),
     "all others stopped, API killed": Case(
         (("worker", STOP), ("supervisor", STOP), ("engine", STOP), ("API", KILL)),
-        frozenset({CUT}), -KILL,
+        frozenset({CUT}),
+        -KILL,
     ),
-}  # fmt: skip
+}
 SURVIVED: dict[str, Sent] = {
     "worker killed": (("worker", KILL),),
     "worker stopped": (("worker", STOP),),
@@ -238,9 +237,7 @@ def test_processes_that_are_stopped_for_a_while(options: dict[bool, list[str]], 
             rows.add(f"{process} stopped for {STOPPED_S:g} s", "goes on")
 
 
-def check_end(
-    server: Served, name: str, case: Case, rows: Rows, *, with_workers: bool
-) -> None:  # fmt: skip
+def check_end(server: Served, name: str, case: Case, rows: Rows, *, with_workers: bool) -> None:
     """Send the signals while requests run, and judge the end of the requests and the server."""
     streams = begin(server, with_cold=with_workers)
     processes = all_processes(server)

@@ -99,8 +99,9 @@ def tokens(url: str, headers: dict[str, str], model: str, text: str) -> list[str
         "model": model, "prompt": chat_prompt(text), "max_tokens": MAX_TOKENS, "temperature": 0,
         "logprobs": 0,
     }  # fmt: skip
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers,
-                        timeout=ANSWER_TIMEOUT_S)  # fmt: skip
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S
+    )
     assert answer.status_code == 200, answer.text
     found: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
     return found

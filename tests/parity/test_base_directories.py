@@ -25,8 +25,9 @@ def check(case: ParityCase, model: Path, adapters: dict[str, Path], **options: A
     asked = [(prompt, name) for prompt in PROMPTS for name in (None, *adapters)]
     options = {"dtype": "float32", "device": "cpu", "memory_gib": 0.1, **options}
     with Engine(model=str(model), **options) as engine:
-        loras = [None if name is None else LoRARequest(name, 1, str(adapters[name]))
-                 for _, name in asked]  # fmt: skip
+        loras = [
+            None if name is None else LoRARequest(name, 1, str(adapters[name])) for _, name in asked
+        ]
         outputs = engine.generate([prompt for prompt, _ in asked], GREEDY, loras)
     for (_, name), output in zip(asked, outputs, strict=True):
         assert largest_error(case, output, name) < MAX_RELATIVE_ERROR

@@ -23,8 +23,9 @@ PLAIN = {
 }  # fmt: skip
 # What the sizes here leave to KV blocks is meant for the CPU, which shares it with adapters.
 ON_DEVICE: dict[str, dict[str, Any]] = {
-    "cpu": {}, "cuda": {"device": "cuda", "memory_gib": 0.05},
-}  # fmt: skip
+    "cpu": {},
+    "cuda": {"device": "cuda", "memory_gib": 0.05},
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True)
 SAMPLED = SamplingParams(
     n=2, temperature=1.0, seed=5, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True

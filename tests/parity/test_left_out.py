@@ -175,9 +175,10 @@ def test_an_embedding_that_is_not_that_of_the_base(
 def test_projections_of_layers_that_share_keys_and_values(model_type: str, tmp_path: Path) -> None:
     """Versions of these models that had them have left LoRA for them, which PEFT passes over."""
     fields = {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }  # fmt: skip
+    }
     config = AutoConfig.for_model(model_type, **{**COMMON, **TEXT_MODELS[model_type], **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(model, 0)

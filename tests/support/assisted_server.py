@@ -23,9 +23,10 @@ def assisted_options(directory: Path) -> list[str]:
         "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": SLOWDOWN,
     }  # fmt: skip
     profile = save_made_up_profile(
-        with_demo(EngineConfig(device="cpu", **values)), directory / "profile.json",
+        with_demo(EngineConfig(device="cpu", **values)),
+        directory / "profile.json",
         Figures(link_bytes_per_s=LINK_GIB_PER_S * 2**30),
-    )  # fmt: skip
+    )
     return [
         text
         for name, value in (values | {"profile": profile}).items()

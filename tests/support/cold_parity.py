@@ -29,9 +29,10 @@ NAMES = tuple(spec.name for spec in (*ADAPTER_SPECS, ATTENTION_SPEC))
 
 
 def make_case(
-    directory: Path, specs: Sequence[AdapterSpec] = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC),
+    directory: Path,
+    specs: Sequence[AdapterSpec] = (*ADAPTER_SPECS, ATTENTION_SPEC, LARGE_SPEC),
     quantization: str | None = None,
-) -> ParityCase:  # fmt: skip
+) -> ParityCase:
     """Adapters on all linears, on some, in one layer, with a pattern of ranks, and a large one."""
     return ParityCase("llama-deep", directory, seed=3, specs=specs, quantization=quantization)
 

@@ -40,8 +40,9 @@ def damaged(genuine: bytes) -> st.SearchStrategy[bytes]:
     places = st.integers(0, len(genuine))
     edits = st.lists(
         st.tuples(places, st.integers(0, 8), st.binary(max_size=8) | _SPLINTERS),
-        min_size=1, max_size=4,
-    )  # fmt: skip
+        min_size=1,
+        max_size=4,
+    )
     return (
         st.binary(max_size=256)
         | places.map(lambda end: genuine[:end])

@@ -272,9 +272,10 @@ class FakeGateway:
         self.agents |= {one.agent_id: one for one in change.agents}
         self.adapters |= {one.name: one for one in change.adapters}
         for gone, values in (
-            (change.removed_engines, self.engines), (change.removed_agents, self.agents),
+            (change.removed_engines, self.engines),
+            (change.removed_agents, self.agents),
             (change.removed_adapters, self.adapters),
-        ):  # fmt: skip
+        ):
             for key in gone:
                 values.pop(key, None)
         if change.shares is not None:

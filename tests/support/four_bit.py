@@ -49,9 +49,10 @@ def quantize_in_four_bits(
         codes = _nearest(outer_table, (scales - offset) / of_scale)
         scales = outer_table[codes.long()] * of_scale + offset
         tensors |= {
-            f"{name}.absmax": codes, f"{name}.nested_absmax": outer,
+            f"{name}.absmax": codes,
+            f"{name}.nested_absmax": outer,
             f"{name}.nested_quant_map": outer_table,
-        }  # fmt: skip
+        }
         state |= {
             "nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset,
         }  # fmt: skip

@@ -166,9 +166,7 @@ async def _answers(session: ClientSession, url: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def seen(
-    launcher: EngineLauncher, condition: Callable[[EngineStatus], bool]
-) -> EngineStatus:  # fmt: skip
+async def seen(launcher: EngineLauncher, condition: Callable[[EngineStatus], bool]) -> EngineStatus:
     """The first status that is watched and fits."""
     async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(launcher.watch()) as statuses:
         async for status in statuses:

@@ -100,8 +100,9 @@ def _files() -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[int, torc
     target_map = build_target_map(make_model("llama3-rope"))
     sums: dict[str, dict[int, torch.Tensor]] = {}
     options: dict[str, dict[str, Any]] = {
-        "d": {"r": 3, "target_modules": ["q_proj"]}, "e": {"r": 16},
-    }  # fmt: skip
+        "d": {"r": 3, "target_modules": ["q_proj"]},
+        "e": {"r": 16},
+    }
     for seed, name in enumerate(dict.fromkeys(CONTENTS + SIZES)):
         path = Path(directory.name) / name
         wanted = {"target_modules": ["q_proj", "v_proj", "up_proj"]} | options.get(name, {})

@@ -179,9 +179,10 @@ class RecordedVllm:
         name = (await request.json())["lora_name"]
         if not name:
             return _refused(
-                400, "'lora_name' needs to be provided to unload a LoRA adapter.",
+                400,
+                "'lora_name' needs to be provided to unload a LoRA adapter.",
                 "InvalidUserInput",
-            )  # fmt: skip
+            )
         if self.loaded.pop(name, None) is None:
             return _refused(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
@@ -262,9 +263,10 @@ class _Answer:
         else:
             choice |= {"text": text, "token_ids": None, "prompt_token_ids": None}
         usage = {
-            "prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_tokens,
-        }  # fmt: skip
+        }
         head = self._head()
         return _json({**head, "choices": [choice], "service_tier": None, "usage": usage})
 
@@ -328,8 +330,9 @@ class VllmProcess:
         command = [sys.executable, "-P", "-m", "support.recorded_vllm", str(port)]
         tests = str(Path(__file__).parents[1])
         self.process = subprocess.Popen(
-            [*command, json.dumps(asdict(options))], env={"PYTHONPATH": tests, "PATH": ""},
-        )  # fmt: skip
+            [*command, json.dumps(asdict(options))],
+            env={"PYTHONPATH": tests, "PATH": ""},
+        )
 
     def wait(self) -> None:
         """Until it answers."""

@@ -67,9 +67,10 @@ def save_scripted_model(directory: Path) -> None:
     directory.mkdir(parents=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END,
         "additional_special_tokens": specials,
-    }  # fmt: skip
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -92,9 +92,10 @@ def _act_order(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     back = order.argsort()
     return {
         "qweight": _words(codes[:, back]).T,
-        "qzeros": _words((zeros - 1).T), "scales": scales.T,
+        "qzeros": _words((zeros - 1).T),
+        "scales": scales.T,
         "g_idx": (torch.arange(matrix.shape[1]) // _BLOCK)[back].int(),
-    }, dense[:, back]  # fmt: skip
+    }, dense[:, back]
 
 
 def _experts(matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

@@ -29,9 +29,10 @@ class StuckServer(Served):
         self._file = file
         paths = [str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         super().__init__(
-            *arguments, command=[sys.executable, "-P", "-m", __name__],
+            *arguments,
+            command=[sys.executable, "-P", "-m", __name__],
             environment={FILE_VARIABLE: str(file), "PYTHONPATH": os.pathsep.join(paths)},
-        )  # fmt: skip
+        )
 
     def delay(self, what: str) -> None:
         """Delay each layer by so many seconds, or ``STUCK``; "" = not at all."""

@@ -36,8 +36,9 @@ def test_a_prompt_is_what_the_template_writes() -> None:
         lines = [] if case.system is None else case.system.split("\n")
         tools = [
             tool(name, *filter(None, rest.rstrip(")").split(", ")))
-            for name, found, rest in (line.partition("(") for line in lines) if found
-        ]  # fmt: skip
+            for name, found, rest in (line.partition("(") for line in lines)
+            if found
+        ]
         system = [{"role": "system", "content": line} for line in lines if "(" not in line]
         messages = [*system, {"role": "user", "content": case.prompt}]
         text = render(messages, tools=tools, add_generation_prompt=True)

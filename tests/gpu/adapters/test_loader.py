@@ -194,8 +194,9 @@ def test_what_cannot_be_fetched_fails_alone(
     loading.load(1, 2)
     ends = loading.wait() + loading.wait()
     assert [(done.adapter_id, done.error, done.error_kind) for done in ends] == [
-        (1, reason, kind), (2, None, None)
-    ]  # fmt: skip
+        (1, reason, kind),
+        (2, None, None),
+    ]
 
 
 def test_a_copy_that_cannot_be_started_is_cancelled(loading: Loading) -> None:

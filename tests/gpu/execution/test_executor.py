@@ -226,8 +226,9 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     requests = (new(1, (5, 6)), new(2, (5, 6), ADAPTER))
     (result,) = device.run(
         rows((1, 0, 2, True), (2, 0, 2, True)),
-        new_requests=requests, block_updates=(blocks(1, 0), blocks(2, 1)),
-    )  # fmt: skip
+        new_requests=requests,
+        block_updates=(blocks(1, 0), blocks(2, 1)),
+    )
     base, adapted = (row.token_ids for row in result.rows)
     assert base != adapted
     device.run(evict_adapters=(ADAPTER,))

@@ -161,8 +161,9 @@ def test_it_is_told_once_how_many_workers_are_ready(device: ExecutorDevice) -> N
 def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:
     (result,) = device.run(
         cold_rows((1, 0, 2, True, 0)),
-        new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),),
-    )  # fmt: skip
+        new_requests=(new(1, (5, 6), ADAPTER),),
+        block_updates=(blocks(1, 0),),
+    )
     assert [row.outcome for row in result.rows] == [Outcome.RETRY]
     assert [row.cause for row in result.rows] == [RetryCause.DELTAS]
     assert "load of the adapter has not begun" in (result.rows[0].error or "")

@@ -86,7 +86,7 @@ def begin(device: ExecutorDevice, *patterns: str, **params: Any) -> StepResult:
             constrained(one, pattern, **params) for one, pattern in zip(ids, patterns, strict=True)
         ),
         block_updates=tuple(blocks(one, 2 * one, 2 * one + 1) for one in ids),
-    )  # fmt: skip
+    )
     return results[0]
 
 

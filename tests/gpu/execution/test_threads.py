@@ -67,9 +67,10 @@ def test_noise_takes_all_threads_and_is_not_kept(
 ) -> None:
     runner = FakeRunner(monkeypatch, {1: (1.0, 1.0), 4: (5.0, 5.0)})
     monkeypatch.setattr(
-        threads, "take_samples",
+        threads,
+        "take_samples",
         lambda call, num_quiet, limit_s: [Sample(19.967e-3, 19.9e-3), Sample(20.016e-3, 19.9e-3)],
-    )  # fmt: skip
+    )
     kept = tmp_path / "choice.json"
     assert threads.choose_threads(runner, 4, 2**20, kept) == 4  # type: ignore[arg-type]
     assert runner.num_threads == 4

@@ -180,8 +180,9 @@ def _with_named_arguments(model: PreTrainedModel) -> None:
     assert call in file
     exec(
         textwrap.dedent(file).replace(call, call.replace(" cos, sin", " cos=cos, sin=sin")),
-        vars(modeling_llama), vars(module),
-    )  # fmt: skip
+        vars(modeling_llama),
+        vars(module),
+    )
     _with_forward(model, module.forward)
 
 

@@ -99,10 +99,11 @@ class Engine:
     def step(self, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> None:
         """A step without a wait for its end, like a chunk that does not sample."""
         self.device.launch(
-            self.compute, lambda: None,
+            self.compute,
+            lambda: None,
             reads=[self.blocks.bytes_of(block, 1) for block in reads],
             writes=[self.blocks.bytes_of(block, 1) for block in writes],
-        )  # fmt: skip
+        )
 
     def start(
         self, direction: Direction, *pairs: tuple[int, int], is_demand: bool = True

@@ -81,7 +81,7 @@ def test_values_are_those_of_bitsandbytes(vector: dict[str, Any], tmp_path: Path
             f"{NAME}.absmax": torch.tensor(vector["scales"]).byte(),
             f"{NAME}.nested_absmax": torch.tensor(vector["outer"]),
             f"{NAME}.nested_quant_map": outer_table,
-        }  # fmt: skip
+        }
     else:
         tensors[f"{NAME}.absmax"] = torch.tensor(vector["scales"])
     text = torch.tensor(list(json.dumps(state).encode())).byte()

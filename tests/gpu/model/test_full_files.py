@@ -124,10 +124,11 @@ def stored_tensors() -> list[tuple[dict[str, Any], Tensors]]:
     gptq = {"qweight": words[:8], "g_idx": torch.arange(64).int() // 32, **rest}
     integers = {"bits": 4, "group_size": 32, "desc_act": True}
     return [
-        *recorded, (four_bit_config(), four_bit),
+        *recorded,
+        (four_bit_config(), four_bit),
         ({"quant_method": "awq", **integers}, {f"layer.{name}": awq[name] for name in awq}),
         ({"quant_method": "gptq", **integers}, {f"layer.{name}": gptq[name] for name in gptq}),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(RECORDED) + 3))

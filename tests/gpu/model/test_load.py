@@ -307,9 +307,10 @@ def test_weights_that_text_never_meets_are_not_read(
     whole.save_pretrained(tmp_path)
     model = load(tmp_path)
     text = {
-        name: one for name, one in whole.named_parameters()
+        name: one
+        for name, one in whole.named_parameters()
         if name.startswith(("model.language_model.", "lm_head."))
-    }  # fmt: skip
+    }
     assert dict(model.named_parameters()).keys() == text.keys()
     assert all(torch.equal(model.get_parameter(name), one) for name, one in text.items())
     in_files = WeightFiles(ModelSource(str(tmp_path))).names

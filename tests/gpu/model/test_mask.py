@@ -44,7 +44,7 @@ def outside(low: int) -> MaskFunction:
         (and_masks(causal_mask_function, outside(2)), None),
         (lambda batch, head, query, key: torch.zeros(5, 5)[query, key] == 0, None),
     ],
-)  # fmt: skip
+)
 def test_other_masks_are_refused(mask: MaskFunction, local_size: int | None) -> None:
     with pytest.raises(ModelError, match="its attention mask is"):
         read_mask(mask, local_size)

@@ -107,7 +107,7 @@ def in_integers(**changes: torch.Tensor | None) -> Tensors:
         (in_integers(weight=torch.rand(8, 16)), BNB, "no such tensor of 8-bit integers"),
         (in_integers(weight_format=torch.tensor(1).byte()), BNB, "its rows are not in order"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_refused(
     tensors: Tensors, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:

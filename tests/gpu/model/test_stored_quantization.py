@@ -241,8 +241,9 @@ def test_what_is_read_in_full() -> None:
     assert read({"quant_method": "mxfp4"}) == StoredQuantization("mxfp4")
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     assert read(blocks) == StoredQuantization("fp8", block=(128, 64))
-    floats = compressed("float-quantized", num_bits=8, type="float", strategy="block",
-                        block_structure=[128, 128])  # fmt: skip
+    floats = compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
+    )
     assert read(floats).in_full and read(floats).block == (128, 128)
     assert (
         read(gptq(desc_act=True)).in_full and not read(gptq(desc_act=True, group_size=-1)).in_full

@@ -92,9 +92,10 @@ def test_end_tokens_of_the_generation_config(given: Any, expected: tuple[int, ..
 
 def test_all_end_tokens_count_together() -> None:
     found, _ = read(
-        tokenizer_config={"eos_token": "<end>"}, special_tokens_map={"eos_token": "</s>"},
+        tokenizer_config={"eos_token": "<end>"},
+        special_tokens_map={"eos_token": "</s>"},
         generation_config={"eos_token_id": [3]},
-    )  # fmt: skip
+    )
     assert found.eos_token_ids == (2, 3)  # </s> ends answers of the base
 
 

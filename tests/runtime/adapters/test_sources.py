@@ -117,8 +117,9 @@ def test_start_warns_of_what_it_passes_over(
     fail(monkeypatch, tmp_path / "lost+found" / "adapter_config.json", errno.EACCES)
     sources = collect_sources(str(tmp_path), ["b=elsewhere"], ["base"])
     assert [(one.name, one.path) for one in sources] == [
-        ("a", str(tmp_path / "a")), ("b", "elsewhere"),
-    ]  # fmt: skip
+        ("a", str(tmp_path / "a")),
+        ("b", "elsewhere"),
+    ]
     unreadable, colon, base, twice = sorted(caplog.messages, key=lambda one: "skipped" in one)
     assert "'lost+found' cannot be read (Permission denied)" in unreadable
     assert "2026-11-25T16:45:00" in colon and "a backslash or a colon" in colon

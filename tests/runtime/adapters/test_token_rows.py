@@ -76,8 +76,9 @@ def test_rows_of_an_embedding_are_those_of_a_tied_head(
 ) -> None:
     adapter = resolve(
         raw(f"model.embed.{_DELTA}", 3, _FEATURES),
-        target_map=make_map(is_tied=is_tied), trainable_token_indices=indices,
-    )  # fmt: skip
+        target_map=make_map(is_tied=is_tied),
+        trainable_token_indices=indices,
+    )
     targets = [_EMBEDDING, _HEAD] if of_head else [_EMBEDDING]
     assert [one.target for one in adapter.rows] == targets
     for one in adapter.rows:
@@ -90,10 +91,11 @@ def test_rows_of_an_embedding_are_those_of_a_tied_head(
 
 def test_a_tied_head_with_other_tokens_has_its_own_rows() -> None:
     adapter = resolve(
-        raw(f"model.embed.{_DELTA}", 2, _FEATURES), raw(f"lm_head.{_DELTA}", 1, _FEATURES),
+        raw(f"model.embed.{_DELTA}", 2, _FEATURES),
+        raw(f"lm_head.{_DELTA}", 1, _FEATURES),
         target_map=make_map(is_tied=True),
         trainable_token_indices=(("embed", (3, 4)), ("lm_head", (7,))),
-    )  # fmt: skip
+    )
     assert [spans(one) for one in adapter.rows] == [[(3, 5)], [(7, 8)]]
 
 
@@ -114,8 +116,9 @@ def test_a_whole_weight_is_the_tied_heads_unless_it_is_a_module_of_its_own(
 def test_rows_that_differ_are_kept_beside_trained_ones() -> None:
     adapter = resolve(
         raw("model.embed.token_adapter.base_layer.weight", _TOKENS, _FEATURES),
-        raw(f"model.embed.{_DELTA}", 1, _FEATURES), trainable_token_indices=(("", (12,)),),
-    )  # fmt: skip
+        raw(f"model.embed.{_DELTA}", 1, _FEATURES),
+        trainable_token_indices=(("", (12,)),),
+    )
     (rows,) = adapter.rows
     differs = np.zeros(_TOKENS, np.bool_)
     differs[[2, 5, 12, 13, 29]] = True

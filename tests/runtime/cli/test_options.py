@@ -37,9 +37,10 @@ def test_every_option_has_a_line_and_a_sentence() -> None:
 
 def test_every_limit_of_requests_is_on_the_page() -> None:
     of_http = [
-        spec.flag for spec in option_specs(ServeConfig)
+        spec.flag
+        for spec in option_specs(ServeConfig)
         if spec.name.startswith("max_") or spec.name.endswith("timeout_s")
-    ]  # fmt: skip
+    ]
     of_engine = ("--max-model-len", "--max-num-waiting", "--max-queue-s", "--max-stop-strings",
                  "--max-logit-bias")  # fmt: skip
     rows = TABLES["limits"]().splitlines()

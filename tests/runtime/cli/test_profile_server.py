@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("own_logging")
         ((*HERE[:4], "/nowhere/p.json", *TOLD), "there is no directory /nowhere"),
         (("profile", "--max-num-seqs", "4"), "--max-num-seqs needs --url: it is for measuring"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

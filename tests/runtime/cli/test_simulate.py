@@ -192,9 +192,10 @@ def test_table_and_pictures_say_the_same(
 ) -> None:  # fmt: skip
     drawn: list[tuple[Mapping[str, FirstTokenCurve], float, str]] = []
     monkeypatch.setattr(
-        pictures, "draw_first_tokens",
+        pictures,
+        "draw_first_tokens",
         lambda curves, marked, _, title, *__: drawn.append((curves, marked, title)),
-    )  # fmt: skip
+    )
     for number in (1, 2, 3):
         out = tmp_path / str(number)
         options = ["--seeds", str(number), "--percentile", str(percentile), "--out", str(out)]

@@ -10,18 +10,21 @@ GPUS, GPU = Node(16.0, 4.0), Node(8.0, 1.0)
 
 def test_engines_go_evenly_over_machines_and_none_to_the_head() -> None:
     assert spread([HEAD, SMALL, LARGE], [], 3, on_gpus=True) == [
-        AgentResources(2, 8.0, 0.0), AgentResources(1, 4.0, 0.0)
-    ]  # fmt: skip
+        AgentResources(2, 8.0, 0.0),
+        AgentResources(1, 4.0, 0.0),
+    ]
     assert spread([SMALL, SMALL, SMALL], [], 2, on_gpus=True) == [AgentResources(1, 4.0, 0.0)] * 2
 
 
 def test_an_engine_has_a_gpu_and_an_agent_all_cores() -> None:
     assert spread([LARGE, GPU, GPUS], [], 4, on_gpus=True) == [
-        AgentResources(3, 16.0, 3.0), AgentResources(1, 8.0, 1.0)
-    ]  # fmt: skip
+        AgentResources(3, 16.0, 3.0),
+        AgentResources(1, 8.0, 1.0),
+    ]
     assert spread([GPU, SMALL], [], 2, on_gpus=False) == [
-        AgentResources(1, 8.0, 0.0), AgentResources(1, 4.0, 0.0)
-    ]  # fmt: skip
+        AgentResources(1, 8.0, 0.0),
+        AgentResources(1, 4.0, 0.0),
+    ]
     assert AgentResources(1, 8.0, 1.0).by_ray_name() == {"CPU": 8.0, "GPU": 1.0}
     assert AgentResources(1, 8.0, 0.0).by_ray_name() == {"CPU": 8.0}
 

@@ -20,9 +20,10 @@ from support.damage import JSON_VALUES, damaged, few_and_many
 from support.fake_cluster import profile_of
 
 KINDS = [
-    one for _, one in inspect.getmembers(wire, inspect.isclass)
+    one
+    for _, one in inspect.getmembers(wire, inspect.isclass)
     if issubclass(one, Wire) and one is not Wire
-]  # fmt: skip
+]
 NUM_CASES = [30, pytest.param(3000, marks=pytest.mark.full)]
 _INTEGERS = st.integers(-(2**63), 2**64 - 1)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)

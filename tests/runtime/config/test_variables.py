@@ -24,9 +24,9 @@ _SPECS = option_specs(EngineConfig) + option_specs(ServeConfig)
         ("TRUST_REMOTE_CODE", "1", True),
         ("TRUST_REMOTE_CODE", "Off", False),
         ("API_KEY", "one 'two three'", ("one", "two three")),
-        ("SERVED_MODEL_NAME", "a \"b c\"", ("a", "b c")),
+        ("SERVED_MODEL_NAME", 'a "b c"', ("a", "b c")),
     ],
-)  # fmt: skip
+)
 def test_values(name: str, text: str, value: Any) -> None:
     values = read_variables({PREFIX + name: text, "PORT": "1", "PATH": "/bin"}, _SPECS)
     assert values == {name.lower(): value}

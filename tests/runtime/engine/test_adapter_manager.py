@@ -439,8 +439,9 @@ def test_files_are_read_when_they_are_asked_for_and_once(
     ]
     assert conventions[-1] == files.conventions["/a"]
     assert [one for one in told if isinstance(one, OperationDone)] == [
-        OperationDone(1), OperationDone(2),
-    ]  # fmt: skip
+        OperationDone(1),
+        OperationDone(2),
+    ]
     assert files.num_reads == 1
     manager.handle(ReadAdapter(3, "a"))
     assert wait_done(manager)[0] == OperationDone(3)

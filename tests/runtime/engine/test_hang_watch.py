@@ -27,9 +27,10 @@ class Looks:
             self._now_s += step_s
             signs = self._signs
             self._signs = signs._replace(
-                num_beats=signs.num_beats + beats, num_advances=signs.num_advances + advances,
+                num_beats=signs.num_beats + beats,
+                num_advances=signs.num_advances + advances,
                 activity=activity,
-            )  # fmt: skip
+            )
             self.watch.look(self._signs, self._now_s)
             states.add(self.watch.state)
         return states

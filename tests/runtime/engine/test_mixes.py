@@ -83,8 +83,9 @@ def test_requests_wait_for_parts_and_then_for_the_mix() -> None:
     world.add("b", "b2")
     source = world.read(MIX)
     assert [(part.name, part.digest, part.scale) for part in source.parts] == [
-        ("a", "a", 1.0), ("b", "b2", 0.5),
-    ]  # fmt: skip
+        ("a", "a", 1.0),
+        ("b", "b2", 0.5),
+    ]
     world.mixes.use(MIX.lora_name)
     world.mixes.use("a")
     assert world.registry.resolve(MIX.lora_name).digest == MIX.lora_name

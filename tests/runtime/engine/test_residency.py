@@ -21,7 +21,7 @@ from corun.runtime.engine.messages import (
     PinAdapter,
     RemoveAdapter,
     RequestUpdate,
-)  # fmt: skip
+)
 from corun.runtime.errors import RequestError
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.memory.host_cache import HostCache

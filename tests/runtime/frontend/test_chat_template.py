@@ -52,7 +52,7 @@ RENDERED = {
     "{{ m.reasoning }}{% endfor %}",
     "strings": "{{ messages[0].content.split(' ')[0].upper() }}{{ '%s' | format('x') }}"
     "{{ messages[-1].get('name', 'no') }}{{ messages[0].get('name', 'no') }}",
-}  # fmt: skip
+}
 REFUSED = {
     "raised": "{{ raise_exception('roles must alternate') }}",
     "no number": "{{ messages[0]['content'] + 1 }}",

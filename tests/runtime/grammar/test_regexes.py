@@ -32,8 +32,9 @@ def repeated(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 PATTERNS = st.recursive(st.sampled_from(ATOMS), repeated, max_leaves=8)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
+@settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(PATTERNS, st.booleans(), st.integers(0, 2**32))
 def test_answers_match(pattern: str, is_anchored: bool, seed: int) -> None:
     structured = StructuredOutput("regex", f"^{pattern}$" if is_anchored else pattern)

@@ -110,8 +110,9 @@ def answer(grammar: str, rng: random.Random) -> str | None:
     return None
 
 
-@settings(max_examples=300, deadline=None, derandomize=True,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_answers_validate_or_the_keyword_is_named(schema: Any, seed: int) -> None:
     structured = StructuredOutput("json_schema", json.dumps(schema))

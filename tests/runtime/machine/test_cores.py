@@ -50,7 +50,7 @@ def test_auto_respects_the_cpuset() -> None:
     facts = machine(
         TWO_SOCKETS.core_cpus, nodes=((0, 1, 2, 3, 8, 9, 10, 11), (4, 5)), allowed=(1, 2, 10, 11)
     )
-    chosen = plan(facts, node=0)  # fmt: skip
+    chosen = plan(facts, node=0)
     assert (chosen.engine_cpus, chosen.worker_cpus) == ((1,), (2, 11))
     away = plan(facts, node=1)
     assert (away.engine_cpus, away.worker_cpus) == ((1,), (2, 11))
@@ -134,7 +134,7 @@ def test_slow_lists_are_warned_of() -> None:
     facts = machine(
         TWO_SOCKETS.core_cpus, nodes=((*range(4), *range(8, 12)), (4, 5, 6, 7)), quota=4.0
     )
-    chosen = plan(facts, workers=(1, 8, 2, 10, 5), engine=(0,), node=0)  # fmt: skip
+    chosen = plan(facts, workers=(1, 8, 2, 10, 5), engine=(0,), node=0)
     assert chosen.worker_cpus == (1, 8, 2, 10, 5)  # it is done as it was said
     assert [text.partition(" ")[0] for text in chosen.warnings] == [
         "workers", "the", "workers", "--cpu-cores",

@@ -82,9 +82,10 @@ class TestWithAProfile:
     def test_a_chunk_ends_with_the_time(self, mix: bool) -> None:
         """0.9 of 0.2 s; a pass of its own costs nothing on this machine."""
         scheduler = make(
-            times=ProfiledTimes(_MODEL, _MAX_TOKENS), max_decode_gap_s=0.2,
+            times=ProfiledTimes(_MODEL, _MAX_TOKENS),
+            max_decode_gap_s=0.2,
             mix_decode_with_prefill=mix,
-        )  # fmt: skip
+        )
         steps = decoding(scheduler, 5)
         assert chunk_beside(scheduler, steps) == (180 - 10 - 5 * 2) // 4 * 4
         assert scheduler.decode_gap.bound_s == 0.2
@@ -166,9 +167,10 @@ def test_every_step_keeps_the_bound_or_computes_the_least(
     """Each step has at least one prompt token if there are any, so all prompts end."""
     model = replace(_MODEL, host_step_s=step_s, step_s=Curve((0.0, 1.0), (0.0, token_s)))
     scheduler = make(
-        times=ProfiledTimes(model, _MAX_TOKENS), max_decode_gap_s=gap_s,
+        times=ProfiledTimes(model, _MAX_TOKENS),
+        max_decode_gap_s=gap_s,
         mix_decode_with_prefill=mix,
-    )  # fmt: skip
+    )
     steps = decoding(scheduler, num_decodes)
     for number, prompt in enumerate(prompts, start=100):
         scheduler.add_request(make_request(number, prompt=prompt, max_tokens=1), 0.0)
@@ -225,9 +227,7 @@ def served_by_eight_clients(
     options = SimulationOptions(
         scheduling_policy="corun", max_decode_gap_s=max_decode_gap_s, factors=factors
     )
-    parts = build_simulated_parts(
-        _ONE_BILLION, workload, options, clock=clock, sleep=clock.sleep
-    )  # fmt: skip
+    parts = build_simulated_parts(_ONE_BILLION, workload, options, clock=clock, sleep=clock.sleep)
     sent_s: dict[int, float] = {}
     tokens_s = defaultdict[int, list[float]](list)
 

@@ -77,8 +77,9 @@ class TestEnds:
         scheduler = make_scheduler()
         forced: dict[str, Any] = {"structured_output": StructuredOutput("regex", "a")}
         assert self.end_of(scheduler, max_tokens=max_tokens, **forced) == (
-            tokens[:max_tokens], "length",
-        )  # fmt: skip
+            tokens[:max_tokens],
+            "length",
+        )
         assert scheduler.counters.generated_tokens == max_tokens
         stop: dict[str, Any] = {"stop_token_ids": (tokens[max_tokens - 1],), "max_tokens": 12}
         expected = self.end_of(make_scheduler(), **stop)

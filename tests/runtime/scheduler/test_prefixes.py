@@ -60,8 +60,9 @@ def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_pre
     """Nor while its own blocks drain. The reservation contains history that is held now."""
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=64, keeps_prefixes=True),
-        max_model_len=256, max_num_batched_tokens=256,
-    )  # fmt: skip
+        max_model_len=256,
+        max_num_batched_tokens=256,
+    )
     executor = make_executor(scheduler)
     history = tuple(range(1000, 1160))
     scheduler.add_request(make_request(1, prompt=history, max_tokens=1), 0.0)
@@ -114,9 +115,10 @@ def test_requests_side_by_side_compute_for_themselves_and_keep_one_copy() -> Non
 
 def test_a_preempted_request_goes_on_behind_its_own() -> None:
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=8, keeps_prefixes=True), predictor=Guess(1),
+        memory=make_memory(num_blocks=8, keeps_prefixes=True),
+        predictor=Guess(1),
         growth_headroom=0.0,
-    )  # fmt: skip
+    )
     executor = make_executor(scheduler)
     pair = [
         make_request(request_id, prompt=(request_id, *PROMPT[:9]), max_tokens=12)

@@ -27,10 +27,11 @@ def pages(start_server: Callable[..., Any], engine: Any) -> Any:
 
 def preflight(http: httpx.Client, path: str, origin: str, method: str = "POST") -> httpx.Response:
     headers = {
-        "origin": origin, "access-control-request-method": method,
+        "origin": origin,
+        "access-control-request-method": method,
         "access-control-request-headers": "authorization,content-type,x-stainless-os",
         "access-control-request-private-network": "true",
-    }  # fmt: skip
+    }
     return http.options(path, headers=headers)
 
 

@@ -113,9 +113,10 @@ def test_requests_are_counted_by_adapter(start_server: Callable[..., Any], engin
         samples = read_metrics(http)
     model = ("model_name", "tiny")
     for name, per_request in (
-        ("time_to_first_token_seconds_count", 1), ("prompt_tokens_total", 5),
+        ("time_to_first_token_seconds_count", 1),
+        ("prompt_tokens_total", 5),
         ("generation_tokens_total", 4),
-    ):  # fmt: skip
+    ):
         told = {
             dict(labels)["adapter_name"]: value
             for (sample, labels), value in samples.items()
@@ -152,8 +153,9 @@ def test_adapter_series_are_capped(http: httpx.Client, engine: Any) -> None:
     assert {labels["adapter_name"]: labels["level"] for labels in named}["upper"] == "device"
     others = [
         samples["corun:lora_adapter_loaded", tuple(sorted(labels.items()))]
-        for labels in loaded if labels["adapter_name"] == "other"
-    ]  # fmt: skip
+        for labels in loaded
+        if labels["adapter_name"] == "other"
+    ]
     assert sorted(others) == [20, 26], "on disk, and in host memory"
     for level, number in (("device", 1), ("partial", 0), ("host", 281), ("disk", 20)):
         assert samples[f"corun:num_{level}_loaded_lora_adapters", (model,)] == number

@@ -141,8 +141,9 @@ def test_a_disk_that_has_room_again(
     torn, whole = path.read_text().splitlines()
     assert (torn, json.loads(whole)["id"]) == ('{"arriv', "cmpl-3")
     assert [message.partition(": ")[2][:13] for message in caplog.messages] == [
-        "cannot write,", "writing works",
-    ]  # fmt: skip
+        "cannot write,",
+        "writing works",
+    ]
     assert "3 lines are missing" in caplog.messages[1]
 
 

@@ -60,8 +60,9 @@ def test_the_first_state_is_whole(http: httpx.Client, engine: FakeEngine) -> Non
     assert (first.beat, first.is_ready, first.load) == (12, True, LOAD)
     assert first.accepted == {}
     assert [(one.name, one.level, one.rank) for one in first.adapters] == [
-        ("digits", "host", 64), ("upper", "device", 8),
-    ]  # fmt: skip
+        ("digits", "host", 64),
+        ("upper", "device", 8),
+    ]
     assert first.adapters[0].digest == engine.adapters["digits"].version
     with listening(http) as states:
         assert next(states).incarnation == first.incarnation

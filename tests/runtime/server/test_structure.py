@@ -129,13 +129,14 @@ def test_the_value_reaches_the_engine(http: httpx.Client, engine: FakeEngine, pa
     [
         (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-            "not_served", "structured_outputs.whitespace_pattern",
+            "not_served",
+            "structured_outputs.whitespace_pattern",
         ),
         ({"structured_outputs": {"regexp": "a"}}, "unknown_field", "structured_outputs.regexp"),
         ({"guided_choice": "a"}, "invalid_type", "guided_choice"),
         ({"response_format": {"type": "xml"}}, "invalid_type", "response_format.type"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", PROMPTS)
 def test_errors_name_the_field(
     http: httpx.Client, path: str, fields: dict[str, Any], code: str, param: str

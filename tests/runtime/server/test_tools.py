@@ -84,8 +84,9 @@ def test_a_stream_has_the_same_parts(
     pieces = [piece for one in deltas for piece in one.get("tool_calls", ())]
     heads = [piece for piece in pieces if "id" in piece]
     assert [(one["index"], one["type"], one["function"]["name"]) for one in heads] == [
-        (0, "function", "add"), (1, "function", "now"),
-    ]  # fmt: skip
+        (0, "function", "add"),
+        (1, "function", "now"),
+    ]
     for index, (_, arguments) in enumerate(QWEN.calls):
         own = [one["function"]["arguments"] for one in pieces if one["index"] == index]
         assert "".join(own) == arguments

@@ -204,9 +204,7 @@ def test_death_loses_no_request(dies_s: float) -> None:
 
 def test_nothing_is_sent_where_nobody_is_yet_or_any_more() -> None:
     requests = workload(*((0.5 * index, index % 3, 300, 20) for index in range(20)))
-    lives = (
-        replace(LIFE, leaves_s=3.1), replace(LIFE, joins_s=6.0), replace(LIFE, dies_s=2.0)
-    )  # fmt: skip
+    lives = (replace(LIFE, leaves_s=3.1), replace(LIFE, joins_s=6.0), replace(LIFE, dies_s=2.0))
     replayed = cluster(requests, servers=lives)
     assert len(replayed.records) == 20
     assert {record.num_output_tokens for record in replayed.records} == {20}

@@ -202,7 +202,7 @@ def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
         (1, 2.0 + 0.25 + 3.6 + 2.0),
         (2, 2 * (2.0 + 0.25 + 3.6)),
     ],
-)  # fmt: skip
+)
 def test_an_assisted_row_takes_what_the_planner_says(split_layer: int, end_s: float) -> None:
     driven = DrivenExecutor(NO_LATENCY)
     driven.submit(
@@ -217,9 +217,10 @@ def test_factors_slow_what_they_name() -> None:
     def end_s(factors: Factors, split_layer: int) -> float:
         driven = DrivenExecutor(slowed(NO_LATENCY, factors))
         driven.submit(
-            row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),),
+            row(1, 0, 4, split_layer=split_layer),
+            new=(request(1, 4, adapter=1),),
             transfers=(load(1),),
-        )  # fmt: skip
+        )
         return next(time_s for time_s, one in driven.results() if isinstance(one, StepResult))
 
     assert end_s(Factors(step=2.0), 0) == pytest.approx(1.0 + 4.0 + 4.0)

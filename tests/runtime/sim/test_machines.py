@@ -44,8 +44,9 @@ def test_an_a100_takes_what_toppings_measured() -> None:
     prefill_s = [step_s("a100-llama2-7b", (tokens, 0, 0)) for tokens in (256, 1024)]
     assert prefill_s == pytest.approx([44e-3, 90e-3], rel=1e-3)
     for name, expected in (
-        ("a100-llama2-7b", [34.8e-3, 35.8e-3]), ("a100-llama2-7b-exact", [35.3e-3, 35.9e-3]),
-    ):  # fmt: skip
+        ("a100-llama2-7b", [34.8e-3, 35.8e-3]),
+        ("a100-llama2-7b-exact", [35.3e-3, 35.9e-3]),
+    ):
         rows = [[(1, 50, rank)] * number for number, rank in ((24, 32), (16, 64))]
         assert [step_s(name, *each) for each in rows] == pytest.approx(expected, rel=1e-3)
     # One row of a larger rank makes the others as slow as itself, or only itself.

@@ -130,7 +130,7 @@ def mooncake(line: str) -> Callable[[Path], None]:
         (azure((3, "2023-11-16 18:15:49.0,2,44")), "row 2 arrives before the one above it"),
         (lambda directory: write(directory / _AZURE, _AZURE_ROWS[:1]), "holds no request"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_csv_is_said_in_one_line(
     tmp_path: Path, make: Callable[[Path], None], error: str
 ) -> None:

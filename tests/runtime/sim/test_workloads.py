@@ -262,9 +262,10 @@ def test_functions_are_popular_by_all_their_calls_where_arrivals_are_others(
     path = tmp_path / "invocations_per_function_md.anon.d01.csv"
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     spec = WorkloadSpec(
-        requests=4000, adapters=AdapterSpec(popularity="maf", ranks=(8, 64)),
+        requests=4000,
+        adapters=AdapterSpec(popularity="maf", ranks=(8, 64)),
         lengths=LengthSpec(source="fixed"),
-    )  # fmt: skip
+    )
     workload = draw_workload(spec, tmp_path)
     assert sorted(workload.ranks) == [8, 64]
     assert np.mean([one.adapter for one in workload.requests]) == pytest.approx(0.25, abs=0.03)

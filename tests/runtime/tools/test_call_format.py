@@ -109,8 +109,9 @@ def test_plain_calls_are_a_list() -> None:
     grammar = CallGrammar(
         calls=PLAIN_CALLS, functions=FUNCTIONS, is_parallel=True, mark_ids={}
     ).forced()
-    assert accepts(grammar, '[{"name": "add", "arguments": {"x": 1}}, '
-                            '{"name": "now", "arguments": {}}]')  # fmt: skip
+    assert accepts(
+        grammar, '[{"name": "add", "arguments": {"x": 1}}, {"name": "now", "arguments": {}}]'
+    )
     assert not accepts(grammar, "[]")
 
 

@@ -39,14 +39,14 @@ def test_values_are_those_of_transformers(kind: str, text: str, arguments: dict[
     [
         ("int", "three", {}),
         ("json", "{", {}),
-        ("json", '{a:<<x}', {"string_delims": [["<<", ">>"]]}),
+        ("json", "{a:<<x}", {"string_delims": [["<<", ">>"]]}),
         ("json", "[" * 100_000, {}),
         ("xml-inline", "x", {}),
         ("xml-inline", "x", {"tag_pattern": "("}),
         ("xml-inline", "x", {"tag_pattern": "x"}),
         ("xml-inline", "a" * 5000 + "c", {"tag_pattern": "(?P<key>a|aa)+b"}),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_an_error(kind: str, text: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 -- the caller shows the text, not the message
         value_of(text, kind, arguments)

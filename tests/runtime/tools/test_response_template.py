@@ -145,9 +145,10 @@ def test_without_a_known_form_only_forced_calls_are_served() -> None:
 def test_a_template_may_need_the_token_that_ends_an_answer() -> None:
     calls = {
         "open_pattern": r'\{"name": "(?P<name>\w+)", "parameters": ',
-        "close_pattern": r"\}<\|eot_id\|>\s*", "content": "json",
+        "close_pattern": r"\}<\|eot_id\|>\s*",
+        "content": "json",
         "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
-    }  # fmt: skip
+    }
     own = {"start_anchor": "<a>", "fields": {"content": {}, "tool_calls": calls}}
     llama = SAMPLES["llama"]
     templates: Templates = [(json.dumps(own), llama.chat_template)]

@@ -175,9 +175,10 @@ def test_adapters_are_listed_with_copies_and_levels() -> None:
         assert (await cluster.get("/v1/lora_adapters/z"))[0] == 404
 
     in_cluster(
-        work, ScriptedEngine("e0"),
+        work,
+        ScriptedEngine("e0"),
         adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent")),
-    )  # fmt: skip
+    )
 
 
 def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[str]) -> None:

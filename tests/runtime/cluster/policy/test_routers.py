@@ -28,10 +28,11 @@ def _send(router: Router, servers: Sequence[ServerView], number: int) -> list[Se
     for index in range(number):
         session = f"session {draws.randrange(5)}" if draws.random() < 0.5 else None
         request = request_of(
-            draws.choice((0, 8, 16, 128)), session=session,
+            draws.choice((0, 8, 16, 128)),
+            session=session,
             num_prompt_tokens=draws.choice((1, 100, 5000)),
             predicted_output_tokens=draws.choice((0.0, 1.0, 300.0)),
-        )  # fmt: skip
+        )
         now_s = 0.01 * index
         order = router.rank(request, servers, now_s, rng)
         orders.append(order)

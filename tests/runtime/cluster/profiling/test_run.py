@@ -166,7 +166,7 @@ def test_parts_of_another_server_are_none_of_this_one(tmp_path: Path) -> None:
         ({"sees_files": False}, ProfileError, "does not see .*; give --adapters-dir"),
         ({"max_model_len": 64}, ProfileError, "which are too few to measure it"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_measured_is_said_in_one_line(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:

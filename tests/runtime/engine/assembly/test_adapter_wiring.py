@@ -120,9 +120,10 @@ def test_conventions_can_be_left(host: Host, folder: Path) -> None:
 def test_links_lead_where_the_options_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(
-        lora_dir="loras", lora_resolver=("hub:acme", f"directory:{tmp_path}/more"),
+        lora_dir="loras",
+        lora_resolver=("hub:acme", f"directory:{tmp_path}/more"),
         allowed_lora_dirs=("a", "/b"),
-    )  # fmt: skip
+    )
     assert adapter_roots(config) == AdapterRoots(
         str(tmp_path / "loras"), (str(tmp_path / "a"), "/b"), (str(tmp_path / "more"),)
     )

@@ -126,13 +126,14 @@ def test_unknown_names_are_refused() -> None:
 @given(
     parts=st.lists(
         st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.5, 1.0]), max_size=4),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     ),
     previous=st.dictionaries(
         st.sampled_from("abcdef"),
         st.dictionaries(st.sampled_from(["s00", "s01", "s02", "s03"]), st.just(1.0), max_size=3),
     ),
-)  # fmt: skip
+)
 def test_the_least_is_copied(
     parts: list[dict[str, float]], previous: dict[str, dict[ServerId, float]]
 ) -> None:
