@@ -95,8 +95,10 @@ def rate_of(
 
 def _requests_per_s(address: tuple[str, int]) -> float:
     request = request_bytes(stream=False, max_tokens=1)
-    asked = {"num_connections": _NUM_ASKING, "measured_s": _MEASURED_S}
-    return throughput(address, request, b"}", **asked)[0]
+    requests_per_s, _ = throughput(
+        address, request, b"}", num_connections=_NUM_ASKING, measured_s=_MEASURED_S
+    )
+    return requests_per_s
 
 
 def _tokens_per_s(address: tuple[str, int]) -> float:
