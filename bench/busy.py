@@ -257,9 +257,11 @@ def _options() -> argparse.Namespace:
         help="another project's server for a kind of weights, ready when /health answers",
     )  # fmt: skip
     parser.add_argument(
-        "--peer-fields", default="{}", metavar="JSON",
+        "--peer-fields",
+        default="{}",
+        metavar="JSON",
         help="extra fields of requests to it; ADAPTER = the adapter's number",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="seconds per cell, to try the script")
     parser.add_argument("--results", type=Path, help="file of figures")
     parser.add_argument(

@@ -149,9 +149,11 @@ def main() -> int:
         for text in exceeded[fault]:
             print(f"EXCEEDED {text}", flush=True)
     report(
-        "cluster_faults", {"faults": list(figures), "repeats": options.repeats}, figures,
+        "cluster_faults",
+        {"faults": list(figures), "repeats": options.repeats},
+        figures,
         {fault: not texts for fault, texts in exceeded.items()},
-    )  # fmt: skip
+    )
     return 1 if any(exceeded.values()) else 0
 
 

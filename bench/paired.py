@@ -98,8 +98,10 @@ def setup(root: Path | None = None) -> dict[str, Any]:
     root = root or Path(__file__).resolve().parent.parent
     commit = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
     cpu = next(
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
          if line.startswith("model name")),

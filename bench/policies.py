@@ -111,9 +111,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _results(
-    options: argparse.Namespace, runs: Sequence[tuple[Setting, str]], runner: Runner,
+    options: argparse.Namespace,
+    runs: Sequence[tuple[Setting, str]],
+    runner: Runner,
     make_cell: Callable[[argparse.Namespace, tuple[Setting, str], int], Cell],
-) -> verdicts.Results:  # fmt: skip
+) -> verdicts.Results:
     """``make_cell``: of a run and a seed."""
     seeds = range(1, options.seeds + 1)
     cells = {run: [make_cell(options, run, seed) for seed in seeds] for run in runs}
@@ -205,9 +207,11 @@ def _announce(options: argparse.Namespace, num_runs: int, num_searches: int) -> 
 
 
 def _report(
-    options: argparse.Namespace, results: verdicts.Results, units: Mapping[str, float],
+    options: argparse.Namespace,
+    results: verdicts.Results,
+    units: Mapping[str, float],
     largest: Mapping[str, float],
-) -> None:  # fmt: skip
+) -> None:
     machines = {recipe: machine_of(recipe).name for recipe in units}
     pairs = verdicts.judge_pairs(results, verdicts.all_bounds()) | verdicts.judge_accuracy(results)
     shares = verdicts.judge_preemptions(results)
@@ -280,8 +284,10 @@ def _medians(results: verdicts.Results) -> dict[str, dict[str, float]]:
 
 
 def _workload(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(options).items()}  # fmt: skip
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:

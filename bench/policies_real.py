@@ -104,9 +104,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _least_link(
-    runs: Sequence[tuple[Pair, Cell, bool]], columns: Mapping[str, Column], results: Results,
+    runs: Sequence[tuple[Pair, Cell, bool]],
+    columns: Mapping[str, Column],
+    results: Results,
     traces: Path | None,
-) -> Ratio:  # fmt: skip
+) -> Ratio:
     """What any policy must load, since nothing is there at first, over what B has loaded."""
     of_b = [(pair, cell) for pair, cell, is_b in runs if pair.name == "memory" and is_b]
     ratios = []
@@ -225,9 +227,11 @@ def _real(
 
 
 def _measure(
-    runs: Sequence[tuple[Pair, Cell, bool]], kept: Kept,
-    run: Callable[[Pair, Cell], tuple[Figures, float]], cpus: Sequence[int],
-) -> tuple[Results, int]:  # fmt: skip
+    runs: Sequence[tuple[Pair, Cell, bool]],
+    kept: Kept,
+    run: Callable[[Pair, Cell], tuple[Figures, float]],
+    cpus: Sequence[int],
+) -> tuple[Results, int]:
     """Run what is not kept yet; each is kept as it ends. How many of them others disturbed."""
     missing = sum(not kept.path(cell, is_b=is_b).exists() for _, cell, is_b in runs)
     _say(f"{missing} of {len(runs)} runs to do, about {missing * _RUN_S / 60:.0f} min")

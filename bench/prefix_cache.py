@@ -197,9 +197,11 @@ class Bench:
         """The second turn with and without the cache."""
         with self.engine() as on, self.engine(is_on=False) as off:
             yield self.compare(
-                "second turn", MAX_TURN,
-                lambda: on.second_turn_s(is_known=True), lambda: off.second_turn_s(is_known=False),
-            )  # fmt: skip
+                "second turn",
+                MAX_TURN,
+                lambda: on.second_turn_s(is_known=True),
+                lambda: off.second_turn_s(is_known=False),
+            )
 
     def reuse(self) -> Iterator[tuple[dict[str, Any], dict[str, bool | None]]]:
         """Requests that share nothing."""
@@ -228,9 +230,11 @@ class Bench:
                     return served.gap_s(turns)
 
                 yield self.compare(
-                    "p95 gap while blocks move", MAX_GAP,
-                    lambda: gap_s(host), lambda: gap_s(still),
-                )  # fmt: skip
+                    "p95 gap while blocks move",
+                    MAX_GAP,
+                    lambda: gap_s(host),
+                    lambda: gap_s(still),
+                )
 
     def memory(self) -> Iterator[tuple[dict[str, Any], dict[str, bool | None]]]:
         """In a process of its own."""
@@ -247,8 +251,10 @@ class Bench:
     def serve_and_print(self) -> None:
         """Serve sessions, and print what the process has grown by, its budget, and all KV."""
         options: dict[str, Any] = {
-            "memory_gib": _BUDGET_GIB, "max_model_len": 2 * TURN_TOKENS, "preload": ("all",),
-        }  # fmt: skip
+            "memory_gib": _BUDGET_GIB,
+            "max_model_len": 2 * TURN_TOKENS,
+            "preload": ("all",),
+        }
         with self.engine(lora_dir=str(self.directory / "adapters"), **options) as served:
             names = [None, *sorted(path.name for path in (self.directory / "adapters").iterdir())]
             served.answer(served.prompt(TURN_TOKENS), 2)  # what computes is there from now on

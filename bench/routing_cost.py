@@ -126,11 +126,13 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
         forecast.add({name: (0.8 * value, 0.2 * value) for name, value in tokens_per_s.items()})
         demand = [
             AdapterDemand(
-                name=name, rank=rank, num_bytes=sizes[name],
+                name=name,
+                rank=rank,
+                num_bytes=sizes[name],
                 tokens_per_s=forecast.tokens_per_s(name),
             )
             for name, rank in ranks.items()
-        ]  # fmt: skip
+        ]
         begin_s = perf_counter()
         plan = placement.plan(demand, servers, shares)
         plan_s.append(perf_counter() - begin_s)

@@ -63,8 +63,10 @@ _SESSION_BLOCKS = 256
 # Rankings of history: the other memory policies have one of these, or keep none.
 MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra")
 _SMALL, _LARGE, _HUGE = (
-    range(128, 2049, 64), range(16_384, 49_153, 2048), range(1_090_000, 1_120_001, 10_000)
-)  # fmt: skip
+    range(128, 2049, 64),
+    range(16_384, 49_153, 2048),
+    range(1_090_000, 1_120_001, 10_000),
+)
 _PROMPTS = {
     num_tokens: (3,) * num_tokens
     for num_tokens in (

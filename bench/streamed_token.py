@@ -227,13 +227,15 @@ def measure(
             total = num_streams * num_tokens
             after = process.num_ctx_switches()
             if run:
-                figures.append({
-                    "us_per_token": (_run_ns(pid) - start_ns) / total / 1e3,
-                    "kernel_us": (process.cpu_times().system - system_s) / total * 1e6,
-                    "bytes_per_token": num_bytes / total,
-                    "switches_per_step": (sum(after) - sum(switches)) / num_tokens,
-                    "wall_s": wall_s,
-                })  # fmt: skip
+                figures.append(
+                    {
+                        "us_per_token": (_run_ns(pid) - start_ns) / total / 1e3,
+                        "kernel_us": (process.cpu_times().system - system_s) / total * 1e6,
+                        "bytes_per_token": num_bytes / total,
+                        "switches_per_step": (sum(after) - sum(switches)) / num_tokens,
+                        "wall_s": wall_s,
+                    }
+                )
     return figures
 
 

@@ -80,12 +80,14 @@ def schema(number: int = 0) -> StructuredOutput:
     record = {
         "type": "object",
         "properties": {
-            f"name_{number}": {"type": "string"}, "count": {"type": "integer"},
+            f"name_{number}": {"type": "string"},
+            "count": {"type": "integer"},
             "kind": {"enum": ["new", "old", "lost"]},
             "place": {"type": "object", "properties": {"city": {"type": "string"}}},
         },
-        "required": [f"name_{number}", "count", "kind"], "additionalProperties": False,
-    }  # fmt: skip
+        "required": [f"name_{number}", "count", "kind"],
+        "additionalProperties": False,
+    }
     text = json.dumps({"type": "array", "items": record, "minItems": 1000})
     return StructuredOutput("json_schema", text)
 
@@ -219,13 +221,15 @@ def measure_forced(engine: Engine, num_pairs: int) -> dict[str, Any]:
                 [[(7 * row + at) % 250 for at in range(24)] for row in rows],
                 [
                     SamplingParams(
-                        temperature=1.0, seed=row, max_tokens=400,
+                        temperature=1.0,
+                        seed=row,
+                        max_tokens=400,
                         structured_output=structures[row % len(structures)],
                         structured_forced_tokens=is_forced,
                     )
                     for row in rows
                 ],
-            )  # fmt: skip
+            )
             assert all(one.outputs[0].finish_reason == "stop" for one in outputs)
             num_tokens += sum(len(one.outputs[0].token_ids) for one in outputs)
         return (time.perf_counter() - began_s) / num_tokens
@@ -266,9 +270,11 @@ async def _answer(url: str, num_clients: int, *, is_bound: bool) -> int:
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         body = {
-            "prompt": [random.randrange(250) for _ in range(24)], "temperature": 0,
-            "max_tokens": _ANSWER_TOKENS, "ignore_eos": True,
-        }  # fmt: skip
+            "prompt": [random.randrange(250) for _ in range(24)],
+            "temperature": 0,
+            "max_tokens": _ANSWER_TOKENS,
+            "ignore_eos": True,
+        }
         if is_bound:  # more records than the answer has room for
             record = json.loads(structures[number % len(structures)].text)
             min_items = _ANSWER_TOKENS // 8

@@ -23,9 +23,11 @@ async def reloads_of_demo(directory: Path, repeats: int) -> list[Figures]:
     arguments = {"device": "cpu", "memory_gib": 0.2, "dtype": "float32"}
     text = unseen_examples(_TASKS[0], 1, 0)[0][0]
     body = {
-        "model": _NAME, "messages": [{"role": "user", "content": text}], "temperature": 0,
+        "model": _NAME,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
         "max_tokens": 16,
-    }  # fmt: skip
+    }
     async with live_cluster(
         directory / "state", _NUM_ENGINES, None, model=str(model), arguments=arguments
     ) as cluster:

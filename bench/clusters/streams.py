@@ -126,9 +126,11 @@ def body_maker(
 
     def make(rng: random.Random) -> dict[str, Any]:
         return {
-            "model": rng.choice(names), "max_tokens": num_tokens, "temperature": 0,
+            "model": rng.choice(names),
+            "max_tokens": num_tokens,
+            "temperature": 0,
             "prompt": [rng.randrange(10, 1000) for _ in range(num_prompt_tokens)],
-        }  # fmt: skip
+        }
 
     return make
 

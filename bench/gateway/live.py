@@ -47,9 +47,11 @@ def sim_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
     workload = _workload(_SIM_S, seed=1)
     first = round(_WARM_SHARE * len(workload.requests))
     replayed = replay_cluster(
-        _MACHINE, workload, SimulationOptions(host_adapter_bytes=1 << 40),
+        _MACHINE,
+        workload,
+        SimulationOptions(host_adapter_bytes=1 << 40),
         ClusterSpec(servers=tuple(ServerLife(factors=Factors(step=one)) for one in slowness)),
-    )  # fmt: skip
+    )
     simulated_s = statistics.mean(
         one.first_token_s - one.arrival_s
         for one in replayed.records[first:]

@@ -29,10 +29,12 @@ _MACHINE = MACHINES["a40-llama7b"]
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"
 _EVENT_HEAD = _HEAD % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n"
 _TOKEN = {
-    "id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion",
-    "created": 1795533779, "model": "plain",
+    "id": "cmpl-0123456789abcdef0123456789abcdef",
+    "object": "text_completion",
+    "created": 1795533779,
+    "model": "plain",
     "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}],
-}  # fmt: skip
+}
 _END = b"data: [DONE]\n\n"
 
 

@@ -142,9 +142,11 @@ def make_column(
         max_num_seqs=_MAX_SEQS,
     )
     reached = Pressure(
-        pressure.name, pressure.load_over_prefill, adapter_bytes / memory_bytes,
+        pressure.name,
+        pressure.load_over_prefill,
+        adapter_bytes / memory_bytes,
         kv_bytes / memory_bytes,
-    )  # fmt: skip
+    )
     return Column(machine, targets, reached)
 
 
@@ -232,10 +234,12 @@ class RealEngines:
                 parts.executor, workload, assembly.info.eos_token_ids[0], clock=time.monotonic
             )
             core = EngineCore(
-                parts.scheduler, executor, assembly.adapters,
+                parts.scheduler,
+                executor,
+                assembly.adapters,
                 CoreConfig(base_fingerprint=column.machine.name, dtype="bfloat16"),
                 clock=time.monotonic,
-            )  # fmt: skip
+            )
             replayed = replay(
                 core, arrivals, time.monotonic, time.sleep, parts.loaded.device.link.stats,
                 executor.step_stats,

@@ -33,9 +33,11 @@ class Runner:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, cells: Iterable[Cell]) -> dict[Cell, Figures]:

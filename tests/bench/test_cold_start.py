@@ -186,7 +186,9 @@ def test_a_tiny_model_goes_through_everything(where: str, repository: Path, tmp_
     # On CUDA the host runs ahead of them.
     assert (figures["waits_of_all_cells"]["groups"] > 0) == (where == "cpu")
     assert set(figures["ablations"]) == {
-        "sync_free_against_synchronised", "a_quarter_of_the_cpu", "several_layer_groups",
-    }  # fmt: skip
+        "sync_free_against_synchronised",
+        "a_quarter_of_the_cpu",
+        "several_layer_groups",
+    }
     assert any("planner" in bound for bound in report["pass"])
     assert picture.stat().st_size > 0

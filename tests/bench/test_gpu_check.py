@@ -212,8 +212,10 @@ def test_a_process_that_fails_leaves_its_words_and_its_figures(
 def _run(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(_BENCH / "gpu_check.py"), *arguments],
-        capture_output=True, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
@@ -239,8 +241,10 @@ def test_a_bare_machine_is_told_that_there_is_no_gpu() -> None:
 def test_a_bare_machine_has_all_that_questions_need() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "support.bare.machine"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _BARE},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": _BARE},
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["numba"] is False

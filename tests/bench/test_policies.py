@@ -321,9 +321,11 @@ def test_with_workers_all_memory_policies_are_alike() -> None:
     ],
 )
 def test_wrong_use_is_one_line(
-    arguments: list[str], message: str, run: Callable[..., list[str]],
+    arguments: list[str],
+    message: str,
+    run: Callable[..., list[str]],
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     with pytest.raises(SystemExit) as end:
         run(*arguments)
     assert end.value.code == 2

@@ -73,9 +73,11 @@ def test_the_judged_router_is_near_the_best_and_the_best_at_the_highest_load(
     low, high = _A, replace(_A, rate_rps=8.0)
     settings = (low, replace(low, router="dlora"), high, replace(high, router="dlora"))
     bound = Attainment(
-        text="", judged="predicted", without=_B,
+        text="",
+        judged="predicted",
+        without=_B,
         by_router={"predicted": (settings[0], settings[2]), "dlora": (settings[1], settings[3])},
-    )  # fmt: skip
+    )
     outcomes = {
         setting: [_with(ran, token_s=[0.15] * share + [0.16] * (100 - share))]
         for setting, share in zip(settings, shares, strict=True)

@@ -30,8 +30,10 @@ def test_what_grows_with_those_who_wait_fails() -> None:
         return made
 
     judged = scheduler.judge(
-        {("corun", "no KV"): (costs(200e-6), costs(299e-6)),
-         ("sjf", "no KV"): (costs(301e-6), costs(460e-6))},
+        {
+            ("corun", "no KV"): (costs(200e-6), costs(299e-6)),
+            ("sjf", "no KV"): (costs(301e-6), costs(460e-6)),
+        },
         {("chameleon", 1000): 4.9, ("chameleon", 100_000): 5.1},
-    )  # fmt: skip
+    )
     assert list(judged.values()) == [True, True, False, False, True, False]

@@ -37,8 +37,10 @@ def check_history(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="upper", messages=MESSAGES, temperature=0)
     message = first.choices[0].message.model_dump()
     again = client.chat.completions.create(
-        model="upper", messages=[*MESSAGES, message, *MESSAGES], temperature=0,  # type: ignore[list-item]
-    )  # fmt: skip
+        model="upper",
+        messages=[*MESSAGES, message, *MESSAGES],
+        temperature=0,  # type: ignore[list-item]
+    )
     assert again.choices[0].finish_reason == "stop"
 
 

@@ -164,8 +164,10 @@ def check_tools_of_responses(client: openai.OpenAI, model: str) -> None:
 def check_refused(client: openai.OpenAI, model: str) -> None:
     """What is not served is named."""
     refused: tuple[Any, ...] = (
-        {"previous_response_id": "resp_1"}, {"store": True}, {"background": True},
-    )  # fmt: skip
+        {"previous_response_id": "resp_1"},
+        {"store": True},
+        {"background": True},
+    )
     for fields in refused:
         try:
             client.responses.create(model=model, input="hi", **fields)

@@ -237,8 +237,10 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
             assert prompt_of(http, name) == "ya"
         # A prompt of token ids needs no tokenizer, its answer does.
         assert ends(complete(http, "by-ids", [3], allowed_token_ids=[20], max_tokens=2)) == (
-            "<near><near>", "length", None,
-        )  # fmt: skip
+            "<near><near>",
+            "length",
+            None,
+        )
         load(http, "kept", tmp_path / "by-chat")
     with Served(str(base), *options, *OPTIONS) as served, served.client() as http:
         assert shown(http, "kept")["version"] == ""
@@ -375,9 +377,11 @@ def test_a_base_without_a_template_and_with_two_end_tokens(base: Path, tmp_path:
 
 def test_templates_of_adapters_can_be_left(base: Path, tmp_path: Path) -> None:
     path = adapter(
-        tmp_path / "a", chat_template__jinja=template("y"),
-        generation_config__json={"eos_token_id": 3}, tokenizer_config__json="{",
-    )  # fmt: skip
+        tmp_path / "a",
+        chat_template__jinja=template("y"),
+        generation_config__json={"eos_token_id": 3},
+        tokenizer_config__json="{",
+    )
     options = ("--adapter-templates", "ignore", "--lora-modules", f"a={path}", *OPTIONS)
     with Served(str(base), *options) as served, served.client() as http:
         assert prompt_of(http, "a") == "xa"

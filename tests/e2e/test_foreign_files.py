@@ -14,8 +14,10 @@ from corun.runtime.demo import demo_adapters_path
 from support.serving import Served, wait_until
 
 WEIGHTS, CONFIG, TEMPLATE = (
-    "adapter_model.safetensors", "adapter_config.json", "chat_template.jinja",
-)  # fmt: skip
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "chat_template.jinja",
+)
 SECRET = "the-secret-of-another-user"
 SETTLED_S = 40.0
 MESSAGES = [{"role": "user", "content": "hello"}]

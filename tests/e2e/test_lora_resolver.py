@@ -74,8 +74,10 @@ def test_from_a_hub(http: httpx.Client, folders: dict[str, Path]) -> None:
     assert {"acme/upper", "acme/upper@main"} <= names(http)
     fetched = {path.name for path in (folders["cache"] / "hub").rglob("snapshots/*/*")}
     assert fetched == {
-        "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
-    }  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "chat_template.jinja",
+    }
 
 
 @pytest.mark.parametrize(

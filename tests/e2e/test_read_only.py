@@ -15,10 +15,12 @@ _MAY_MOUNT = os.geteuid() == 0 and not os.system(
     f"unshare --mount sh -c '{_MOUNTED} true' 2>/dev/null"
 )
 _HOME = {
-    "HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere", "XDG_STATE_HOME": "",
+    "HOME": "/proc/nowhere",
+    "XDG_CACHE_HOME": "/proc/nowhere",
+    "XDG_STATE_HOME": "",
     "NUMBA_CACHE_DIR": "",
     "PYTHONDONTWRITEBYTECODE": "1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(not _MAY_MOUNT, reason="needs root and mounts of its own")

@@ -190,6 +190,8 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
         server.process.wait(20)
     for record in logged.next(2):
         assert (record["outcome"], record["error"], record["status"]) == (
-            "error", "engine_dead", 503,
-        )  # fmt: skip
+            "error",
+            "engine_dead",
+            503,
+        )
         assert {reason for reason, _ in ends(record)} == {"error"}

@@ -133,8 +133,10 @@ def test_kv_of_ended_requests_gives_way_to_a_process_beside(model: Path, beside:
     with memory_group(_LIMIT_BYTES) as group:
         done = subprocess.run(
             [sys.executable, "-c", _ENGINE, str(group), str(model), beside, str(_ROOM_BYTES)],
-            capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["was_short"], result

@@ -95,8 +95,10 @@ def test_a_conversation_goes_on_after_a_call(http: httpx.Client) -> None:
     first = post(http, tool_choice=NAMED, seed=0, parallel_tool_calls=False)
     message = first["choices"][0]["message"]
     result = {
-        "role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1.6",
-    }  # fmt: skip
+        "role": "tool",
+        "tool_call_id": message["tool_calls"][0]["id"],
+        "content": "1.6",
+    }
     body = post(http, messages=[QUESTION, message, result], max_tokens=8)
     assert body["choices"][0]["finish_reason"] in ("length", "stop")
 

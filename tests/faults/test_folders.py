@@ -21,8 +21,10 @@ from support.serving import Served, corun_command, wait_until
 pytestmark = pytest.mark.faults
 
 CONFIG, WEIGHTS, TEMPLATE = (
-    "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
-)  # fmt: skip
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "chat_template.jinja",
+)
 SETTLED_S = 10.0  # after which a deleted adapter is not served
 ANSWER_TIMEOUT_S = 15.0
 NUM_CLIENTS = 6
@@ -197,8 +199,10 @@ def test_files_of_an_adapter(attacked: Attacked, folders: Folders, kind: str) ->
     def attack() -> str:
         try:
             for name, file in (
-                ("bad-weights", WEIGHTS), ("bad-config", CONFIG), ("bad-template", TEMPLATE),
-            ):  # fmt: skip
+                ("bad-weights", WEIGHTS),
+                ("bad-config", CONFIG),
+                ("bad-template", TEMPLATE),
+            ):
                 folders.put(name, partial(replace_file, file=file, make=KINDS[kind]))
             KINDS[kind](folders.loras / "entry")
             return judge(attacked, folders, names)

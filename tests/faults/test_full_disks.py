@@ -88,8 +88,10 @@ def attacked(disks: dict[str, Path], rows: Rows) -> Iterator[Attacked]:
     command = mounting({disks["state"]: "1m", disks["hub"]: "32m", SHM: "200m"})
     with fake_hub(repositories) as url:
         environment = {
-            "HF_ENDPOINT": url, "HF_HOME": str(disks["hub"]), "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(disks["hub"]),
+            "HF_HUB_OFFLINE": "0",
+        }
         with (
             Served(*options, command=command, environment=environment) as served,
             streams_on(served, rows) as attacked,

@@ -252,8 +252,10 @@ def check_end(server: Served, name: str, case: Case, rows: Rows, *, with_workers
     ended_s = time.monotonic() - began_s
     exit_code = server.process.wait(TIMEOUT_S)
     text = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
-    rows.add(f"{name}, {'workers' if with_workers else 'no workers'}",
-             f"{text} after {ended_s:.1f} s, exit {exit_code}")  # fmt: skip
+    rows.add(
+        f"{name}, {'workers' if with_workers else 'no workers'}",
+        f"{text} after {ended_s:.1f} s, exit {exit_code}",
+    )
     assert outcomes.keys() <= case.outcomes | {"done"}, outcomes
     assert outcomes.keys() & case.outcomes, "no request ran when the signals were sent"
     assert exit_code == case.exit_code

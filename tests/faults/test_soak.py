@@ -126,9 +126,11 @@ class Soak:
 
 
 async def _take_turns(
-    aged: tuple[str, SoakLoad], fresh: tuple[str, SoakLoad], warm_up_s: float,
+    aged: tuple[str, SoakLoad],
+    fresh: tuple[str, SoakLoad],
+    warm_up_s: float,
     say: Callable[[str], None],
-) -> Row:  # fmt: skip
+) -> Row:
     """Compare first tokens of two servers (URL, load): turns of ABBA, as long as warm-up each."""
     await fresh[1].run(fresh[0], time.monotonic() + warm_up_s)
     starts = [len(load.tally.first_tokens) for _, load in (aged, fresh)]

@@ -47,8 +47,10 @@ class Command:
 
     def ready(self) -> str:
         """Return the URL once all engines are ready."""
-        wait_until(lambda: self.process.poll() is not None or bool(_URL.search(self.log())),
-                   START_TIMEOUT_S)  # fmt: skip
+        wait_until(
+            lambda: self.process.poll() is not None or bool(_URL.search(self.log())),
+            START_TIMEOUT_S,
+        )
         found = _URL.search(self.log())
         assert found is not None, self.log()
         wait_until(lambda: len(self.status().engines) == NUM_ENGINES, START_TIMEOUT_S)

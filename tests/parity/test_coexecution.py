@@ -29,9 +29,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 @pytest.fixture(scope="module")
 def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
     with ColdEngine(
-        case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
+        case.directory,
+        case.adapters,
+        tmp_path_factory.mktemp("engine"),
         figures=Figures(link_bytes_per_s=1e6),  # as it is paced to
-    ) as engine:  # fmt: skip
+    ) as engine:
         yield engine
 
 

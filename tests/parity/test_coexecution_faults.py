@@ -92,10 +92,12 @@ def pids_of(engine: ColdEngine) -> list[int]:
     ],
 )
 def test_a_fault_in_mid_pass(
-    engine: ColdEngine, case: ParityCase,
+    engine: ColdEngine,
+    case: ParityCase,
     who: Callable[[list[psutil.Process]], list[psutil.Process]],
-    number: signal.Signals, key: GroupKey,
-) -> None:  # fmt: skip
+    number: signal.Signals,
+    key: GroupKey,
+) -> None:
     """Four cold requests are in the pass; a warm one and one of the base run beside them."""
     engine.wait_workers()
     engine.warm("rs")

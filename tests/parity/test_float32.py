@@ -29,10 +29,12 @@ def make_requests(
     rng = random.Random(seed)
     names = [None, *case.adapters]
     return [
-        ([rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt_tokens))],
-         names[i % len(names)])
+        (
+            [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt_tokens))],
+            names[i % len(names)],
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
@@ -57,9 +59,11 @@ def check(
             for _, name in requests
         ]
         outputs = engine.generate(
-            [tokens for tokens, _ in requests], params, loras,
+            [tokens for tokens, _ in requests],
+            params,
+            loras,
             predicted_output_tokens=predicted_output_tokens,
-        )  # fmt: skip
+        )
         stats = engine.get_stats()
     for (_, adapter), output, asked in zip(requests, outputs, params, strict=True):
         lengths = [len(choice.token_ids) for choice in output.outputs]

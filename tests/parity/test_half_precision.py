@@ -18,9 +18,11 @@ NUM_REQUESTS = 10
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40  # too few for all requests together
 PLAIN = {
-    "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
+    "linear_backend": "plain",
+    "attention_backend": "torch",
+    "lora_backend": "torch",
     "fused_kernels": "off",
-}  # fmt: skip
+}
 # What the sizes here leave to KV blocks is meant for the CPU, which shares it with adapters.
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {},

@@ -124,9 +124,11 @@ def test_a_list_of_names_that_the_tower_has_too(engine: Engine, base: Path, tmp_
 
 def test_all_linear_with_a_projector_in_full(engine: Engine, base: Path, tmp_path: Path) -> None:
     adapter = save(
-        base, tmp_path / "all", target_modules="all-linear",
+        base,
+        tmp_path / "all",
+        target_modules="all-linear",
         modules_to_save=["multi_modal_projector"],
-    )  # fmt: skip
+    )
     assert error_against_peft(engine, base, adapter) < 1e-4
     (phrase,) = left_out(engine, "all")
     assert "tensors of model.multi_modal_projector, model.vision_tower (" in phrase

@@ -61,8 +61,10 @@ def test_regions_follow_each_other_in_the_extents_of_their_layers(arena: HostAre
     specs = [RegionSpec(0, 0, 128), RegionSpec(0, 2, 64), RegionSpec(3, 0, 192)]
     entry = arena.place(1, [(2 * PAGE_BYTES, PAGE_BYTES), (0, PAGE_BYTES)], specs)
     assert [(r.layer, r.input_group, r.num_bytes) for r in entry.regions] == [
-        (0, 0, 128), (0, 2, 64), (3, 0, 192),
-    ]  # fmt: skip
+        (0, 0, 128),
+        (0, 2, 64),
+        (3, 0, 192),
+    ]
     assert [r.offset for r in entry.regions] == [2 * PAGE_BYTES, 2 * PAGE_BYTES + 128, 0]
     assert arena.acquire(1) is entry
     arena.release(entry)

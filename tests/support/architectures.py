@@ -15,9 +15,11 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
     "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],

@@ -37,14 +37,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/engine_state":
             self._stream()
         elif self.path == "/received":
-            self._answer({
-                "options": json.loads(Path(sys.argv[3]).read_text()),
-                "api_key": os.environ.get("CORUN_API_KEY"),
-                "admin_key": os.environ.get("CORUN_ADMIN_KEY"),
-                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-                "cpus": sorted(os.sched_getaffinity(0)),
-                "adapters": Received.adapters,
-            })  # fmt: skip
+            self._answer(
+                {
+                    "options": json.loads(Path(sys.argv[3]).read_text()),
+                    "api_key": os.environ.get("CORUN_API_KEY"),
+                    "admin_key": os.environ.get("CORUN_ADMIN_KEY"),
+                    "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+                    "cpus": sorted(os.sched_getaffinity(0)),
+                    "adapters": Received.adapters,
+                }
+            )
         elif self.path.startswith("/v1/lora_adapters/"):
             self._answer_use(self.path.removeprefix("/v1/lora_adapters/"))
         elif self.path == "/v1/profile":

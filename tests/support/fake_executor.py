@@ -360,11 +360,13 @@ class FakeExecutor:
             self._poison(row)
         return [
             RowResult(
-                row.request_id, Outcome.RETRY, error="the pass failed",
+                row.request_id,
+                Outcome.RETRY,
+                error="the pass failed",
                 cause=RetryCause.OTHER_ROW if has_cold and not row.is_cold else RetryCause.FORWARD,
             )
             for row in rows
-        ]  # fmt: skip
+        ]
 
     def _poison(self, row: _Row) -> None:
         self.kv.spoil(row)

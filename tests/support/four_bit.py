@@ -35,9 +35,11 @@ def quantize_in_four_bits(
     padded[: len(flat)] = flat
     scales = padded.reshape(num_blocks, block_size).abs().amax(dim=1)
     state: dict[str, Any] = {
-        "quant_type": kind, "blocksize": block_size, "shape": list(matrix.shape),
+        "quant_type": kind,
+        "blocksize": block_size,
+        "shape": list(matrix.shape),
         "dtype": str(matrix.dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
     tensors = {f"{name}.quant_map": table, f"{name}.absmax": scales}
     if nested:
         outer_table = torch.linspace(-1, 1, 256)
@@ -54,8 +56,10 @@ def quantize_in_four_bits(
             f"{name}.nested_quant_map": outer_table,
         }
         state |= {
-            "nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset,
-        }  # fmt: skip
+            "nested_blocksize": _NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": offset,
+        }
     of_element = scales.repeat_interleave(block_size)[: len(flat)]
     codes = _nearest(table, flat / of_element.clamp(min=1e-30))
     dense = (table[codes.long()] * of_element).to(matrix.dtype).reshape(matrix.shape)

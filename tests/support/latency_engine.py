@@ -260,16 +260,20 @@ def build(
     name = model_name(config)
     manager = AdapterManager(_Files(machine), (name,), _Host())
     executor = LatencyExecutor(
-        replace(machine, model=slowed(machine.model, Factors(step=settings.slowness))), _Endless(),
+        replace(machine, model=slowed(machine.model, Factors(step=settings.slowness))),
+        _Endless(),
         lambda adapter_id: manager.version(adapter_id).facts,
-        clock=time.monotonic, sleep=time.sleep,
-    )  # fmt: skip
+        clock=time.monotonic,
+        sleep=time.sleep,
+    )
     core = _Core(
         make_simulated_scheduler(machine, options, _Endless(), StepPace(machine.model)),
-        executor, manager,
+        executor,
+        manager,
         CoreConfig(base_fingerprint=BASE_FINGERPRINT, dtype="float32", machine=machine.model),
-        clock=time.monotonic, on_adapter_gone=manager.remove_version,
-    )  # fmt: skip
+        clock=time.monotonic,
+        on_adapter_gone=manager.remove_version,
+    )
     core.executor = executor
     manager.attach(core)
     return LatencyAssembly(
@@ -323,9 +327,11 @@ def main(arguments: Sequence[str]) -> int:
     engine_config, serve_config = serve_configs(parse_arguments(arguments))
     configure_logging(serve_config.log_level)
     engine_config = replace(
-        engine_config, max_num_batched_tokens=machine.max_num_batched_tokens,
-        max_num_seqs=machine.max_num_seqs, block_size=machine.block_size,
-    )  # fmt: skip
+        engine_config,
+        max_num_batched_tokens=machine.max_num_batched_tokens,
+        max_num_seqs=machine.max_num_seqs,
+        block_size=machine.block_size,
+    )
     return uvloop.run(serve(engine_config, serve_config, make_client=_make_client(settings)))
 
 

@@ -41,9 +41,11 @@ SHARED = MachineDivision((EngineShare(num_threads=1),), ())
 
 
 def local_launcher(
-    directory: Path, session: ClientSession, division: MachineDivision = SHARED,
+    directory: Path,
+    session: ClientSession,
+    division: MachineDivision = SHARED,
     engine: EngineConfig | None = None,
-) -> LocalLauncher:  # fmt: skip
+) -> LocalLauncher:
     """A launcher of bare engines as processes."""
     return LocalLauncher(
         division=division, engine=engine or EngineConfig(), serve=ServeConfig(), host="127.0.0.1",

@@ -274,10 +274,12 @@ class LoadingEngine:
         self.live: dict[RequestId, AdapterId] = {}
         self._retired: set[AdapterId] = set()
         self.memory = make_memory(
-            num_blocks=plan.num_blocks, block_bytes=BLOCK_BYTES,
-            capacity_bytes=plan.capacity_bytes, slab_bytes=self.host.slab_bytes,
+            num_blocks=plan.num_blocks,
+            block_bytes=BLOCK_BYTES,
+            capacity_bytes=plan.capacity_bytes,
+            slab_bytes=self.host.slab_bytes,
             host=HostCache(self.host.arena.capacity_bytes),
-        )  # fmt: skip
+        )
         self._facts: dict[str, AdapterFacts] = {}
         for name in contents:
             self.register(name)

@@ -35,9 +35,11 @@ class LinearTimes:
 def facts_for(**facts: Any) -> PolicyFacts:
     """``facts``: fields that matter to a test."""
     settings: dict[str, Any] = {
-        "times": LinearTimes(), "capacity_tokens": 200, "bytes_per_token": BYTES_PER_TOKEN,
+        "times": LinearTimes(),
+        "capacity_tokens": 200,
+        "bytes_per_token": BYTES_PER_TOKEN,
         "max_overtaking_tokens": 100,
-    }  # fmt: skip
+    }
     return PolicyFacts(**settings | facts)
 
 

@@ -29,8 +29,10 @@ _ANSWER = b"answer: "
 _STORE_BYTES = 80 << 20
 _DEADLINE_S = 60.0
 _LIGHT: dict[str, Any] = {
-    "object_store_memory": _STORE_BYTES, "include_dashboard": False, "include_log_monitor": False,
-}  # fmt: skip
+    "object_store_memory": _STORE_BYTES,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+}
 
 
 class RayCluster:
@@ -52,8 +54,10 @@ class RayCluster:
             os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{redis_port}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.ray_cluster", str(num_nodes), str(has_separate)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1],
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[1],
+        )
         self.address: str = self._answer()
 
     @property

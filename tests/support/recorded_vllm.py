@@ -97,10 +97,12 @@ class RecordedVllm:
             web.post("/tokenize", self._tokenize),
         ])  # fmt: skip
         if self.options.updates_loras:
-            app.add_routes([
-                web.post("/v1/load_lora_adapter", self._load),
-                web.post("/v1/unload_lora_adapter", self._unload),
-            ])  # fmt: skip
+            app.add_routes(
+                [
+                    web.post("/v1/load_lora_adapter", self._load),
+                    web.post("/v1/unload_lora_adapter", self._unload),
+                ]
+            )
         return app
 
     @web.middleware
@@ -158,9 +160,11 @@ class RecordedVllm:
         name, path = body["lora_name"], Path(body["lora_path"])
         if name in self.loaded:
             return _refused(
-                400, f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.", "InvalidUserInput",
-            )  # fmt: skip
+                400,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                "adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+            )
         weights = path / "adapter_model.safetensors"
         if not weights.is_file() or not self.options.sees_files:
             text = f"Loading lora {name} failed: No adapter found for {path}"
@@ -203,18 +207,22 @@ class RecordedVllm:
         model, is_chat = body.get("model") or BASE, "chat" in request.path
         if model != BASE and model not in self.loaded:
             return _refused(
-                404, f"The model `{model}` does not exist. Valid aliases: tiny.", "NotFoundError",
+                404,
+                f"The model `{model}` does not exist. Valid aliases: tiny.",
+                "NotFoundError",
                 "model",
-            )  # fmt: skip
+            )
         prompt = body["messages"] if is_chat else body["prompt"]
         num_tokens = len(prompt) if isinstance(prompt, str | list) else 1
         if num_tokens > MAX_MODEL_LEN:
             return _refused(
-                400, f"This model's maximum context length is 512 tokens. However, your prompt "
+                400,
+                f"This model's maximum context length is 512 tokens. However, your prompt "
                 f"contains at least {num_tokens} input tokens, which exceeds this limit even "
                 "without any output tokens. Please reduce the length of the input prompt.",
-                "BadRequestError", "input_tokens",
-            )  # fmt: skip
+                "BadRequestError",
+                "input_tokens",
+            )
         content = self.loaded[model].content if model != BASE else "base"
         content = self._kv.setdefault((model, json.dumps(prompt)), content)
         answer = _Answer(self, model, is_chat, content, num_tokens, body.get("max_tokens", 16))
@@ -243,9 +251,11 @@ class _Answer:
     async def tokens(self) -> AsyncIterator[str]:
         options, running = self.server.options, self.server.running
         num_bytes = self.server.bytes_of(self.model)
-        await asyncio.sleep(options.prefill_s + self.num_prompt_tokens * (
-            options.prefill_s_per_token + options.prefill_s_per_token_byte * num_bytes
-        ))  # fmt: skip
+        await asyncio.sleep(
+            options.prefill_s
+            + self.num_prompt_tokens
+            * (options.prefill_s_per_token + options.prefill_s_per_token_byte * num_bytes)
+        )
         for number in range(self.num_tokens):
             if number:
                 largest = max(map(self.server.bytes_of, +running), default=0)

@@ -32,11 +32,13 @@ class Held:
         return [
             one
             for now, then in (
-                (self.descriptors, before.descriptors), (self.segments, before.segments),
-                (self.threads, before.threads), (self.mappings, before.mappings),
+                (self.descriptors, before.descriptors),
+                (self.segments, before.segments),
+                (self.threads, before.threads),
+                (self.mappings, before.mappings),
             )
             for one in now - then
-        ]  # fmt: skip
+        ]
 
 
 def held() -> Held:

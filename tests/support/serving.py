@@ -32,9 +32,11 @@ class Served:
     """A server that is ready, and the processes it consists of. Closing it leaves none."""
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None,
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
         command: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``command``: what to run in place of the console script."""
         self.log_lines: list[str] = []
         self.process = subprocess.Popen(

@@ -118,9 +118,11 @@ def row(
 def load(number: int, *, is_demand: bool = True) -> AdapterTransfer:
     """Of adapter ``number``, from the host's memory."""
     return AdapterTransfer(
-        TransferId(number), AdapterId(number), FACTS.num_bytes,
+        TransferId(number),
+        AdapterId(number),
+        FACTS.num_bytes,
         is_demand,
-    )  # fmt: skip
+    )
 
 
 def copy_kv(

@@ -81,9 +81,11 @@ def _groups(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _packed(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, scales, zeros, dense = _groups(matrix)
     return {
-        "weight_packed": _words(codes), "weight_scale": scales,
-        "weight_zero_point": _words(zeros.T).T, "weight_shape": torch.tensor(matrix.shape),
-    }, dense  # fmt: skip
+        "weight_packed": _words(codes),
+        "weight_scale": scales,
+        "weight_zero_point": _words(zeros.T).T,
+        "weight_shape": torch.tensor(matrix.shape),
+    }, dense
 
 
 def _act_order(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -106,17 +108,21 @@ def _experts(matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes = (scaled.abs()[..., None] - _E2M1).abs().argmin(-1)
     dense = _E2M1[codes] * scaled.sign() * torch.exp2(exponents)[..., None]
     codes += 8 * (scaled < 0)
-    stored = {"_blocks": (codes[..., ::2] + 16 * codes[..., 1::2]).byte(),
-              "_scales": (exponents + 127).byte()}  # fmt: skip
+    stored = {
+        "_blocks": (codes[..., ::2] + 16 * codes[..., 1::2]).byte(),
+        "_scales": (exponents + 127).byte(),
+    }
     return stored, dense.flatten(2).transpose(1, 2)
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}
     return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
-    }  # fmt: skip
+    }
 
 
 Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]

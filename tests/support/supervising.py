@@ -38,9 +38,11 @@ class SupervisingProcess:
 
     def __init__(self, settings: NodeSettings) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.supervising"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, cwd=TESTS,
-        )  # fmt: skip
+            [sys.executable, "-m", "support.supervising"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=TESTS,
+        )
         assert self._process.stdin is not None
         with self._process.stdin:
             self._process.stdin.write(msgspec.json.encode(settings))
@@ -67,9 +69,11 @@ class SupervisingProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kill()
 
 

@@ -129,9 +129,11 @@ SAMPLE_KINDS: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
 
 def _sentencepiece_decoder() -> decoders.Decoder:
     parts = [
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
-    ]  # fmt: skip
+    ]
     return decoders.Sequence(parts)
 
 

@@ -43,8 +43,10 @@ def test_only_simd_is_shared() -> None:
 
 def test_nothing_lies_loose() -> None:
     assert {path.name for path in _ROOM.glob("*.py")} == {
-        "__init__.py", "fused.py", "logits.py",
-    }  # fmt: skip
+        "__init__.py",
+        "fused.py",
+        "logits.py",
+    }
 
 
 def test_the_room_knows_no_torch() -> None:

@@ -62,9 +62,11 @@ def test_a_pass_without_a_failure_is_void_where_workers_failed() -> None:
 @pytest.mark.parametrize("streams", [(COMPUTE,), (TRANSFER,), (COMPUTE, TRANSFER)])
 @pytest.mark.parametrize("kind", [DeviceError, DeviceTimeoutError])
 def test_a_failed_stream_voids_all_cold_rows_of_its_pass_and_of_no_other(
-    streams: tuple[Stream, ...], kind: type[DeviceError], is_late: bool,
+    streams: tuple[Stream, ...],
+    kind: type[DeviceError],
+    is_late: bool,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     failing = Failing(
         {stream: kind(f"stream {stream.name}") for stream in streams}, is_late=is_late
     )

@@ -137,9 +137,11 @@ class Passes:
 @pytest.fixture(scope="module")
 def passes() -> Iterator[Passes]:
     config = make_config(
-        num_ring_slots=NUM_SLOTS, num_job_slots=16, first_sequence=FIRST_SEQUENCE,
+        num_ring_slots=NUM_SLOTS,
+        num_job_slots=16,
+        first_sequence=FIRST_SEQUENCE,
         max_slice_tokens=BUDGET,
-    )  # fmt: skip
+    )
     device = CpuDevice()
     with Driver([case(seed=seed) for seed in range(2 * NUM_LAYERS)], config) as driver:
         passes = Passes(driver, device)

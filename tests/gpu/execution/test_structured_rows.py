@@ -281,12 +281,14 @@ def test_log_probabilities_are_those_before_the_mask(device: ExecutorDevice) -> 
         rows((9, 0, 4, True)),
         new_requests=(
             NewRequest(
-                RequestId(9), PROMPT,
-                SamplingParams(temperature=0, logprobs=3, prompt_logprobs=1), BASE_ADAPTER,
+                RequestId(9),
+                PROMPT,
+                SamplingParams(temperature=0, logprobs=3, prompt_logprobs=1),
+                BASE_ADAPTER,
             ),
         ),
         block_updates=(blocks(9, 20, 21),),
-    )  # fmt: skip
+    )
     (bound,) = begin(device, "A", logprobs=3, prompt_logprobs=1).rows
     (other,) = free.rows
     assert bound.logprobs is not None and other.logprobs is not None

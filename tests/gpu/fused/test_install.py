@@ -208,9 +208,11 @@ class _OtherNorms(LlamaRMSNorm):  # type: ignore[misc]
     ],
 )
 def test_a_kind_of_which_no_form_is_known_is_a_warning(
-    change: Callable[[PreTrainedModel], None], kind: str, name: str,
+    change: Callable[[PreTrainedModel], None],
+    kind: str,
+    name: str,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     model = draw_model("llama3-rope")
     change(model)
     expected = run(model, 9)

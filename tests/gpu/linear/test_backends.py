@@ -151,9 +151,11 @@ def record(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noise_chooses_nothing_and_is_not_kept(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     count = record(monkeypatch, quiet=False)
     preferred = "numba" if dtype is torch.bfloat16 else "onednn"
     with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):

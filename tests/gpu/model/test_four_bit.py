@@ -65,15 +65,19 @@ def test_values_are_those_of_bitsandbytes(vector: dict[str, Any], tmp_path: Path
     kind, dtype, shape = vector["kind"], vector["dtype"], vector["shape"]
     table = {"nf4": NF4, "fp4": [torch.tensor(one).item() for one in FP4]}[kind]
     state = {
-        "quant_type": kind, "blocksize": vector["block_size"], "shape": shape,
+        "quant_type": kind,
+        "blocksize": vector["block_size"],
+        "shape": shape,
         "dtype": str(dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
     codes = torch.frombuffer(bytearray.fromhex(vector["codes"]), dtype=torch.uint8)
     tensors = {NAME: codes.reshape(-1, 1), f"{NAME}.quant_map": torch.tensor(table)}
     if "outer" in vector:
         state |= {
-            "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": vector["offset"],
-        }  # fmt: skip
+            "nested_blocksize": 256,
+            "nested_dtype": "float32",
+            "nested_offset": vector["offset"],
+        }
         outer_table = torch.zeros(256)
         for place, value in vector["outer_table"].items():
             outer_table[place] = value

@@ -250,9 +250,11 @@ def test_a_name_that_is_neither_a_directory_nor_in_the_cache(name: str) -> None:
 
 @pytest.mark.parametrize("is_peft_there", [True, False])
 def test_an_adapter_beside_the_weights_is_not_applied(
-    directory: Path, is_peft_there: bool, monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    is_peft_there: bool,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """transformers applies it where PEFT can be imported, and only there."""
     for module in (auto_factory, peft_integration):
         monkeypatch.setattr(module, "is_peft_available", lambda: is_peft_there)

@@ -290,9 +290,11 @@ def store_as_integers(
     config = json.loads((directory / "config.json").read_text())
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
     config[field] = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
+    }
     (directory / "config.json").write_text(json.dumps(config))
     return dense
 

@@ -62,10 +62,12 @@ _LLAMA_GROUPS = [
         ("starcoder2", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"c_fc"}, {"c_proj"}]),
         ("mixtral", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}]),
         # Attention and MLP of Cohere read the same normalised x.
-        ("cohere", [{"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj"},
-                    {"down_proj"}]),
+        (
+            "cohere",
+            [{"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}],
+        ),
     ],
-)  # fmt: skip
+)
 def test_groups_per_layer(name: str, groups: list[set[str]]) -> None:
     assert grouped(make_model(name)) == {0: dict(enumerate(groups)), 1: dict(enumerate(groups))}
 

@@ -20,9 +20,11 @@ from corun.profiles.step_time import forward_s, num_keys
 from support.profiles import PROFILE
 
 _SIZES = StepSizes(
-    decode_rows=(1, 4, 16), chunk_tokens=(16, 64, 256), context_tokens=(256, 2048),
+    decode_rows=(1, 4, 16),
+    chunk_tokens=(16, 64, 256),
+    context_tokens=(256, 2048),
     max_kv_tokens=8192,
-)  # fmt: skip
+)
 _TRUTH = replace(PROFILE.model, step_s=Curve((1.0, 64.0, 256.0), (0.001, 0.004, 0.012)))
 
 

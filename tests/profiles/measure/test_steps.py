@@ -38,9 +38,11 @@ def device(tmp_path: Path) -> Iterator[ExecutorDevice]:
 
 
 def _measure(
-    executor: DeviceExecutor, shapes: list[StepShape], repeats: Repeats = _ONCE,
+    executor: DeviceExecutor,
+    shapes: list[StepShape],
+    repeats: Repeats = _ONCE,
     forward_s: Callable[[StepShape], float] | None = None,
-) -> WholeStepTimes:  # fmt: skip
+) -> WholeStepTimes:
     bench = StepBench(executor, forward_s or (lambda _: 1e-6), _BLOCK_SIZE, vocab_size=96)
     return bench.measure(shapes, _PREFILL, repeats, lambda done, total: None)
 

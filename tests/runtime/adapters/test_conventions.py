@@ -103,9 +103,11 @@ def test_all_end_tokens_count_together() -> None:
 def test_an_end_token_that_the_base_cannot_say_is_told_once_and_not_used(token: str) -> None:
     far = TokenDifferences((AddedToken("<far>", 8),))
     found, notes = read(
-        tokenizer=far, tokenizer_config={"eos_token": token},
-        special_tokens_map={"eos_token": token}, generation_config={"eos_token_id": 2},
-    )  # fmt: skip
+        tokenizer=far,
+        tokenizer_config={"eos_token": token},
+        special_tokens_map={"eos_token": token},
+        generation_config={"eos_token_id": 2},
+    )
     assert found.eos_token_ids == (2,)
     (note,) = notes
     assert repr(token) in note and "ends no answer" in note

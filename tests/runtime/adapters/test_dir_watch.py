@@ -257,9 +257,11 @@ def test_an_entry_that_does_not_answer_hides_no_removal_elsewhere(
 
 @pytest.mark.usefixtures("short_deadlines")
 def test_a_directory_that_cannot_be_looked_at_is_said(
-    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    watched: Watched,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     caplog.set_level(logging.INFO)
     assert watched.watch.state.unseen_s == 0
     monkeypatch.setattr(dir_watch, "_SILENT_S", 2.0)

@@ -105,9 +105,11 @@ def test_a_whole_weight_is_the_tied_heads_unless_it_is_a_module_of_its_own(
     shared: tuple[str, ...], ensures: bool
 ) -> None:
     adapter = resolve(
-        raw("model.embed.weight", _TOKENS, _FEATURES), target_map=make_map(is_tied=True),
-        modules_to_save=shared, ensure_weight_tying=ensures,
-    )  # fmt: skip
+        raw("model.embed.weight", _TOKENS, _FEATURES),
+        target_map=make_map(is_tied=True),
+        modules_to_save=shared,
+        ensure_weight_tying=ensures,
+    )
     both = ensures or not shared
     assert [one.target for one in adapter.saved] == [_EMBEDDING, _HEAD][: 1 + both]
     assert not any(one.changes_base for one in adapter.rows), "before a comparison"
@@ -183,9 +185,11 @@ def test_a_head_with_a_bias_and_dora_are_refused_beside_rows() -> None:
 
 def test_lora_on_a_tied_embedding_that_is_to_stay_tied() -> None:
     found = problem(
-        *lora("lm_head", _TOKENS), target_map=make_map(is_tied=True),
-        target_modules=("q", "lm_head"), ensure_weight_tying=True,
-    )  # fmt: skip
+        *lora("lm_head", _TOKENS),
+        target_map=make_map(is_tied=True),
+        target_modules=("q", "lm_head"),
+        ensure_weight_tying=True,
+    )
     assert "LoRA on a tied embedding with ensure_weight_tying" in found
 
 

@@ -60,9 +60,11 @@ def test_a_server_that_is_silent_has_its_deadline(capsys: pytest.CaptureFixture[
 
 
 def test_a_server_is_measured(
-    server: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    server: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     path, model = tmp_path / "p.json", save_model("llama3-rope", tmp_path_factory.mktemp("model"))
     with any_fit():
         assert main(("profile", str(model), "--url", server, "--output", str(path), *TOLD)) == 0

@@ -154,9 +154,11 @@ def test_a_log_of_one_request_is_simulated_and_one_that_never_fits_is_said(
 
 
 def test_without_matplotlib_there_are_tables(
-    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    workload: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
     assert main(["simulate", "--workload", workload, *SMALL, "--out", str(out)]) == 0

@@ -85,8 +85,10 @@ def test_volumes_that_are_mounted_are_there(pod: dict[str, Any], container: dict
 
 def test_probes_ask_routes_of_the_server(container: dict[str, Any]) -> None:
     for probe, path in (
-        ("startupProbe", "/health"), ("livenessProbe", "/health"), ("readinessProbe", "/ready")
-    ):  # fmt: skip
+        ("startupProbe", "/health"),
+        ("livenessProbe", "/health"),
+        ("readinessProbe", "/ready"),
+    ):
         asked = container[probe]["httpGet"]
         assert asked == {"path": path, "port": "http"}
         assert ("GET", path) in ROUTE_DOCS

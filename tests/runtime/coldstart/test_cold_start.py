@@ -57,9 +57,11 @@ def _cold_starts(
 
 
 _FACTS = AdapterFacts(
-    "d", 8, 400,
+    "d",
+    8,
+    400,
     layers=AdapterLayers(((8,),) * _LAYERS, group_bytes=(200, 200), group_of_layer=(0, 0, 1, 1)),
-)  # fmt: skip
+)
 
 
 @pytest.fixture

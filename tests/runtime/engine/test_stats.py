@@ -44,9 +44,11 @@ def test_bytes_of_the_device_add_up_to_its_memory() -> None:
     device = dict(levels["device"])
     assert device.pop("reserved") == BLOCK_BYTES
     assert device == {
-        "running_kv": 2 * BLOCK_BYTES, "history_kv": 2 * BLOCK_BYTES,
-        "adapters": 100, "free": 4 * BLOCK_BYTES - 100,
-    }  # fmt: skip
+        "running_kv": 2 * BLOCK_BYTES,
+        "history_kv": 2 * BLOCK_BYTES,
+        "adapters": 100,
+        "free": 4 * BLOCK_BYTES - 100,
+    }
 
 
 def test_what_the_host_holds() -> None:

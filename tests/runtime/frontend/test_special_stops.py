@@ -70,9 +70,11 @@ class Shown:
             reason = "length" if position == len(tokens) - 1 else None
             is_end = token_id == end_id
             update = RequestUpdate(
-                0, (token_id,), finish_reason="stop" if is_end else reason,
+                0,
+                (token_id,),
+                finish_reason="stop" if is_end else reason,
                 stop_token_id=token_id if is_end else None,
-            )  # fmt: skip
+            )
             self.can_stop_engine = self.choice.update(update)
             output = self.choice.output()
             self.pieces.append(output.new_text)
@@ -152,9 +154,11 @@ def test_a_text_around_a_token_that_is_left_out_stops_as_before(tokenizer: Token
     shown = Shown(tokenizer, ids("a<|im_", START, "end|>d"), stop=["<|im_end|>"])
     assert shown.end == ("a", "stop", "<|im_end|>")
     kept = Shown(
-        tokenizer, ids("ab", END, "cd"), stop=["bc", "<|im_start|>"],
+        tokenizer,
+        ids("ab", END, "cd"),
+        stop=["bc", "<|im_start|>"],
         include_stop_str_in_output=True,
-    )  # fmt: skip
+    )
     assert kept.end == ("abc", "stop", "bc")
 
 
@@ -227,10 +231,12 @@ def test_a_stop_frees_the_engine_and_counts_its_token(tokenizer: Tokenizer) -> N
     st.lists(st.sampled_from(ids("xy", END, START)), min_size=1, max_size=12),
     st.lists(
         st.lists(st.sampled_from(ids("xy", END, START)), min_size=1, max_size=4),
-        min_size=1, max_size=3,
+        min_size=1,
+        max_size=3,
     ),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.booleans(),
+    st.booleans(),
+)
 @example(ids("x", END, "x"), [ids("xx")], True, True)
 @example(ids("x", END, "x"), [ids("xx"), [START]], True, True)
 @settings(max_examples=500)

@@ -48,17 +48,19 @@ LEAVES = st.one_of(
     st.sampled_from(FORMATS).map(lambda one: {"type": "string", "format": one}),
     ordered("minimum", "maximum", SMALL).map(lambda one: {"type": "integer"} | one),
     options(minimum=SMALL, multipleOf=st.integers(1, 9)).map(lambda one: {"type": "integer"} | one),
-    st.tuples(st.sampled_from(["minimum", "exclusiveMinimum"]),
-              st.sampled_from(["maximum", "exclusiveMaximum"])).flatmap(
-        lambda names: ordered(*names, st.floats(-9, 9).map(lambda number: round(number, 2)))
-    ).map(lambda one: {"type": "number"} | one),
+    st.tuples(
+        st.sampled_from(["minimum", "exclusiveMinimum"]),
+        st.sampled_from(["maximum", "exclusiveMaximum"]),
+    )
+    .flatmap(lambda names: ordered(*names, st.floats(-9, 9).map(lambda number: round(number, 2))))
+    .map(lambda one: {"type": "number"} | one),
     st.lists(SMALL | st.text(max_size=4) | st.none(), min_size=1, max_size=4).map(
         lambda values: {"enum": values}
     ),
     st.recursive(SMALL | st.text(max_size=3), lambda x: st.lists(x, max_size=2), max_leaves=3).map(
         lambda value: {"const": value}
     ),
-)  # fmt: skip
+)
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -137,9 +137,11 @@ def test_a_preempted_request_goes_on_behind_its_own() -> None:
 def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
     """It holds its own blocks and equal ones in the tree, which is too much together."""
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=8, keeps_prefixes=True), predictor=Guess(1),
-        growth_headroom=0.0, max_num_batched_tokens=32,
-    )  # fmt: skip
+        memory=make_memory(num_blocks=8, keeps_prefixes=True),
+        predictor=Guess(1),
+        growth_headroom=0.0,
+        max_num_batched_tokens=32,
+    )
     executor = make_executor(scheduler)
     scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=1), 0.0)
     longer = make_request(2, prompt=PROMPT, max_tokens=15)

@@ -57,8 +57,10 @@ def test_the_scheduler_lets_go_of_them() -> None:
     assert scheduler.end_overdue(5.9) == []
     (event,) = scheduler.end_overdue(6.0)
     assert (event.request_id, event.finish_reason, event.error_kind) == (
-        RequestId(2), "error", "OverloadedError",
-    )  # fmt: skip
+        RequestId(2),
+        "error",
+        "OverloadedError",
+    )
     assert "waited 5 s" in str(event.error) and "--max-queue-s" in str(event.error)
     assert event.timing is not None and sum(event.timing.parts.values()) == 5.0
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 1)

@@ -140,9 +140,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rooms: list[MemoryRoom] = []
         memory.relief.watch(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
         self.cold_starts = RandomColdStarts(
-            random.Random(cold_seed), memory.transfers, start_share=cold_start_share,
+            random.Random(cold_seed),
+            memory.transfers,
+            start_share=cold_start_share,
             blocking_share=0.1,
-        )  # fmt: skip
+        )
         self.scheduler = make_scheduler(
             memory=memory,
             policy=self.made_policy,

@@ -78,8 +78,10 @@ def test_a_running_request_without_tokens_waits_for_the_budget_or_for_memory() -
     timelines.planned(rows(chunks=[(one, 8)]), 2.0)
     timelines.planned(rows(), 3.0)  # its row is in flight
     assert end(timelines, one, 4.0) == {
-        TimePart.ORDER: 1.0, TimePart.STEP_BUDGET: 1.0, TimePart.COMPUTE: 2.0,
-    }  # fmt: skip
+        TimePart.ORDER: 1.0,
+        TimePart.STEP_BUDGET: 1.0,
+        TimePart.COMPUTE: 2.0,
+    }
     assert end(timelines, other, 4.0) == {TimePart.ORDER: 1.0, TimePart.KV_MEMORY: 3.0}
 
 
@@ -100,8 +102,10 @@ def test_what_is_computed_again_is_told_apart(cause: PreemptionCause, part: Time
     request.num_computed_tokens = 8
     timelines.planned(rows(chunks=[(request, 4)]), 5.0)
     assert end(timelines, request, 6.0) == {
-        TimePart.COMPUTE: 2.0, part: 1.0, TimePart.RECOMPUTE: 3.0
-    }  # fmt: skip
+        TimePart.COMPUTE: 2.0,
+        part: 1.0,
+        TimePart.RECOMPUTE: 3.0,
+    }
 
 
 def test_what_a_cold_step_takes_beyond_a_warm_one_is_for_the_adapter() -> None:
@@ -116,8 +120,10 @@ def test_what_a_cold_step_takes_beyond_a_warm_one_is_for_the_adapter() -> None:
     cold.cold_chunks.append((request, ColdChunk(8, 1)))
     timelines.planned(cold, 2.0)
     assert end(timelines, request, 9.0) == {
-        TimePart.ORDER: 1.0, TimePart.COLD_WAIT: 1.0 + 5.0, TimePart.COMPUTE: 2.0
-    }  # fmt: skip
+        TimePart.ORDER: 1.0,
+        TimePart.COLD_WAIT: 1.0 + 5.0,
+        TimePart.COMPUTE: 2.0,
+    }
 
 
 def test_the_two_largest_parts_are_said_in_words() -> None:

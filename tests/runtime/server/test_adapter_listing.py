@@ -102,9 +102,11 @@ def test_a_dead_engine_and_the_key(start_server: Callable[..., Any], engine: Any
 
 
 def test_the_command_reads_all_pages(
-    start_server: Callable[..., Any], engine: Any, capsys: pytest.CaptureFixture[str],
+    start_server: Callable[..., Any],
+    engine: Any,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.delenv("CORUN_API_KEY", raising=False)
     engine = type(engine)()
     engine.adapters = {f"a{index:04}": make_adapter(f"a{index:04}") for index in range(1200)}

@@ -40,9 +40,11 @@ def test_calls_and_their_results() -> None:
     call = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
     _, assistant, result, user = body_of(messages=TURNS)["messages"]
     assert assistant == {
-        "role": "assistant", "reasoning_content": "think", "tool_calls": [call],
+        "role": "assistant",
+        "reasoning_content": "think",
+        "tool_calls": [call],
         "content": [{"type": "text", "text": "I look"}],
-    }  # fmt: skip
+    }
     one = [{"type": "text", "text": "one"}]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": one}
     assert user == {"role": "user", "content": [{"type": "text", "text": "and?"}]}

@@ -56,9 +56,11 @@ def test_stream(http: httpx.Client, engine: Any, expected_text: Callable[..., st
 def test_blocks() -> None:
     writer = AnthropicBlocks()
     parts = [
-        AnswerPart(PartKind.REASONING, "x"), AnswerPart(PartKind.CONTENT, "y"),
-        AnswerPart(PartKind.CALL, "", 0, CallHead("c1", "f")), AnswerPart(PartKind.CALL, '{"a":1}'),
-    ]  # fmt: skip
+        AnswerPart(PartKind.REASONING, "x"),
+        AnswerPart(PartKind.CONTENT, "y"),
+        AnswerPart(PartKind.CALL, "", 0, CallHead("c1", "f")),
+        AnswerPart(PartKind.CALL, '{"a":1}'),
+    ]
     events = [*writer.add(parts), *writer.end(is_complete=True)]
     assert [event.index for event in events if event.type == "content_block_start"] == [0, 1, 2]
     assert json.loads(msgspec.json.encode(writer.blocks)) == [

@@ -357,9 +357,11 @@ def test_idle_connections_of_one_client_make_room_for_another(
         for _ in range(4):
             stack.enter_context(connected(server))
         for is_closed in (True, True, False):
-            sock = stack.enter_context(socket.create_connection(
-                ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
-            ))  # fmt: skip
+            sock = stack.enter_context(
+                socket.create_connection(
+                    ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
+                )
+            )
             sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             answer = sock.recv(1 << 16)
             assert answer.startswith(b"HTTP/1.1 %d" % (200 if is_closed else 503))

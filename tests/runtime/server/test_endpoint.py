@@ -58,9 +58,11 @@ def test_completion(http: httpx.Client, expected_text: EXPECTED) -> None:
         }
     ]
     assert body["usage"] == {
-        "prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45,
+        "prompt_tokens": 5,
+        "completion_tokens": 40,
+        "total_tokens": 45,
         "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
+    }
 
 
 def test_stream_equals_whole(http: httpx.Client) -> None:
@@ -85,9 +87,11 @@ def test_prompts_of_every_shape(http: httpx.Client, expected_text: EXPECTED) -> 
         expected_text(prompt, 40, choice=index) for prompt in ("one", "three") for index in (0, 1)
     ]
     assert body["usage"] == {
-        "prompt_tokens": 8, "completion_tokens": 160, "total_tokens": 168,
+        "prompt_tokens": 8,
+        "completion_tokens": 160,
+        "total_tokens": 168,
         "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
+    }
 
 
 def test_stream_of_many_prompts_and_choices(http: httpx.Client, expected_text: EXPECTED) -> None:

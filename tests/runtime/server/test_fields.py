@@ -143,8 +143,10 @@ def test_a_near_miss_is_an_error_under_each_policy(
             answer = http.post(CHAT, json=chat(**{name: 1}))
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["param"]) == (
-                400, "unknown_field", name,
-            )  # fmt: skip
+                400,
+                "unknown_field",
+                name,
+            )
             assert repr(meant) in error["message"]
         assert http.post(CHAT, json=chat(novel=1)).status_code == (
             400 if policy == "refuse" else 200

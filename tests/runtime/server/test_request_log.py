@@ -119,9 +119,11 @@ def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_disk_that_has_room_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     wait_until: WAIT,
-) -> None:  # fmt: skip
+) -> None:
     path, write = tmp_path / "log", os.write
     tried: list[bytes] = []
 

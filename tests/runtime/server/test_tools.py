@@ -58,9 +58,11 @@ def test_calls_and_reasoning_stand_beside_the_content(
     message = choice["message"]
     calls = message.pop("tool_calls")
     assert message == {
-        "role": "assistant", "content": "I call.", "reasoning_content": "Let me\nadd.",
+        "role": "assistant",
+        "content": "I call.",
+        "reasoning_content": "Let me\nadd.",
         "reasoning": "Let me\nadd.",
-    }  # fmt: skip
+    }
     assert choice["finish_reason"] == "tool_calls"
     assert [(one["type"], one["function"]) for one in calls] == [
         ("function", {"name": name, "arguments": arguments}) for name, arguments in QWEN.calls

@@ -37,10 +37,12 @@ def first_tokens(path: Path) -> None:
 
 def loads(path: Path) -> None:
     curves = {
-        name: [LoadPoint(rate, rate**2 * (1 + 0.01 * i), rate**2 * 0.9, rate**2 * 1.2)
-               for rate in (1.0, 1.5, 2.0)]
+        name: [
+            LoadPoint(rate, rate**2 * (1 + 0.01 * i), rate**2 * 0.9, rate**2 * 1.2)
+            for rate in (1.0, 1.5, 2.0)
+        ]
         for i, name in enumerate(NAMES)
-    }  # fmt: skip
+    }
     pictures.draw_load_curve(curves, 95.0, 3.98, TITLE, FOOT, path)
 
 

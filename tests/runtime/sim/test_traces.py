@@ -164,8 +164,10 @@ def test_what_is_wrong_with_a_jsonl_is_said_in_one_line(
 def test_what_is_wrong_with_a_parquet_file_is_said_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "azure2023_conv.parquet"
     columns: dict[str, list[Any]] = {
-        "arrival_s": [0.0, 1.0], "prompt_tokens": [3, 4], "output_tokens": [5, 6],
-    }  # fmt: skip
+        "arrival_s": [0.0, 1.0],
+        "prompt_tokens": [3, 4],
+        "output_tokens": [5, 6],
+    }
     for name, values, error in (
         ("output_tokens", [5, None], "the output of row 1 is nan"),
         ("arrival_s", [float("nan"), 1.0], "the arrival of row 0 is nan"),

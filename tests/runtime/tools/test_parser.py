@@ -101,10 +101,12 @@ def test_calls_with_wrong_arguments_are_content_unless_they_are_shown_already() 
         ('{"name": "add", "arguments": "{\\"x\\": 1}"}', '{"x": 1}'),
         ('{"name": "add", "parameters": {"x": 1}}', '{"x": 1}'),
         ('{"name": "add"}', "{}"),
-        ('{"name": "add", "arguments": {"x": [1, {"y": "}"}], "z": "\\"}"}}',
-         '{"x": [1, {"y": "}"}], "z": "\\"}"}'),
+        (
+            '{"name": "add", "arguments": {"x": [1, {"y": "}"}], "z": "\\"}"}}',
+            '{"x": [1, {"y": "}"}], "z": "\\"}"}',
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("options", [HELD, LIVE], ids=["held", "live"])
 def test_usual_variants_of_calls(call: str, arguments: str, options: ParserOptions) -> None:
     (found,) = parsed(f"<tool_call>{call}</tool_call>", parser_for(QWEN, options)).calls
@@ -177,9 +179,11 @@ def test_transformers_reads_the_same_by_the_same_template(name: str) -> None:
     text = sample.text.replace("</tool_call>\n", "</tool_call>")
     ours = meaning(parsed(text, parser_for(sample)))
     theirs = parse_response(
-        text, described(sample), prefix=sample.prompt,
+        text,
+        described(sample),
+        prefix=sample.prompt,
         tools=[{"function": {"name": name, "parameters": one}} for name, one in PARAMETERS.items()],
-    )  # fmt: skip
+    )
     calls = theirs.get("tool_calls", [])
     calls = [one for call in calls for one in (call if isinstance(call, list) else [call])]
     found = tuple((one["function"]["name"], one["function"]["arguments"]) for one in calls)

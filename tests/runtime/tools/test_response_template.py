@@ -18,9 +18,11 @@ from support.answer_samples import ADD, SAMPLES
 
 QWEN = SAMPLES["qwen"]
 CALLS = {
-    "open": "<call>", "close": "</call>", "content": "json",
+    "open": "<call>",
+    "close": "</call>",
+    "content": "json",
     "transform": {"function": {"name": "{content.tool}", "arguments": "{content.with}"}},
-}  # fmt: skip
+}
 OWN: dict[str, Any] = {"start_anchor": "<a>", "fields": {"content": {}, "tool_calls": CALLS}}
 
 

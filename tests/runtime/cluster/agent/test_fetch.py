@@ -112,9 +112,11 @@ async def refuses(request: web.Request, data: bytes) -> web.StreamResponse:
     ],
 )  # fmt: skip
 def test_a_peer_that_fails_gives_way_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    break_it: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]], kind: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]],
+    kind: str,
+) -> None:
     monkeypatch.setattr(transfer, "SILENT_S", 1.0)
 
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:

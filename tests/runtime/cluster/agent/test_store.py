@@ -39,10 +39,12 @@ async def never(digest: str) -> bool:
 
 
 def with_store(
-    directory: Path, work: Callable[[AdapterFileStore], Awaitable[None]],
-    capacity_bytes: int = ROOM, clock: Callable[[], float] = time.monotonic,
+    directory: Path,
+    work: Callable[[AdapterFileStore], Awaitable[None]],
+    capacity_bytes: int = ROOM,
+    clock: Callable[[], float] = time.monotonic,
     roots: AdapterRoots = OWN_FILES,
-) -> None:  # fmt: skip
+) -> None:
     async def run() -> None:
         store = AdapterFileStore(directory, capacity_bytes, roots=roots, clock=clock)
         try:

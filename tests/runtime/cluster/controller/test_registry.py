@@ -182,11 +182,13 @@ def test_committed_changes_are_there_after_a_kill(tmp_path: Path) -> None:
 # Changes of a name, and whether the controller crashes before the next step.
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["load", "undo", "unload"]), st.sampled_from("xy"), st.sampled_from("pqr"),
+        st.sampled_from(["load", "undo", "unload"]),
+        st.sampled_from("xy"),
+        st.sampled_from("pqr"),
         st.sampled_from(["", "after begin", "after all"]),
     ),
     max_size=8,
-)  # fmt: skip
+)
 
 
 @given(_STEPS)

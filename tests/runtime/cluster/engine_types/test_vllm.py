@@ -114,8 +114,10 @@ def test_states_say_what_metrics_and_the_record_do() -> None:
         assert first.load is not None and first.load.num_running_by_rank == {8: 5}
         assert first.load.num_waiting_by_rank == {} and first.load.total_kv_tokens == 838784
         assert {one.name: one.level for one in first.adapters} == {
-            "a": "device", "b": "disk", "c": "device",
-        }  # fmt: skip
+            "a": "device",
+            "b": "disk",
+            "c": "device",
+        }
         assert (second.adapters, second.removed) == ((), ())
         assert [one.beat for one in (first, second, third)] == [1, 2, 3]
         # A state includes requests sent before the previous poll; later ones may be missing.

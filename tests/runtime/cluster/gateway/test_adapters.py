@@ -163,8 +163,10 @@ def test_adapters_are_listed_with_copies_and_levels() -> None:
         await cluster.state_read()
         _, models = await cluster.get("/v1/models")
         assert [(one["id"], one["parent"]) for one in models["data"]] == [
-            (BASE, None), ("x", BASE), ("y", BASE),
-        ]  # fmt: skip
+            (BASE, None),
+            ("x", BASE),
+            ("y", BASE),
+        ]
         assert (await cluster.get("/v1/models/x"))[1]["root"] == "/adapters/x"
         _, page = await cluster.get("/v1/lora_adapters?limit=1")
         assert page["has_more"] and page["num_adapters"] == 2

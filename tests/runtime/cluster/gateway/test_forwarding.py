@@ -26,8 +26,10 @@ def test_a_body_and_its_answer_are_forwarded_as_they_are() -> None:
     async def work(cluster: GatewayCluster) -> None:
         body = b'{ "model": "base" ,"prompt":"\\u00e9t\xc3\xa9", "unheard_of": [1, {"a": null}]}'
         headers = {
-            "Content-Type": "application/json", "x-request-id": "mine", "traceparent": "00-a-b-01",
-        }  # fmt: skip
+            "Content-Type": "application/json",
+            "x-request-id": "mine",
+            "traceparent": "00-a-b-01",
+        }
         async with cluster.session.post(
             f"{cluster.url}/v1/completions", data=body, headers=headers
         ) as response:

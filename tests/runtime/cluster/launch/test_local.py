@@ -28,9 +28,11 @@ SHARE = EngineShare(
 
 
 def with_launcher(
-    tmp_path: Path, division: MachineDivision, work: Callable[[LocalLauncher], Awaitable[None]],
+    tmp_path: Path,
+    division: MachineDivision,
+    work: Callable[[LocalLauncher], Awaitable[None]],
     engine: EngineConfig | None = None,
-) -> None:  # fmt: skip
+) -> None:
     async def run() -> None:
         async with make_session(KEY) as session:
             launcher = local_launcher(tmp_path, session, division, engine)

@@ -75,8 +75,10 @@ class FakeMachines:
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """Return all agents as running, or failing."""
         if self.failing is not None:
-            return {name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing)
-                    for name in names}  # fmt: skip
+            return {
+                name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing)
+                for name in names
+            }
         return {
             name: SupervisedAgent(
                 state=RUNNING, agent_id=name,

@@ -66,9 +66,11 @@ def test_it_is_restarted_unless_it_ended_on_request(settings: NodeSettings) -> N
         location = location_of(first.until(RUNNING))
         assert location.pid != pid
         answer = httpx.post(
-            location.url + AGENT_END_PATH, headers={"Authorization": f"Bearer {KEY}"},
-            content=msgspec.json.encode(EndAgent(agent_id="127.0.0.1")), timeout=DEADLINE_S,
-        )  # fmt: skip
+            location.url + AGENT_END_PATH,
+            headers={"Authorization": f"Bearer {KEY}"},
+            content=msgspec.json.encode(EndAgent(agent_id="127.0.0.1")),
+            timeout=DEADLINE_S,
+        )
         assert answer.status_code == 200
         assert first.until(ENDED).location is None
     with SupervisingProcess(settings) as second:  # as after a restart of its machine

@@ -42,8 +42,10 @@ def test_least_tokens_counts_what_waits_and_what_is_kept() -> None:
         server_report(running_context_tokens=100, queued_prefill_tokens=300),
     )
     assert LeastTokensRouter().rank(request_of(), servers, 0.0, random.Random(0)) == [
-        "s2", "s0", "s1",
-    ]  # fmt: skip
+        "s2",
+        "s0",
+        "s1",
+    ]
 
 
 def test_first_fit_fills_one_server_after_the_other() -> None:
@@ -81,8 +83,10 @@ def test_dlora_moves_what_came_last_from_the_longest_queue_to_the_shortest() -> 
     moves = DloraRouter().moves({s0: long, s1: [other], s3: [other]}, servers)
     # 510, 100 and 0 tokens; then 406, 100, 104; then 303, 203, 104; then 201, 203, 206.
     assert [(move.request, move.source, move.target) for move in moves] == [
-        (long[4], "s0", "s2"), (long[3], "s0", "s1"), (long[2], "s0", "s2"),
-    ]  # fmt: skip
+        (long[4], "s0", "s2"),
+        (long[3], "s0", "s1"),
+        (long[2], "s0", "s2"),
+    ]
     assert not DloraRouter().moves({s0: [other], s1: [other], s2: [other]}, servers)
     assert not DloraRouter().moves({s0: [request_of(num_prompt_tokens=10**6)]}, servers[:1])
     assert not DloraRouter().moves({}, [])

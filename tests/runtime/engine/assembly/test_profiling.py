@@ -160,9 +160,11 @@ def test_a_start_does_not_depend_on_measuring(
 
 
 def test_a_start_does_not_use_what_predicts_nothing(
-    loaded: assemble.LoadedModel, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, tmp_path: Path,
-) -> None:  # fmt: skip
+    loaded: assemble.LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     monkeypatch.setattr("corun.profiles.profile.MIN_USABLE_R_SQUARED", 0.5)
     subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
     path = default_path(subject, tmp_path / "state/corun/profiles")

@@ -56,9 +56,11 @@ def held_bytes(plan: PlacementPlan, demand: Sequence[AdapterDemand]) -> dict[str
 
 
 def check(
-    plan: PlacementPlan, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
+    plan: PlacementPlan,
+    demand: Sequence[AdapterDemand],
+    servers: Sequence[StoreServer],
     previous: Mapping[str, Mapping[ServerId, float]],
-) -> None:  # fmt: skip
+) -> None:
     stores = {server.server_id: server.store_bytes for server in servers}
     assert plan.shares.keys() == {one.name for one in demand}
     for row in plan.shares.values():
