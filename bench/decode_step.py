@@ -30,9 +30,9 @@ from stepped_engine import SteppedEngine, Steps
 
 MAX_OVER_LINEARS, JUDGED_BATCH = 1.5, 8
 MAX_SINGLE_STREAM_MS = 11.0
-_ENGINE_OPTIONS = (
-    "linear_backend", "attention_backend", "lora_backend", "fused_kernels", "decode_graphs",
-)  # fmt: skip
+_ENGINE_OPTIONS = """
+    linear_backend attention_backend lora_backend fused_kernels decode_graphs
+""".split()
 
 
 def measure(engine: SteppedEngine, batch: int, num_pairs: int) -> dict[str, Any]:

@@ -15,10 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-NOT_SOURCE = (
-    ".git", ".venv", "build", "dist", "results", "shared", "*.egg-info", "__pycache__", ".*_cache",
-    ".hypothesis",
-)  # fmt: skip
+NOT_SOURCE = """
+    .git .venv build dist results shared *.egg-info __pycache__ .*_cache .hypothesis
+""".split()
 BUILD = """
 from setuptools import build_meta
 build_meta.build_sdist("dist")

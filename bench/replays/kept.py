@@ -22,15 +22,13 @@ from replays.cells import BASELINE, TIED, Cell
 
 PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
-_DECIDING = (
-    "profiles/*.py", "runtime/*.py", "runtime/adapters/*.py", "runtime/coldstart/*.py",
-    "runtime/engine/adapter_versions.py", "runtime/engine/core.py",
-    "runtime/engine/load_state.py", "runtime/engine/messages.py",
-    "runtime/engine/residency.py", "runtime/engine/slow_log.py", "runtime/engine/stats.py",
-    "runtime/engine/updates.py",
-    "runtime/memory/**/*.py", "runtime/scheduler/**/*.py", "runtime/sim/*.py",
-    "shm/arena_ranges.py",
-)  # fmt: skip
+_DECIDING = """
+    profiles/*.py runtime/*.py runtime/adapters/*.py runtime/coldstart/*.py
+    runtime/engine/adapter_versions.py runtime/engine/core.py runtime/engine/load_state.py
+    runtime/engine/messages.py runtime/engine/residency.py runtime/engine/slow_log.py
+    runtime/engine/stats.py runtime/engine/updates.py runtime/memory/**/*.py
+    runtime/scheduler/**/*.py runtime/sim/*.py shm/arena_ranges.py
+""".split()
 _QUEUES = ("chameleon.py", "bypass.py", "size_queues.py", "queues/*.py")
 _OWN: Mapping[str, Sequence[str]] = {
     BASELINE: ("fcfs.py",),

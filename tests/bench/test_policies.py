@@ -242,11 +242,10 @@ def test_a_small_run_to_the_end_without_traces(
 
 @pytest.mark.full
 def test_memory_policies_are_compared_with_prefixes_kept(run: Callable[..., list[str]]) -> None:
-    arguments = (
-        "--memory", "--cells", "zipf@7.5@a40-llama8b-link3", "--seeds", "2", "--requests", "60",
-        "--policies", "corun", "corun-tied", "static-split", "slora", "discard-idle",
-        "--processes", "1",
-    )  # fmt: skip
+    arguments = """
+        --memory --cells zipf@7.5@a40-llama8b-link3 --seeds 2 --requests 60 --policies corun
+        corun-tied static-split slora discard-idle --processes 1
+    """.split()
     first = run(*arguments)
     line = json.loads(first[-1])
     held = "zipf at 7.5 on a40-llama8b-link3: mean of corun"

@@ -13,17 +13,15 @@ from clients.recorder import Recorder
 
 NUM_REQUESTS, OUTPUT_TOKENS = 6, 8
 # What the benchmark imports, of what vllm needs: the rest is for devices.
-MODULES = (
-    "torch==2.13.0", "transformers==5.23.0", "numpy", "numba", "regex", "psutil", "requests",
-    "tqdm", "msgspec", "pydantic", "pyyaml", "prometheus_client", "huggingface_hub", "safetensors",
-    "tokenizers", "openai", "fastapi[standard]<0.137", "httpx", "cachetools", "sentencepiece",
-    "blake3", "py-cpuinfo", "aiohttp", "orjson", "pillow", "prometheus-fastapi-instrumentator",
-    "tiktoken", "partial-json-parser", "jsonschema", "pyzmq", "mistral_common", "einops",
-    "cloudpickle", "watchfiles", "python-json-logger", "pybase64", "cbor2", "ijson", "setproctitle",
-    "oss-harmony", "anthropic", "model-hosting-container-standards", "depyf",
-    "opencv-python-headless", "lark", "pandas", "datasets", "llguidance", "outlines_core",
-    "lm-format-enforcer", "xgrammar", "apache-tvm-ffi",
-)  # fmt: skip
+MODULES = """
+    torch==2.13.0 transformers==5.23.0 numpy numba regex psutil requests tqdm msgspec pydantic
+    pyyaml prometheus_client huggingface_hub safetensors tokenizers openai fastapi[standard]<0.137
+    httpx cachetools sentencepiece blake3 py-cpuinfo aiohttp orjson pillow
+    prometheus-fastapi-instrumentator tiktoken partial-json-parser jsonschema pyzmq mistral_common
+    einops cloudpickle watchfiles python-json-logger pybase64 cbor2 ijson setproctitle oss-harmony
+    anthropic model-hosting-container-standards depyf opencv-python-headless lark pandas datasets
+    llguidance outlines_core lm-format-enforcer xgrammar apache-tvm-ffi
+""".split()
 
 
 @pytest.mark.clients

@@ -20,10 +20,10 @@ from support.conventions import NUM_EMBEDDINGS, save_adapter, save_base
 from support.serving import Served, wait_until
 
 SETTLED_S = 20.0  # two seconds, on a busy machine
-OPTIONS = (
-    "--cpu-threads", "1", "--memory-gib", "0.1", "--max-model-len", "128", "--dtype", "float32",
-    "--allow-runtime-lora-updating",
-)  # fmt: skip
+OPTIONS = """
+    --cpu-threads 1 --memory-gib 0.1 --max-model-len 128 --dtype float32
+    --allow-runtime-lora-updating
+""".split()
 
 
 def template(mark: str) -> str:

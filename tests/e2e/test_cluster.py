@@ -22,10 +22,10 @@ from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wa
 
 ADMIN_KEY, API_KEY = "the-admin's", "a-client's"
 # Nothing is compiled, so that engines start and restart quickly.
-PLAIN = (
-    "--linear-backend", "plain", "--attention-backend", "torch", "--lora-backend", "torch",
-    "--fused-kernels", "off", "--decode-graphs", "off",
-)  # fmt: skip
+PLAIN = """
+    --linear-backend plain --attention-backend torch --lora-backend torch --fused-kernels off
+    --decode-graphs off
+""".split()
 _URL = re.compile(r"serving .* at (http://\S+)/v1$", re.MULTILINE)
 
 

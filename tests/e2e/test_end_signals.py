@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,10 +14,7 @@ import pytest
 from support.serving import wait_until
 
 _TIMEOUT_S = 60.0
-_PLAN = (
-    "plan", "--profile", "a40-llama7b", "--workload", "S1", "--slo-ttft-s", "8", "--rps", "10",
-    "--jobs", "2",
-)  # fmt: skip
+_PLAN = "plan --profile a40-llama7b --workload S1 --slo-ttft-s 8 --rps 10 --jobs 2".split()
 _SERVE = ("serve", "--device", "cpu", "--port", "0")
 _CLUSTER = ("cluster", "--engines", "1", "--device", "cpu", "--port", "0", "--cluster-port", "0")
 _PROFILE = ("profile", "--device", "cpu")
@@ -53,7 +50,7 @@ def _has(number: int) -> Callable[[psutil.Process], bool]:
     ],
 )
 def test_all_processes_end_without_a_word(
-    command: tuple[str, ...], moment: Callable[[psutil.Process], bool], after_s: float,
+    command: Sequence[str], moment: Callable[[psutil.Process], bool], after_s: float,
     number: signal.Signals, tmp_path: Path,
 ) -> None:  # fmt: skip
     errors = tmp_path / "errors"

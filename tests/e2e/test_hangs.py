@@ -21,11 +21,10 @@ LIMIT_S = 2.0
 SHORT_LIMIT_S = 1.0  # for an engine that is given up
 LAYER_S = 0.6  # five of them take longer than the limit
 # Nothing is compiled, so that the engine starts quickly, and its layers are modules.
-PLAIN = (
-    "--device", "cpu", "--cpu-threads", "1", "--memory-gib", "0.25", "--linear-backend", "plain",
-    "--attention-backend", "torch", "--lora-backend", "torch", "--fused-kernels", "off",
-    "--decode-graphs", "off",
-)  # fmt: skip
+PLAIN = """
+    --device cpu --cpu-threads 1 --memory-gib 0.25 --linear-backend plain --attention-backend
+    torch --lora-backend torch --fused-kernels off --decode-graphs off
+""".split()
 BODY = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
 TIMEOUT_S = 60.0
 

@@ -17,10 +17,9 @@ ROOT = Path(__file__).parents[2]
 EXCEPTIONS = Path(__file__).with_name("word_exceptions.txt")
 
 # Words for people, which a sentence about a request, an adapter or a process does not need.
-_PERSONS = (
-    "who", "whom", "whoever", "whomever", "nobody", "somebody", "anybody", "everybody",
-    "someone", "everyone", "anyone",
-)  # fmt: skip
+_PERSONS = """
+    who whom whoever whomever nobody somebody anybody everybody someone everyone anyone
+""".split()
 # Words and phrases that documentation of software does not use.
 _STIFF = (
     "anew", "told", "hears", "heard", "comes to", "came to", "come to be", "may not come",

@@ -21,11 +21,10 @@ from support.serving import ANSWER_TIMEOUT_S, START_TIMEOUT_S, corun_command, wa
 pytestmark = pytest.mark.ray
 NUM_ENGINES = 2
 # Without compilation engines start fast.
-PLAIN = (
-    "--linear-backend", "plain", "--attention-backend", "torch", "--lora-backend", "torch",
-    "--fused-kernels", "off", "--decode-graphs", "off", "--unpinned", "--device", "cpu",
-    "--memory-gib", "0.25", "--cpu-threads", "1",
-)  # fmt: skip
+PLAIN = """
+    --linear-backend plain --attention-backend torch --lora-backend torch --fused-kernels off
+    --decode-graphs off --unpinned --device cpu --memory-gib 0.25 --cpu-threads 1
+""".split()
 _URL = re.compile(r"serving .* at (http://\S+)/v1$", re.MULTILINE)
 
 

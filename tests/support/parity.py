@@ -33,11 +33,10 @@ class AdapterSpec:
     num_tokens: int | None = None  # of its vocabulary; None = as many as the base
 
 
-ATTENTION_AND_MLP = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
-    "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "c_fc", "c_proj",
-    "c_attn",
-)  # fmt: skip
+ATTENTION_AND_MLP = """
+    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj query_key_value
+    dense dense_h_to_4h dense_4h_to_h c_fc c_proj c_attn
+""".split()
 ADAPTER_SPECS = (
     AdapterSpec("plain", {"r": 4, "lora_alpha": 6}),
     AdapterSpec("rs", {"r": 9, "lora_alpha": 4, "use_rslora": True}),

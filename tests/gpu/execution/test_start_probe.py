@@ -12,10 +12,9 @@ from support.bases import TEXT_MODELS, WRAPPERS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-POPULAR = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe",
-    "gpt_oss",
-)  # fmt: skip
+POPULAR = """
+    llama qwen2 qwen3 mistral gemma2 gemma3_text phi3 mixtral qwen3_moe gpt_oss
+""".split()
 NUM_SEEDS_POPULAR, NUM_SEEDS = 20, 3
 SOON = ("llama", "mixtral", "phimoe")  # without --full
 

@@ -19,10 +19,9 @@ DECODER: dict[str, Any] = {"added_tokens_decoder": {"1": {"content": "</s>", "sp
 def read(
     template: str | None = None, *, tokenizer: TokenDifferences | None = None, **files: Any
 ) -> tuple[AdapterConventions, list[str]]:
-    names = (
-        "processor_template", "tokenizer_config", "special_tokens_map", "added_tokens",
-        "generation_config",
-    )  # fmt: skip
+    names = """
+        processor_template tokenizer_config special_tokens_map added_tokens generation_config
+    """.split()
     contents = ConventionContents(
         template=template, **{name: files.pop(name, {}) for name in names}
     )

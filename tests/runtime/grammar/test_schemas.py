@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 TREE = trial_tokenizer(257, {})
-KEYWORDS = (
-    "oneOf", "multipleOf", "exclusiveMinimum", "exclusiveMaximum",
-    "minProperties", "maxProperties", "minimum", "maximum", "pattern",
-    "format", "minLength", "maxLength", "minItems", "maxItems", "allOf", "anyOf", "enum", "not",
-    "required", "Unsatisfiable", "uniqueItems",
-)  # fmt: skip
+KEYWORDS = """
+    oneOf multipleOf exclusiveMinimum exclusiveMaximum minProperties maxProperties minimum maximum
+    pattern format minLength maxLength minItems maxItems allOf anyOf enum not required
+    Unsatisfiable uniqueItems
+""".split()
 MAX_ANSWER_TOKENS = 300
 NAMES = st.sampled_from(["a", "b", "name", "größe", 'quo"te', "x y"])
 SMALL = st.integers(-20, 20)

@@ -18,10 +18,10 @@ from llguidance import LLMatcher, LLTokenizer
 from support.answer_samples import ADD, NOW, SAMPLES
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-MARKS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>",
-    "<|end|>", "<|start|>", "<|constrain|>",
-]  # fmt: skip
+MARKS = """
+    <tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|channel|> <|message|> <|end|> <|start|>
+    <|constrain|>
+""".split()
 END = 256
 MAX_TOKENS = 400
 NUM_WALKS = 8

@@ -6,11 +6,11 @@ Such a machine has torch, triton, numpy and cuda-bindings, and what these bring.
 import sys
 from importlib.machinery import ModuleSpec
 
-_MISSING = {
-    "fastapi", "httptools", "huggingface_hub", "llvmlite", "matplotlib", "msgspec",
-    "numba", "peft", "posix_ipc", "prometheus_client", "psutil", "pydantic", "pytest",
-    "safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "uvloop", "yaml",
-}  # fmt: skip
+_MISSING = """
+    fastapi httptools huggingface_hub llvmlite matplotlib msgspec numba peft posix_ipc
+    prometheus_client psutil pydantic pytest safetensors starlette tokenizers transformers uvicorn
+    uvloop yaml
+""".split()
 
 
 class _Missing:
