@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from .runtime.frontend.engine import Engine
     from .runtime.frontend.lora_resolvers import LoraResolver
     from .runtime.frontend.outputs import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from .runtime.memory.grant import Verdict
     from .runtime.request import Request
     from .runtime.sampling import SamplingParams, StructuredOutput
-    from .runtime.scheduler.policy import PolicyFacts, SchedulerPolicy, Verdict
+    from .runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 
 __version__ = "0.2.0"
 
@@ -92,7 +93,7 @@ _MODULES = {
     "RequestOutput": ".runtime.frontend.outputs",
     "SchedulerPolicy": ".runtime.scheduler.policy",
     "PolicyFacts": ".runtime.scheduler.policy",
-    "Verdict": ".runtime.scheduler.policy",
+    "Verdict": ".runtime.memory.grant",
     "Request": ".runtime.request",
 }
 

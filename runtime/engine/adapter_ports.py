@@ -6,7 +6,7 @@ from typing import Protocol
 from ..adapter import AdapterFacts
 from ..adapters.info import Residency
 from ..adapters.registry import AdapterVersion
-from ..memory.registrations import HostRoom
+from ..memory.loads import HostRoom
 from ..plan import AdapterId, HostPlaceId
 from .residency import Changed
 

@@ -15,8 +15,8 @@ from ..adapter import AdapterFacts
 from ..adapters.info import Residency
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError, OverloadedError
+from ..memory.loads import HostRoom
 from ..memory.namespace import kv_namespace
-from ..memory.registrations import HostRoom
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,

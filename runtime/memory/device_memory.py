@@ -7,31 +7,27 @@ is free here as soon as the eviction is decided.
 
 from collections.abc import Iterable, Sequence
 
-from ..adapter import AdapterFacts
-from ..plan import (
-    BASE_ADAPTER,
-    AdapterId,
-    AdapterTransfer,
-    BlockId,
-    HostPlaceId,
-    TransferResult,
-)
+from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostPlaceId, TransferResult
+from ..request import Request
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_log import EvictionReason
 from .adapter_slab import room_bytes
 from .block_pool import BlockPool
+from .grant import Grant, MemoryCommands, Need, Verdict
 from .host_cache import HostCache
 from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
+from .loads import AdapterLoads, AdapterRegistrations
 from .pins import Pins
 from .policy_inputs import PolicyInputs
 from .prefix_cache import PrefixCache
-from .registrations import AdapterRegistrations
 from .relief import MemoryRelief
 from .room import RoomMaker
 from .swapper import KvSwapper
 from .tied_kv import TiedKv
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
+
+_MAX_SWAP_INS = 2  # copies of KV from the host for a waiting request; then it computes the KV
 
 
 class DeviceMemory:
@@ -66,8 +62,6 @@ class DeviceMemory:
         reuse = None if inputs is None else inputs.kv_reuse
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self.tied_kv = TiedKv(cache, self.prefixes)
-        self._room = RoomMaker(pool, cache, self.prefixes, self._evict)
-        self.relief = MemoryRelief(pool, cache, self._room, host)
         self.transfers = TransferTable() if transfers is None else transfers
         self._inputs = inputs
         self.swapper: KvSwapper | None = None
@@ -76,10 +70,11 @@ class DeviceMemory:
             self.swapper = KvSwapper(
                 tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs
             )
+        self.room = RoomMaker(pool, cache, self.prefixes, self.pins, self.swapper, self._evict)
+        self.loads = AdapterLoads(pool, cache, self.pins, self.room, self.transfers, host)
+        self.relief = MemoryRelief(pool, cache, self.room, host)
         keeps_history = cache.policy.rules.keeps_history
         self._max_history_blocks = max_history_blocks if keeps_history else 0
-        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident adapters
-        self._num_draining_blocks = 0
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle adapters, for the next plan
         self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
@@ -103,163 +98,97 @@ class DeviceMemory:
         needed_bytes = num_blocks * self.pool.block_bytes + adapter_bytes
         return num_blocks <= self.pool.num_blocks and needed_bytes <= self.budget.capacity_bytes
 
-    def has_adapter_room(self, num_bytes: int) -> bool:
-        """Whether an adapter of ``num_bytes`` can be loaded without evictions."""
-        if self.cache.slab is not None:
-            return self.cache.slab.fits(num_bytes)
-        return self.budget.available_bytes >= num_bytes
+    def adapter_state(self, adapter_id: AdapterId) -> AdapterState:
+        """Return the state of the device copy of an adapter."""
+        return self.cache.state(adapter_id)
 
-    def has_room_for(
-        self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()
-    ) -> bool:
-        """Whether there is room for ``num_blocks`` more blocks if a request begins.
+    def find(self, request: Request) -> Sequence[KvNode]:
+        """Return the blocks with KV of the request's known tokens, on the device or the host.
 
-        Evictable memory counts as room, except for the request's own adapter and the blocks of its
-        ``path``, which are then in use.
+        The last token is always computed, so no request writes to a block that others may read. A
+        request with a scored prompt computes all of it.
         """
-        pool = self.pool
-        num_blocks += sum(not node.num_references for node in path)
-        if num_blocks > pool.num_unused_blocks:
+        if request.sampling.prompt_logprobs is not None:
+            return ()
+        return self.prefixes.match(
+            request.kv_namespace, request.known_token_ids, request.num_known_tokens - 1
+        )
+
+    def admit(self, need: Need, now_s: float) -> Grant | Verdict:
+        """Give a request all the memory that it needs in order to run, or say what it lacks.
+
+        Loads its adapter, copies its KV back from the host, evicts what is idle, and reserves the
+        predicted growth of all running requests.
+        """
+        request, pool = need.request, self.pool
+        verdict = self._ready_adapter(need, now_s)
+        if verdict is Verdict.NO_ADAPTER or (verdict and self.swapper is None):
+            return verdict
+        path = self.find(request)
+        if self.swapper is not None:
+            num_found = self.swapper.num_readable(path)
+            if num_found < len(path):
+                coming = self._swap_in(self.swapper, need, path, num_found, now_s)
+                verdict = verdict or coming
+            path = path[:num_found]
+        if verdict is not None:
+            return verdict
+        num_blocks = need.kv_bytes // pool.block_bytes - len(path)
+        num_to_come = need.running.num_growth_blocks(request, len(path))
+        if not self._has_room(need, path, num_blocks, num_to_come):
+            return Verdict.NO_KV
+        self.prefixes.hold(path)
+        # Renew the reservation: it may contain blocks of ended requests, or of the held path.
+        num_reserved = max(0, num_to_come - num_blocks)
+        pool.reserve_growth(num_reserved)
+        if pool.num_available_blocks < num_blocks:
+            self._reclaim_blocks(need, num_blocks)
+            if pool.num_available_blocks < num_blocks:  # some are still draining
+                self.prefixes.release(path)
+                return Verdict.NO_KV
+        grant = self._grant(request, path, num_blocks, now_s)
+        pool.reserve_growth(num_reserved)
+        return grant
+
+    def grow(self, grant: Grant, num_blocks: int) -> bool:
+        """Allocate further blocks, reserved ones first. Return whether so many were free."""
+        block_ids = self.pool.allocate(num_blocks)
+        if block_ids is None:
             return False
-        if self.cache.slab is not None:
-            return True
-        most_bytes = self.budget.reservable_bytes - self.cache.idle_bytes(adapter_id)
-        return num_blocks * pool.block_bytes <= most_bytes
+        grant.block_ids.extend(block_ids)
+        return True
 
-    def retire(self, path: Sequence[KvNode], block_ids: Sequence[BlockId]) -> int:
-        """Announce blocks that will be released when the steps in flight have ended.
+    def reclaim_growth(self, num_blocks: int) -> bool:
+        """Evict until running requests can grow by ``num_blocks``. See ``RoomMaker.reclaim``."""
+        return self.room.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
-        Returns how many blocks will be free or evictable then. Pass this number to ``release``.
-        """
-        num_blocks = len(block_ids)
-        for node in reversed(path):
-            if node.num_references > 1:  # and so all before it
-                break
-            num_blocks += 1
-        self._num_draining_blocks += num_blocks
-        return num_blocks
-
-    def release(
-        self, path: Sequence[KvNode], block_ids: Sequence[BlockId], *, num_retired_blocks: int = 0
+    def store(
+        self, grant: Grant, namespace: bytes, token_ids: tuple[int, ...], now_s: float
     ) -> None:
-        """Release the blocks of ``path``, and free ``block_ids``, the request's own blocks."""
-        self._num_draining_blocks -= num_retired_blocks
-        self.pool.free(block_ids)
-        self.prefixes.release(path)
-
-    def reclaim(
-        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
-    ) -> bool:
-        """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
-
-        The blocks may come from the reservation, the bytes may not. Evicts unused KV and idle
-        adapters (except ``keep``) if free and draining memory is not enough. With a slab the bytes
-        are a range of the slab, and adapters are not evicted for blocks. Returns whether the memory
-        is free now, or will be when the steps in flight have ended, or if that is not enough, the
-        copies. Evicts nothing if the answer is False.
-        """
-        num_draining = self._num_draining_blocks
-        num_pinned = 0 if self.swapper is None else self.swapper.num_pinned_blocks
-        return any(
-            self._reclaim(num_blocks, num_bytes, number, include_waiting=include_waiting, keep=keep)
-            for number in dict.fromkeys((num_draining, num_draining + num_pinned))
-        )
-
-    def _reclaim(
-        self, num_blocks: int, num_bytes: int, num_draining: int,
-        *, include_waiting: bool, keep: AdapterId,
-    ) -> bool:  # fmt: skip
-        """Do ``reclaim``, with ``num_draining`` blocks that become free without evictions."""
-        pool = self.pool
-        num_new_blocks = max(0, num_blocks - pool.num_reserved_blocks)
-        if num_new_blocks > pool.num_unused_blocks - pool.num_reserved_blocks + num_draining:
-            return False
-        short_blocks = num_blocks - pool.num_free_ids - num_draining
-        if self.cache.slab is not None:
-            has_blocks = self._room.free_up(0, short_blocks, include_waiting=False, keep=keep)
-            return has_blocks and self._free_range(
-                num_bytes, include_waiting=include_waiting, keep=keep
-            )
-        block_bytes = pool.block_bytes
-        draining_bytes = num_draining * block_bytes
-        if num_new_blocks * block_bytes + num_bytes > self.budget.unreserved_bytes + draining_bytes:
-            return False
-        needed_bytes = num_blocks * block_bytes + num_bytes
-        short_bytes = needed_bytes - self.budget.free_bytes - draining_bytes
-        reason = EvictionReason.KV if num_blocks else EvictionReason.ADAPTER
-        return self._room.free_up(
-            short_bytes, short_blocks, include_waiting=include_waiting, keep=keep, reason=reason
-        )
-
-    def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Free a range of the slab, if necessary by evicting and reloading pinned adapters."""
-        if self._room.free_range(num_bytes, include_waiting=include_waiting, keep=keep):
-            return True
-        slab = self.cache.slab
-        assert slab is not None
-        if not include_waiting or self.cache.referenced_ids():
-            return False
-        if num_bytes + self.pins.num_loaded_bytes() > slab.capacity_bytes:
-            return False
-        with self.pins.suspended():
-            return self._room.free_range(num_bytes, include_waiting=True, keep=keep)
-
-    def load(
-        self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
-    ) -> AdapterTransfer | None:
-        """Start a load if the device and the host have room for it now; else return None."""
-        num_bytes = adapter.num_bytes
-        if self.cache.slab is not None:
-            num_bytes = room_bytes(num_bytes)
-        if not self.has_adapter_room(num_bytes):
-            return None
-        place = None
-        if self.host is not None:
-            place = self.host.begin_load(adapter.digest, adapter.host_bytes)
-            if place is None:
-                return None
-        has_begun = self.cache.begin_load(adapter_id, num_bytes)
-        assert has_begun, (adapter_id, num_bytes)
-        self.pins.mark_loading(adapter_id)
-        slab = self.cache.slab
-        command = AdapterTransfer(
-            self.transfers.new_id(), adapter_id, num_bytes, is_demand,
-            None if slab is None else slab.offset_bytes(adapter_id), place,
+        """Store the next computed whole block of a request in the tree, for other requests."""
+        path = grant.path
+        node = self.prefixes.store(
+            grant.adapter_id, namespace, path[-1] if path else None, token_ids,
+            grant.block_ids[len(path)], now_s,
         )  # fmt: skip
-        layers = adapter.layers
-        part_bytes = (num_bytes,) if layers is None else layers.group_bytes
-        load = OpenLoad(command=command, part_bytes=part_bytes, adapter=adapter)
-        self.transfers.begin(load, now_s)
-        return command
+        path.append(node)
 
-    def reclaim_load(self, adapter: AdapterFacts, *, include_waiting: bool) -> bool:
-        """Evict idle adapters after a load found no room. Return whether it may find room now."""
-        num_bytes = adapter.num_bytes
-        if not self.has_adapter_room(num_bytes):
-            return self.reclaim(0, num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER)
-        if self.host is None or not self.host.is_device_memory:
-            return False  # wait for the end of other loads
-        # The device reads adapters in the host's memory: evict one to free a range there.
-        victims = self.cache.victims(1, include_waiting=include_waiting)
-        for adapter_id in victims:
-            self._evict(adapter_id, EvictionReason.ADAPTER)
-        return bool(victims)
+    def retire(self, grant: Grant) -> None:
+        """Announce that a grant will be released when the steps in flight have ended."""
+        grant.num_retired_blocks = self.room.retire(grant.path, grant.own_block_ids())
+
+    def release(self, grant: Grant) -> None:
+        """Free the blocks of a grant that are its own, and end its holds on all else."""
+        self.room.num_draining_blocks -= grant.num_retired_blocks
+        self.pool.free(grant.own_block_ids())
+        self.prefixes.release(grant.path)
+        grant.block_ids.clear()
+        self.cache.release(grant.adapter_id)
 
     def drop_content(self, digest: str) -> None:
         """Drop from the host a content that no adapter version has any more."""
         if self.host is not None:
             self.host.drop(digest)
-
-    def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
-        """Return the host's evictions for the next plan. Call it after all loads of the plan."""
-        if self.host is None:
-            return ()
-        if self.host.is_device_memory:
-            left_bytes = self.budget.capacity_bytes - self.pool.written_bytes
-            if self.cache.slab is not None:
-                left_bytes = min(left_bytes, self.cache.slab.capacity_bytes)
-            self.host.keep_within(max(0, self.relief.host_limit_bytes(left_bytes)))
-        return self.host.take_evictions()
 
     def drop(self, adapter_id: AdapterId) -> None:
         """Remove an adapter version for ever, as soon as nothing on the device refers to it."""
@@ -299,22 +228,36 @@ class DeviceMemory:
                 self._evict(adapter_id, reason)
         if self._max_history_blocks is not None:
             num_blocks = self.prefixes.num_evictable_blocks - self._max_history_blocks
-            self._room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
+            self.room.free_up(0, num_blocks, include_waiting=False, keep=BASE_ADAPTER)
         self.relief.apply_limit(now_s)
-        self._collect_removed()
+        for adapter_id in tuple(self._dropped):
+            if self.cache.state(adapter_id) is AdapterState.ABSENT:
+                del self._dropped[adapter_id]
+                self.tied_kv.discard(adapter_id)
+                self.prefixes.drop_version(adapter_id)
+                self.cache.discard(adapter_id)
+                self._removed.append(adapter_id)
 
-    def copy_ahead(self, now_s: float) -> None:
-        """Copy KV that is likely to be evicted soon to the host, with the next plan."""
+    def commands(self, now_s: float) -> MemoryCommands:
+        """Return all that the next plan does with memory. The order matters.
+
+        Copies of KV run ahead of evictions. Evicted KV frees blocks, and freed blocks leave room on
+        the host if the device uses its memory.
+        """
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)
-
-    def take_evictions(self) -> tuple[AdapterId, ...]:
-        """Return the adapters that the next plan evicts from the device."""
+        has_loads = self.transfers.num_loads_to_begin > 0
         self.tied_kv.evict_pending()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []
-        return evictions
+        return MemoryCommands(
+            evict_adapters=evictions,
+            freed_blocks=self.relief.take_freed_blocks(is_needed=has_loads),
+            transfers=self.transfers.take_commands(),
+            promoted_transfers=self.transfers.take_promoted(),
+            host_evictions=self.relief.take_host_evictions(),
+        )
 
     def evict_again(
         self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]
@@ -330,8 +273,10 @@ class DeviceMemory:
         has_failed = result.error is not None
         transfer = self.transfers.end(result.transfer_id, now_s, has_failed=has_failed)
         if isinstance(transfer, OpenLoad):
-            self._end_load(transfer, has_failed=has_failed)
-            if not has_failed:
+            self.loads.end(transfer, has_failed=has_failed)
+            if has_failed:
+                self.tied_kv.load_failed(transfer.command.adapter_id)
+            else:
                 self.cache.log.loaded(transfer, now_s)
             if self._inputs is not None and transfer.is_demand and not has_failed:
                 duration_s = now_s - transfer.began_s
@@ -348,52 +293,107 @@ class DeviceMemory:
         self.cache.check_invariants()
         self.pins.check_invariants()
         self.prefixes.check_invariants()
-        assert 0 <= self._num_draining_blocks <= self.pool.num_used_blocks
+        assert 0 <= self.room.num_draining_blocks <= self.pool.num_used_blocks
         if self.swapper is not None:
             self.swapper.check_invariants()
         self.tied_kv.check_invariants()
         self.transfers.check_invariants()
-        for transfer in self.transfers:
-            if isinstance(transfer, OpenLoad):
-                state = self.cache.state(transfer.command.adapter_id)
-                assert state is AdapterState.LOADING, transfer
+        self.loads.check_invariants()
         if self.host is not None:
             self.host.check_invariants()
-            residents = self.cache.resident_ids() if self.host.is_device_memory else ()
-            assert set(residents) == self._read_in_place.keys()
 
-    def _end_load(self, load: OpenLoad, *, has_failed: bool) -> None:
-        """Apply the end of a load. Release its place on the host unless the device reads there."""
-        adapter_id, place = load.command.adapter_id, load.command.host
-        if has_failed:
-            self.cache.fail_load(adapter_id)
-            self.tied_kv.load_failed(adapter_id)
-        else:
-            self.cache.finish_load(adapter_id)
-        if self.host is None:
-            return
-        assert place is not None, load
-        if not (has_failed or place.is_filled):
-            self.host.filled(place.place_id, load.adapter.digest)
-        if has_failed or not self.host.is_device_memory:
-            self.host.end_use(place.place_id)
-        else:
-            self._read_in_place[adapter_id] = place.place_id
+    def check_grants(self, grants: Iterable[Grant]) -> None:
+        """Assert that grants and copies hold all blocks in use; ``grants``: all open ones."""
+        own, shared = list[BlockId](), set[BlockId | None]()
+        for grant in grants:
+            own += grant.own_block_ids()
+            shared |= {node.block_id for node in grant.path}
+        if self.swapper is not None:
+            shared |= self.swapper.held_blocks()
+        assert len(set(own)) == len(own), "a block has two owners"
+        assert not shared.intersection(own), "a block of the tree is a request's own"
+        assert len(own) + len(shared) == self.pool.num_used_blocks
+
+    def _ready_adapter(self, need: Need, now_s: float) -> Verdict | None:
+        """Return None if the request can run now; otherwise load its adapter if there is room."""
+        adapter_id = need.request.adapter_id
+        state = self.cache.state(adapter_id)
+        if state is AdapterState.RESIDENT:
+            return None
+        if state is AdapterState.LOADING:
+            self.transfers.promote(adapter_id, now_s)
+        elif not self.loads.begin_for(need, now_s):
+            return Verdict.NO_ADAPTER
+        return None if need.may_start_cold() else Verdict.LOADING
+
+    def _swap_in(
+        self, swapper: KvSwapper, need: Need, path: Sequence[KvNode], num_found: int, now_s: float
+    ) -> Verdict | None:
+        """Copy the blocks of ``path`` that only the host has; None = the request computes them.
+
+        The request does not hold the copied blocks, so other requests may evict them before it
+        runs. After two copies it computes what is missing.
+        """
+        request, pool, nodes = need.request, self.pool, path[num_found:]
+        if swapper.is_coming(nodes[0]):  # maybe for another request
+            request.coming_tokens = swapper.tokens_of(path, num_found)
+            return Verdict.LOADING
+        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_copy_faster(nodes):
+            return None
+        num_blocks = need.kv_bytes // pool.block_bytes - num_found
+        num_to_come = need.running.num_growth_blocks(request, num_found)
+        if not self._has_room(need, path[:num_found], num_blocks, num_to_come):
+            return Verdict.NO_KV
+        self.prefixes.hold(path)
+        num_reserved = need.running.num_growth_blocks()
+        pool.reserve_growth(num_reserved)
+        if pool.num_available_blocks < len(nodes):
+            self._reclaim_blocks(need, len(nodes))
+        block_ids = pool.allocate(len(nodes))
+        if block_ids is None:
+            self.prefixes.release(path)
+            return Verdict.NO_KV
+        swapper.copy_in(nodes, block_ids, now_s)
+        pool.reserve_growth(num_reserved)
+        request.num_swap_ins += 1
+        request.coming_tokens = swapper.tokens_of(path, num_found)
+        return Verdict.LOADING
+
+    def _has_room(
+        self, need: Need, path: Sequence[KvNode], num_blocks: int, num_to_come: int
+    ) -> bool:
+        """Whether there is room for a request and for the growth of all running requests.
+
+        If no request is running, ``num_blocks`` for the known tokens are enough: nothing competes
+        for its growth.
+        """
+        if len(need.running):
+            num_blocks = num_to_come + need.running.headroom_blocks
+        return self.room.has_room_for(need.request.adapter_id, num_blocks, path)
+
+    def _reclaim_blocks(self, need: Need, num_blocks: int) -> None:
+        self.room.reclaim(
+            num_blocks, 0, include_waiting=need.may_displace, keep=need.request.adapter_id
+        )
+
+    def _grant(
+        self, request: Request, path: Sequence[KvNode], num_blocks: int, now_s: float
+    ) -> Grant:
+        """Allocate free blocks for a request that begins to run with the held blocks of a path."""
+        grant = Grant(request.adapter_id, [], list(path))
+        for node in path:
+            assert node.block_id is not None, "its block is not on the device"
+            grant.block_ids.append(node.block_id)
+        has_grown = self.grow(grant, num_blocks)
+        assert has_grown, num_blocks
+        self.cache.remove_waiting(request.adapter_id)
+        self.cache.acquire(request.adapter_id, now_s)
+        self.prefixes.visit(request.adapter_id, request.kv_namespace, path, now_s)
+        return grant
 
     def _evict(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
         """Evict an idle adapter with the next plan."""
         self.cache.evict(adapter_id, reason)
         self._evictions.append(adapter_id)
         self.tied_kv.adapter_left(adapter_id)
-        if self.host is not None and self.host.is_device_memory:
-            self.host.end_use(self._read_in_place.pop(adapter_id))
-
-    def _collect_removed(self) -> None:
-        """Remove the records of dropped adapters that have left the device."""
-        for adapter_id in tuple(self._dropped):
-            if self.cache.state(adapter_id) is AdapterState.ABSENT:
-                del self._dropped[adapter_id]
-                self.tied_kv.discard(adapter_id)
-                self.prefixes.drop_version(adapter_id)
-                self.cache.discard(adapter_id)
-                self._removed.append(adapter_id)
+        self.loads.evicted(adapter_id)

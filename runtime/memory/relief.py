@@ -7,7 +7,7 @@ programs could use. Memory of running requests is never freed here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..plan import BASE_ADAPTER, BlockId
+from ..plan import BASE_ADAPTER, BlockId, HostPlaceId
 from .adapter_cache import AdapterCache
 from .adapter_log import EvictionReason
 from .block_pool import BlockPool
@@ -101,14 +101,22 @@ class MemoryRelief:
             return self._pool.take_warm_blocks()
         return ()
 
-    def host_limit_bytes(self, num_bytes: int) -> int:
-        """Return the limit of adapters on the host, at most ``num_bytes``.
+    def take_host_evictions(self) -> tuple[HostPlaceId, ...]:
+        """Return the host's evictions for the next plan.
 
-        Call it after ``take_freed_blocks``.
+        Call it after ``take_freed_blocks`` and all loads of the plan.
         """
-        if self._limit_bytes is None:
-            return num_bytes
-        return min(num_bytes, max(0, self._limit_bytes - self._pool.written_bytes))
+        if self._host is None:
+            return ()
+        if self._host.is_device_memory:
+            limit_bytes = self._pool.budget.capacity_bytes
+            if self._limit_bytes is not None:
+                limit_bytes = min(limit_bytes, self._limit_bytes)
+            limit_bytes -= self._pool.written_bytes
+            if self._cache.slab is not None:
+                limit_bytes = min(limit_bytes, self._cache.slab.capacity_bytes)
+            self._host.keep_within(max(0, limit_bytes))
+        return self._host.take_evictions()
 
     def _observe(self, room: MemoryRoom, now_s: float) -> None:
         """Lower the limit while memory is short. Lift it after 30 seconds with enough memory."""

@@ -1,28 +1,114 @@
-"""Evicts items from the device: the policy ranks, this module knows what is evictable. Pure."""
+"""Makes room on the device: the policy ranks, this module knows what is evictable. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..plan import AdapterId
+from ..plan import AdapterId, BlockId
 from .adapter_cache import AdapterCache, DeviceCopy
 from .adapter_log import EvictionReason
 from .block_pool import BlockPool
 from .kv_tree import KvNode
+from .pins import Pins
 from .policies.policy import MemoryItem
 from .prefix_cache import PrefixCache
+from .swapper import KvSwapper
 
 
 class RoomMaker:
-    """Evicts unused prefixes and idle adapters."""
+    """Knows what is free, and evicts unused prefixes and idle adapters."""
 
     def __init__(
-        self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache,
-        evict_adapter: Callable[[AdapterId, EvictionReason], None],
+        self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache, pins: Pins,
+        swapper: KvSwapper | None, evict_adapter: Callable[[AdapterId, EvictionReason], None],
     ) -> None:  # fmt: skip
         """``evict_adapter``: evicts an idle adapter."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
+        self._pins = pins
+        self._swapper = swapper
         self._evict_adapter = evict_adapter
+        self.num_draining_blocks = 0  # free or evictable when the steps in flight have ended
+
+    def has_adapter_room(self, num_bytes: int) -> bool:
+        """Whether an adapter of ``num_bytes`` can be loaded without evictions."""
+        if self._cache.slab is not None:
+            return self._cache.slab.fits(num_bytes)
+        return self._pool.budget.available_bytes >= num_bytes
+
+    def has_room_for(
+        self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()
+    ) -> bool:
+        """Whether there is room for ``num_blocks`` more blocks if a request begins.
+
+        Evictable memory counts as room, except for the request's own adapter and the blocks of its
+        ``path``, which are then in use.
+        """
+        pool = self._pool
+        num_blocks += sum(not node.num_references for node in path)
+        if num_blocks > pool.num_unused_blocks:
+            return False
+        if self._cache.slab is not None:
+            return True
+        most_bytes = pool.budget.reservable_bytes - self._cache.idle_bytes(adapter_id)
+        return num_blocks * pool.block_bytes <= most_bytes
+
+    def retire(self, path: Sequence[KvNode], own_block_ids: Sequence[BlockId]) -> int:
+        """Announce that a request will release these blocks. Return how many will be free."""
+        num_blocks = len(own_block_ids)
+        for node in reversed(path):
+            if node.num_references > 1:  # and so all before it
+                break
+            num_blocks += 1
+        self.num_draining_blocks += num_blocks
+        return num_blocks
+
+    def reclaim(
+        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
+    ) -> bool:
+        """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
+
+        The blocks may come from the reservation, the bytes may not. Evicts unused KV and idle
+        adapters (except ``keep``) if free and draining memory is not enough. With a slab the bytes
+        are a range of the slab, and adapters are not evicted for blocks. Returns whether the memory
+        is free now, or will be when the steps in flight have ended, or if that is not enough, the
+        copies. Evicts nothing if the answer is False.
+        """
+        num_draining = self.num_draining_blocks
+        if self._reclaim(
+            num_blocks, num_bytes, num_draining, include_waiting=include_waiting, keep=keep
+        ):
+            return True
+        num_pinned = 0 if self._swapper is None else self._swapper.num_pinned_blocks
+        return num_pinned > 0 and self._reclaim(
+            num_blocks, num_bytes, num_draining + num_pinned,
+            include_waiting=include_waiting, keep=keep,
+        )  # fmt: skip
+
+    def _reclaim(
+        self, num_blocks: int, num_bytes: int, num_draining: int,
+        *, include_waiting: bool, keep: AdapterId,
+    ) -> bool:  # fmt: skip
+        """Do ``reclaim``, with ``num_draining`` blocks that become free without evictions."""
+        pool = self._pool
+        num_new_blocks = max(0, num_blocks - pool.num_reserved_blocks)
+        if num_new_blocks > pool.num_unused_blocks - pool.num_reserved_blocks + num_draining:
+            return False
+        short_blocks = num_blocks - pool.num_free_ids - num_draining
+        if self._cache.slab is not None:
+            has_blocks = self.free_up(0, short_blocks, include_waiting=False, keep=keep)
+            return has_blocks and self._free_range(
+                num_bytes, include_waiting=include_waiting, keep=keep
+            )
+        block_bytes, budget = pool.block_bytes, pool.budget
+        draining_bytes = num_draining * block_bytes
+        if num_new_blocks * block_bytes + num_bytes > budget.unreserved_bytes + draining_bytes:
+            return False
+        needed_bytes = num_blocks * block_bytes + num_bytes
+        short_bytes = needed_bytes - budget.free_bytes - draining_bytes
+        reason = EvictionReason.KV if num_blocks else EvictionReason.ADAPTER
+        return self.free_up(
+            short_bytes, short_blocks, include_waiting=include_waiting, keep=keep, reason=reason
+        )
 
     def free_up(
         self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId,
@@ -72,7 +158,27 @@ class RoomMaker:
         assert wanted is not None and include_waiting, "there are fewer victims than counted"
         return wanted
 
-    def free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+    def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Free a range of the slab, if necessary by evicting and reloading pinned adapters."""
+        if self._evict_from_slab(num_bytes, include_waiting=include_waiting, keep=keep):
+            return True
+        slab = self._cache.slab
+        assert slab is not None
+        if not include_waiting or self._cache.referenced_ids():
+            return False
+        if num_bytes + self._pins.num_loaded_bytes() > slab.capacity_bytes:
+            return False
+        with self._pins.suspended():
+            return self._evict_from_slab(num_bytes, include_waiting=True, keep=keep)
+
+    def evict_adapter(self, *, include_waiting: bool) -> bool:
+        """Evict the next idle adapter for another one. Return whether there was one."""
+        victims = self._cache.victims(1, include_waiting=include_waiting)
+        for adapter_id in victims:
+            self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
+        return bool(victims)
+
+    def _evict_from_slab(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Evict idle adapters until the slab has a range of ``num_bytes``; False if impossible."""
         if not num_bytes:
             return True

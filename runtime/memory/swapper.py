@@ -73,6 +73,11 @@ class KvSwapper:
         """Whether a copy to the node's block is under way."""
         return node in self._coming
 
+    def tokens_of(self, path: Sequence[KvNode], num_found: int) -> range:
+        """Return the positions of the tokens in the blocks of a path after ``num_found``."""
+        size = self._tree.block_size
+        return range(num_found * size, len(path) * size)
+
     def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
         """Whether copying these nodes to the device is faster than computing them again."""
         num_bytes = len(nodes) * self._tree.block_bytes

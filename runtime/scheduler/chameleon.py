@@ -25,11 +25,12 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ..memory.grant import Verdict
 from ..plan import RequestId
 from ..request import Request
 from .bypass import Bypass
 from .overtaking import MAX_PASSED_REQUESTS, Overtaking
-from .policy import NO_ROOM, PolicyFacts, Verdict
+from .policy import NO_ROOM, PolicyFacts
 from .prefill_order import ShortPrefillFirst
 from .queues.cuts import PAPER_WEIGHTS, QueueCutter, SizeWeights
 from .queues.holdings import Holdings

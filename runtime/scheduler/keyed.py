@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from itertools import islice
 
+from ..memory.grant import Verdict
 from ..plan import RequestId
 from ..request import Request
 from .overtaking import MAX_PASSED_REQUESTS, Overtaking
-from .policy import NO_ROOM, PolicyFacts, Verdict
+from .policy import NO_ROOM, PolicyFacts
 from .waiting_queue import WaitingQueue
 
 

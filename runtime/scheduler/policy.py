@@ -5,26 +5,16 @@ knows requests and time. It sees room on the device only through verdicts on the
 offers.
 """
 
-import enum
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
 from ..limits import MAX_QUEUES
+from ..memory.grant import Verdict
 from ..request import Request
 from .config import DEFAULT_MAX_OVERTAKING_TOKENS
 from .step_times import StepTimes
-
-
-class Verdict(enum.Enum):
-    """Answer to a candidate for admission."""
-
-    ADMITTED = "admitted"  # it runs, and no longer waits in the policy
-    LOADING = "loading"  # its adapter or its KV is being copied to allocated memory
-    NO_KV = "no_kv"  # no room for its known and predicted tokens
-    NO_ADAPTER = "no_adapter"  # no room for its adapter, or the adapter is leaving the device
-
 
 NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})
 

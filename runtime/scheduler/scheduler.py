@@ -81,7 +81,7 @@ class Scheduler:
         self.decode_gap = DecodeGap(config, times, pace)
         self._last_end_s = -math.inf  # of a step
         self.timelines = Timelines(times)
-        self._running = RunningSet(memory, config.block_size, self.timelines)
+        self._running = RunningSet(memory, config, self.timelines)
         self.running = self._running.requests  # a live view
         self.cold_starts = WarmStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
@@ -214,21 +214,10 @@ class Scheduler:
             # would lead to another ``schedule``.
             if may_admit or not (self.num_running or self._in_flight):
                 self._admission.admit(draft, now_s)
-        self.memory.copy_ahead(now_s)
         step_id = StepId(self._next_step_id)
         self.cold_starts.step_closed(step_id, draft.rows, now_s)
-        has_loads = self.memory.transfers.num_loads_to_begin > 0
-        transfers = self.memory.transfers.take_commands()
-        step = draft.build(
-            step_id,
-            now_s,
-            evict_adapters=self.memory.take_evictions(),
-            freed_blocks=self.memory.relief.take_freed_blocks(is_needed=has_loads),
-            transfers=transfers,
-            host_evictions=self.memory.take_host_evictions(),
-            promoted_transfers=self.memory.transfers.take_promoted(),
-            ended_requests=tuple(self._ended_requests),
-        )
+        commands = self.memory.commands(now_s)
+        step = draft.build(step_id, now_s, commands, tuple(self._ended_requests))
         self.timelines.planned(draft.rows, now_s)
         if step is None:
             return None

@@ -3,20 +3,8 @@
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..plan import (
-    AdapterId,
-    BlockId,
-    BlockUpdate,
-    HostPlaceId,
-    NewRequest,
-    RequestId,
-    StepId,
-    StepPlan,
-    SubBatch,
-    SubBatchKind,
-    Transfer,
-    TransferId,
-)
+from ..memory.grant import MemoryCommands
+from ..plan import BlockUpdate, NewRequest, RequestId, StepId, StepPlan, SubBatch, SubBatchKind
 from ..request import Request
 from .cold import ColdChunk, StepRows
 from .config import SchedulerConfig
@@ -137,23 +125,12 @@ class StepDraft:
         self._block_updates.pop(request.request_id, None)
 
     def build(
-        self,
-        step_id: StepId,
-        now_s: float,
-        *,
-        evict_adapters: tuple[AdapterId, ...],
-        freed_blocks: tuple[BlockId, ...],
-        transfers: tuple[Transfer, ...],
-        promoted_transfers: tuple[TransferId, ...],
+        self, step_id: StepId, now_s: float, commands: MemoryCommands,
         ended_requests: tuple[RequestId, ...],
-        host_evictions: tuple[HostPlaceId, ...],
-    ) -> InFlightStep | None:
+    ) -> InFlightStep | None:  # fmt: skip
         """Build the plan, and advance the requests by its rows. None if there is nothing to do."""
         decodes, passes = self._lay_out()
-        commands = (
-            evict_adapters or freed_blocks or transfers or promoted_transfers or host_evictions
-        )
-        if not (decodes or passes or commands or self._block_updates):
+        if not (decodes or passes or any(commands) or self._block_updates):
             return None
         sub_batches: list[SubBatch] = []
         rows: list[list[Request]] = []
@@ -169,11 +146,7 @@ class StepDraft:
             tuple(self._new_requests),
             tuple(self._block_updates.values()),
             ended_requests,
-            evict_adapters,
-            freed_blocks,
-            transfers,
-            promoted_transfers,
-            host_evictions,
+            *commands,
         )
         return InFlightStep(plan, rows, now_s)
 

@@ -115,6 +115,7 @@ _POLICY_PACKAGES = (
     "runtime/sim",
     "runtime/cli",
 )
+_MAX_USES_OF_MEMORY = 86  # of its parts, from outside
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
 
 
@@ -158,6 +159,29 @@ def test_one_server_knows_nothing_of_clusters() -> None:
         if is_below(item.target, "runtime.cluster")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_parts_of_memory_are_used_behind_its_verbs() -> None:
+    """``memory.admit``, ``commands`` and others decide; few places name a part of the memory."""
+    tree = ast.parse((ROOT / "runtime/memory/device_memory.py").read_text(encoding="utf-8"))
+    parts = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not node.attr.startswith("_")
+    }
+    assert {"pool", "cache", "prefixes", "transfers"} <= parts
+    uses = [
+        f"{name_of(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in product_files()
+        if not name_of(path).startswith("runtime/memory/")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr in parts
+        and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "memory"
+    ]
+    assert len(uses) <= _MAX_USES_OF_MEMORY, "\n".join(uses)
 
 
 def test_product_imports_itself_relatively() -> None:

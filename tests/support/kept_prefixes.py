@@ -21,7 +21,7 @@ def keep(
         parent = path[-1] if path else None
         node = memory.prefixes.store(adapter_id, namespace, parent, tokens, block_id, 0.0)
         path.append(node)
-    memory.release(path, ())
+    memory.prefixes.release(path)
     memory.check_invariants()
     return path
 
@@ -35,6 +35,6 @@ def num_found(memory: DeviceMemory, first_token: int, namespace: bytes = NAMESPA
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
+    assert memory.loads.begin(AdapterId(adapter_id), facts(num_bytes), 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from corun.runtime.memory.grant import Verdict
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from corun.runtime.request import Request, RequestStatus
-from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy, Verdict
+from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 
 BYTES_PER_TOKEN = 10
 _LOAD_TURNS = 3

@@ -35,7 +35,7 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.file_calls import FILES
-from corun.runtime.memory.registrations import HostRoom
+from corun.runtime.memory.loads import HostRoom
 from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
 

@@ -20,13 +20,13 @@ from corun.runtime.errors import (
     RequestError,
     UnknownModelError,
 )
+from corun.runtime.memory.grant import Verdict
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChanged
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import StepRows, WarmStarts
 from corun.runtime.scheduler.fcfs import FcfsPolicy
-from corun.runtime.scheduler.policy import Verdict
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts
 

@@ -55,8 +55,7 @@ def test_what_the_host_holds() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, num_host_slots=4)
     scheduler = make_scheduler(memory=memory)
     keep(memory, 7, 8)
-    memory.copy_ahead(1.0)
-    (copy,) = memory.transfers.take_commands()
+    (copy,) = memory.commands(1.0).transfers
     assert isinstance(copy, KvTransfer)
     num_bytes = len(copy.block_ids) * BLOCK_BYTES
     assert stats_of(scheduler, 1.5).link == (LinkUsage("to_host", "kv", 0, 0.5),)
@@ -71,7 +70,7 @@ def test_adapters_that_are_read_in_place_do_not_move() -> None:
     host = HostCache(1 << 20, is_device_memory=True)
     memory = make_memory(num_blocks=64, host=host)
     adapter = AdapterFacts("content", 8, 100, host_bytes=(4096,))
-    memory.load(AdapterId(1), adapter, 0.0)
+    memory.loads.begin(AdapterId(1), adapter, 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.end_transfer(TransferResult(transfer.transfer_id), 1.0)
     stats = stats_of(make_scheduler(memory=memory))

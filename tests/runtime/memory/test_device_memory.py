@@ -4,6 +4,7 @@ from mmap import PAGESIZE
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.grant import Grant
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (
     BASE_ADAPTER,
@@ -19,18 +20,18 @@ from support.scheduling import BLOCK_BYTES, facts, make_memory
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
-    assert memory.load(AdapterId(adapter_id), facts(num_bytes), 0.0)
+    assert memory.loads.begin(AdapterId(adapter_id), facts(num_bytes), 0.0)
     for transfer in memory.transfers.take_commands():
         memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
 
 
 def reclaim(memory: DeviceMemory, num_blocks: int) -> bool:
-    return memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
+    return memory.room.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
 
 
 def test_a_load_is_one_command_and_ends_once() -> None:
     memory = make_memory(num_blocks=4)
-    command = memory.load(AdapterId(1), facts(150), 0.0)
+    command = memory.loads.begin(AdapterId(1), facts(150), 0.0)
     assert command is not None and (command.adapter_id, command.num_bytes) == (1, 150)
     assert memory.transfers.take_commands() == (command,)
     assert memory.transfers.take_commands() == ()
@@ -48,8 +49,8 @@ def test_blocks_push_out_idle_adapters_and_have_their_bytes_at_once() -> None:
     assert memory.pool.allocate(3) is None
     assert reclaim(memory, 3)
     assert memory.pool.allocate(3) is not None
-    assert memory.take_evictions() == (1,)
-    assert memory.take_evictions() == ()
+    assert memory.commands(0.0).evict_adapters == (1,)
+    assert memory.commands(0.0).evict_adapters == ()
     memory.check_invariants()
 
 
@@ -59,11 +60,13 @@ def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
     held = memory.pool.allocate(2)
     assert held is not None
     assert not reclaim(memory, 3)
-    assert not memory.reclaim(5, 0, include_waiting=True, keep=BASE_ADAPTER)
-    num_retired = memory.retire((), held)
+    assert not memory.room.reclaim(5, 0, include_waiting=True, keep=BASE_ADAPTER)
+    memory.cache.acquire(BASE_ADAPTER)
+    grant = Grant(BASE_ADAPTER, [*held])
+    memory.retire(grant)
     assert reclaim(memory, 3), "with what drains it is enough"
-    assert memory.take_evictions() == ()
-    memory.release((), held, num_retired_blocks=num_retired)
+    assert memory.commands(0.0).evict_adapters == ()
+    memory.release(grant)
     assert memory.pool.num_available_blocks == 3
 
 
@@ -73,11 +76,11 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     memory.cache.acquire(AdapterId(1))
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == ()
+    assert memory.commands(0.0).evict_adapters == ()
     assert memory.has_evictions and memory.take_removed() == []
     memory.cache.release(AdapterId(1))
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == (1,)
+    assert memory.commands(0.0).evict_adapters == (1,)
     assert memory.take_removed() == [1]
     assert memory.take_removed() == []
     assert not memory.has_evictions
@@ -87,16 +90,16 @@ def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
     memory = make_memory(num_blocks=4)
     memory.drop(AdapterId(7))
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == ()
+    assert memory.commands(0.0).evict_adapters == ()
     assert memory.take_removed() == [7]
-    assert memory.load(AdapterId(1), facts(100), 0.0)
+    assert memory.loads.begin(AdapterId(1), facts(100), 0.0)
     (transfer,) = memory.transfers.take_commands()
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.take_removed() == []
     memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == (1,)
+    assert memory.commands(0.0).evict_adapters == (1,)
     assert memory.take_removed() == [1]
     assert memory.budget.free_bytes == 4 * BLOCK_BYTES
 
@@ -107,12 +110,12 @@ def test_evictions_of_a_lost_plan_are_told_again_but_not_of_what_has_come_since(
         load(memory, number, 100)
         assert memory.evict(AdapterId(number))
     memory.begin_plan(0, 0.0)
-    lost = memory.take_evictions()
+    lost = memory.commands(0.0).evict_adapters
     assert lost == (1, 2)
     load(memory, 2, 100)
     memory.evict_again(lost, ())
     assert memory.has_evictions
-    assert memory.take_evictions() == (1,)
+    assert memory.commands(0.0).evict_adapters == (1,)
 
 
 def test_what_can_ever_be_held() -> None:
@@ -132,7 +135,7 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.evict(AdapterId(1)), "it is still there"
     assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == (1,)
+    assert memory.commands(0.0).evict_adapters == (1,)
     assert not memory.evict(AdapterId(1))
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
     assert memory.take_removed() == [], "it was not dropped"
@@ -146,13 +149,13 @@ def test_with_a_slab_each_keeps_to_its_own() -> None:
     load(memory, 1, 128)
     load(memory, 2, 100)
     assert memory.cache.used_bytes == 256, "rounded up"
-    assert not memory.load(AdapterId(3), facts(64), 0.0)
-    assert not memory.has_adapter_room(1)
+    assert not memory.loads.begin(AdapterId(3), facts(64), 0.0)
+    assert not memory.room.has_adapter_room(1)
     blocks = memory.pool.allocate(8)
     assert blocks is not None and memory.budget.free_bytes == 0
     assert not reclaim(memory, 1), "adapters make no room for blocks"
     memory.pool.free(blocks)
-    assert reclaim(memory, 8) and memory.take_evictions() == ()
+    assert reclaim(memory, 8) and memory.commands(0.0).evict_adapters == ()
     assert memory.can_ever_hold(8, 256)
     assert not memory.can_ever_hold(1, 257)
     memory.check_invariants()
@@ -162,17 +165,17 @@ def test_a_load_goes_where_the_slab_has_a_range() -> None:
     memory = make_memory(num_blocks=1, slab_bytes=4 * 64)
     for number in (1, 2, 3, 4):
         load(memory, number, 64)
-    assert memory.reclaim(0, 128, include_waiting=False, keep=AdapterId(2))
-    assert memory.take_evictions() == (3, 4), "1 is apart from them"
-    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is there"
-    assert memory.take_evictions() == ()
-    command = memory.load(AdapterId(5), facts(128), 0.0)
+    assert memory.room.reclaim(0, 128, include_waiting=False, keep=AdapterId(2))
+    assert memory.commands(0.0).evict_adapters == (3, 4), "1 is apart from them"
+    assert memory.room.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is there"
+    assert memory.commands(0.0).evict_adapters == ()
+    command = memory.loads.begin(AdapterId(5), facts(128), 0.0)
     assert command is not None and (command.num_bytes, command.offset_bytes) == (128, 128)
     memory.check_invariants()
     for number in (1, 2):
         memory.cache.acquire(AdapterId(number))
-    assert not memory.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
-    assert memory.take_evictions() == ()
+    assert not memory.room.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
+    assert memory.commands(0.0).evict_adapters == ()
 
 
 class InPlace:
@@ -193,7 +196,7 @@ class InPlace:
     def load(self, adapter_id: int) -> None:
         adapter = facts(2 * PAGESIZE, f"content {adapter_id}")
         adapter = replace(adapter, host_bytes=(PAGESIZE, PAGESIZE))
-        assert self.memory.load(AdapterId(adapter_id), adapter, 0.0) is not None
+        assert self.memory.loads.begin(AdapterId(adapter_id), adapter, 0.0) is not None
         self.plan()
 
     def evict(self, adapter_id: int) -> None:
@@ -203,18 +206,10 @@ class InPlace:
     def plan(self) -> None:
         """End all transfers of a plan. All memory together fits the machine."""
         self.memory.begin_plan(0, 0.0)
-        evictions = self.memory.take_evictions()
-        transfers = self.memory.transfers.take_commands()
-        loads = [one for one in transfers if isinstance(one, AdapterTransfer)]
-        assert len(loads) == len(transfers), "nothing else is planned"
-        if transfers:
-            self.memory.pool.take_warm_blocks()
-        self.fake.submit(
-            StepPlan(
-                StepId(1), (), evict_adapters=evictions, transfers=transfers,
-                host_evictions=self.memory.take_host_evictions(),
-            )
-        )  # fmt: skip
+        commands = self.memory.commands(0.0)
+        loads = [one for one in commands.transfers if isinstance(one, AdapterTransfer)]
+        assert len(loads) == len(commands.transfers), "nothing else is planned"
+        self.fake.submit(StepPlan(StepId(1), (), (), (), (), *commands))
         held_bytes = sum(size for one in self.fake.places.values() for _, size in one.extents)
         assert held_bytes == self.host.taken_bytes
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes
@@ -275,7 +270,7 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
 
     def begin(number: int) -> AdapterTransfer | None:
         adapter = replace(facts(10, f"content {number}"), host_bytes=(PAGESIZE,) * 2)
-        return memory.load(AdapterId(number), adapter, 0.0)
+        return memory.loads.begin(AdapterId(number), adapter, 0.0)
 
     first = begin(1)
     assert first is not None and begin(2) is None
@@ -283,7 +278,7 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     memory.end_transfer(TransferResult(first.transfer_id, "its files have changed"), 0.0)
     second = begin(2)
     assert second is not None and second.host is not None and first.host is not None
-    assert memory.take_host_evictions() == (first.host.place_id,)
+    assert memory.commands(0.0).host_evictions == (first.host.place_id,)
     memory.end_transfer(TransferResult(second.transfer_id), 0.0)
     assert host.contains("content 2") and not host.contains("content 1")
     memory.drop_content("content 2")

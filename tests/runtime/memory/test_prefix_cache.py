@@ -13,12 +13,14 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     assert budget.unreserved_bytes == budget.capacity_bytes
     memory.prefixes.hold(path[:2])
     assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
-    assert memory.has_room_for(BASE_ADAPTER, 6) and not memory.has_room_for(BASE_ADAPTER, 7)
-    assert not memory.has_room_for(BASE_ADAPTER, 6, path[2:]), (
+    assert memory.room.has_room_for(BASE_ADAPTER, 6) and not memory.room.has_room_for(
+        BASE_ADAPTER, 7
+    )
+    assert not memory.room.has_room_for(BASE_ADAPTER, 6, path[2:]), (
         "it would also hold a block of the path"
     )
-    memory.release(path[:2], ())
-    assert memory.has_room_for(BASE_ADAPTER, 8)
+    memory.prefixes.release(path[:2])
+    assert memory.room.has_room_for(BASE_ADAPTER, 8)
 
 
 def test_a_block_that_is_computed_again_and_held_is_not_reservable() -> None:
@@ -40,29 +42,29 @@ def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
     keep(memory, 10, 3)
     load(memory, 1, 100)
     keep(memory, 20, 3)
-    assert memory.reclaim(3, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(3, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert (num_found(memory, 10), num_found(memory, 20)) == (1, 3)
-    assert memory.take_evictions() == ()
-    assert memory.reclaim(5, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.commands(0.0).evict_adapters == ()
+    assert memory.room.reclaim(5, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert (num_found(memory, 10), num_found(memory, 20)) == (0, 3)
-    assert memory.take_evictions() == (1,), "it is older than what is left"
-    assert not memory.reclaim(9, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.commands(0.0).evict_adapters == (1,), "it is older than what is left"
+    assert not memory.room.reclaim(9, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert num_found(memory, 20) == 3, "nothing goes where it would not be enough"
 
 
 def test_blocks_make_way_for_adapters_too_but_not_where_these_have_a_slab() -> None:
     memory = make_memory(num_blocks=4, keeps_prefixes=True)
     keep(memory, 10, 4)
-    assert not memory.load(AdapterId(1), facts(150), 0.0)
-    assert memory.reclaim(0, 150, include_waiting=False, keep=BASE_ADAPTER)
+    assert not memory.loads.begin(AdapterId(1), facts(150), 0.0)
+    assert memory.room.reclaim(0, 150, include_waiting=False, keep=BASE_ADAPTER)
     assert num_found(memory, 10) == 2
     load(memory, 1, 150)
     apart = make_memory(num_blocks=4, block_bytes=64, slab_bytes=128, keeps_prefixes=True)
     keep(apart, 10, 4)
     load(apart, 1, 128)
-    assert apart.reclaim(2, 0, include_waiting=False, keep=BASE_ADAPTER)
-    assert apart.reclaim(0, 64, include_waiting=False, keep=BASE_ADAPTER)
-    assert num_found(apart, 10) == 2 and apart.take_evictions() == (1,)
+    assert apart.room.reclaim(2, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert apart.room.reclaim(0, 64, include_waiting=False, keep=BASE_ADAPTER)
+    assert num_found(apart, 10) == 2 and apart.commands(0.0).evict_adapters == (1,)
 
 
 def test_history_is_cut_to_what_it_may_hold() -> None:

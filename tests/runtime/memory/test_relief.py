@@ -104,7 +104,7 @@ def test_what_running_requests_hold_counts_and_stays() -> None:
     memory.begin_plan(1, 1.0)
     assert memory.prefixes.num_evictable_blocks == 50
     assert memory.pool.num_used_blocks == 20
-    memory.release((), blocks)
+    memory.pool.free(blocks)
     memory.relief.take_freed_blocks(is_needed=False)
     keep(memory, 300, 20)
     memory.begin_plan(0, 2.0)
@@ -123,7 +123,7 @@ def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it
     memory = make_memory(num_blocks=10)
     blocks = memory.pool.allocate(4)
     assert blocks is not None
-    memory.release((), blocks)
+    memory.pool.free(blocks)
     assert memory.relief.take_freed_blocks(is_needed=False) == ()
     assert len(memory.relief.take_freed_blocks(is_needed=True)) == 4
 
@@ -135,7 +135,7 @@ class TestAdapters:
         memory = make_memory(num_blocks=10, capacity_bytes=64 * PAGESIZE, host=host)
         for index in range(1, number + 1):
             adapter = AdapterFacts(f"content {index}", 8, PAGESIZE, host_bytes=(PAGESIZE,))
-            memory.load(AdapterId(index), adapter, 0.0)
+            memory.loads.begin(AdapterId(index), adapter, 0.0)
             for transfer in memory.transfers.take_commands():
                 memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
         return memory, host
@@ -144,9 +144,9 @@ class TestAdapters:
         memory, host = self.make(6)
         memory.cache.acquire(AdapterId(2))
         Machine(memory).says(0, total_bytes=100 * TOTAL)
-        evicted = memory.take_evictions()
-        assert sorted(evicted) == [1, 3, 4, 5, 6]
-        assert len(memory.take_host_evictions()) == 5
+        commands = memory.commands(0.0)
+        assert sorted(commands.evict_adapters) == [1, 3, 4, 5, 6]
+        assert len(commands.host_evictions) == 5
         assert host.taken_bytes == PAGESIZE, "the one in use stays"
         assert memory.cache.log.evictions[EvictionReason.MACHINE] == 5
         memory.check_invariants()
@@ -156,18 +156,18 @@ class TestAdapters:
         for index in (1, 2, 3):
             memory.evict(AdapterId(index))
         memory.begin_plan(0, 0.0)
-        memory.take_evictions()
+        memory.commands(0.0)
         assert host.idle_bytes == 3 * PAGESIZE
         Machine(memory).says(12_000 - 2 * PAGESIZE)
-        assert memory.take_evictions() == ()
-        assert len(memory.take_host_evictions()) == 2
+        commands = memory.commands(0.0)
+        assert commands.evict_adapters == () and len(commands.host_evictions) == 2
         assert host.idle_bytes == PAGESIZE
 
     def test_those_that_requests_wait_for_stay(self) -> None:
         memory, _ = self.make(3)
         memory.cache.add_waiting(AdapterId(2))
         Machine(memory).says(0, total_bytes=100 * TOTAL)
-        assert sorted(memory.take_evictions()) == [1, 3]
+        assert sorted(memory.commands(0.0).evict_adapters) == [1, 3]
 
 
 def test_a_step_carries_what_is_given_back_though_it_computes_nothing() -> None:

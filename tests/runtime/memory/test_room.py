@@ -16,8 +16,8 @@ A, B = AdapterId(1), AdapterId(2)
 
 
 def evicts_adapter(memory: DeviceMemory, num_bytes: int) -> tuple[AdapterId, ...]:
-    assert memory.reclaim(0, num_bytes, include_waiting=False, keep=BASE_ADAPTER)
-    return memory.take_evictions()
+    assert memory.room.reclaim(0, num_bytes, include_waiting=False, keep=BASE_ADAPTER)
+    return memory.commands(0.0).evict_adapters
 
 
 def history(memory: DeviceMemory) -> None:
@@ -41,7 +41,7 @@ def test_kv_goes_with_its_adapter_where_that_is_the_rule() -> None:
 def test_and_stays_where_it_is_not() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True, policy="discard-idle")
     history(memory)
-    assert memory.take_evictions() == (A,), "no request waits for it"
+    assert memory.commands(0.0).evict_adapters == (A,), "no request waits for it"
     memory.begin_plan(0, 1.0)
     assert num_found(memory, 10, b"a") == 2 and memory.tied_kv.num_invalid_blocks == 2
     load(memory, A, 100)
@@ -59,24 +59,24 @@ def test_kv_that_another_version_on_the_device_may_use_stays() -> None:
         keep(memory, 10 * adapter_id, 1, adapter_id=adapter_id, namespace=b"content")
     assert memory.evict(A)
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == (A,) and num_found(memory, 20, b"content") == 1
+    assert memory.commands(0.0).evict_adapters == (A,) and num_found(memory, 20, b"content") == 1
     assert memory.evict(B)
     memory.begin_plan(0, 0.0)
-    assert memory.take_evictions() == (B,) and num_found(memory, 20, b"content") == 0
+    assert memory.commands(0.0).evict_adapters == (B,) and num_found(memory, 20, b"content") == 0
 
 
 def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go() -> None:
     memory = make_memory(num_blocks=8, keeps_prefixes=True)
-    transfer = memory.load(A, facts(100), 0.0)
+    transfer = memory.loads.begin(A, facts(100), 0.0)
     assert transfer is not None
     memory.cache.acquire(A)
     keep(memory, 10, 2, adapter_id=A, namespace=b"a")
     memory.end_transfer(TransferResult(transfer.transfer_id, "the file is gone"), 1.0)
-    memory.take_evictions()
+    memory.commands(0.0)
     assert num_found(memory, 10, b"a") == 2, "the request may be running still"
     memory.cache.release(A)
     memory.check_invariants()
-    memory.take_evictions()
+    memory.commands(0.0)
     assert memory.cache.state(A) is AdapterState.ABSENT and num_found(memory, 10, b"a") == 0
 
 
@@ -93,7 +93,7 @@ def test_as_much_goes_as_is_asked_for_however_it_is_ranked(policy: str) -> None:
     memory = make_memory(num_blocks=400, keeps_prefixes=True, policy=policy)
     for first in range(100):
         keep(memory, 10 * first, 4)
-    assert memory.reclaim(37, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(37, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == 37
     memory.check_invariants()
 
@@ -102,12 +102,12 @@ def test_a_ranking_that_takes_long_is_good_for_one_per_cent() -> None:
     memory = make_memory(num_blocks=400, keeps_prefixes=True, policy="libra")
     for first in range(100):
         keep(memory, 10 * first, 4)
-    assert memory.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert [num_found(memory, 10 * first) for first in range(5)] == [3, 3, 3, 3, 4]
     one_each = make_memory(num_blocks=400, keeps_prefixes=True, policy="lru")
     for first in range(100):
         keep(one_each, 10 * first, 4)
-    assert one_each.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert one_each.room.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert [num_found(one_each, 10 * first) for first in range(2)] == [0, 4]
 
 
@@ -135,7 +135,7 @@ def test_who_needs_one_part_does_not_come_by_what_is_in_the_other() -> None:
     for first in range(8):
         keep(memory, 10 * first, 2)
     policy.num_named = {False: 0, True: 0}
-    assert memory.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(4, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert policy.num_named == {False: 4, True: 0}
-    assert memory.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER)
-    assert policy.num_named[False] == 4 and memory.take_evictions() == (1, 2)
+    assert memory.room.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER)
+    assert policy.num_named[False] == 4 and memory.commands(0.0).evict_adapters == (1, 2)

@@ -17,6 +17,7 @@ from corun.runtime.plan import (
     BlockId,
     HostSlot,
     KvTransfer,
+    Transfer,
     TransferId,
     TransferResult,
 )
@@ -47,9 +48,8 @@ def swapper_of(memory: DeviceMemory) -> KvSwapper:
 
 def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
     """Return the copies of the next plan."""
-    memory.copy_ahead(0.0)
+    commands = memory.commands(0.0).transfers
     memory.check_invariants()
-    commands = memory.transfers.take_commands()
     return [one for one in commands if isinstance(one, KvTransfer)]
 
 
@@ -104,7 +104,7 @@ def send_away(
 
 def clear(memory: DeviceMemory) -> None:
     """Evict everything."""
-    assert memory.reclaim(memory.pool.num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(memory.pool.num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == memory.pool.num_blocks
 
 
@@ -124,7 +124,7 @@ def test_what_goes_next_is_copied_ahead_a_little_at_a_time() -> None:
     end(memory, copy)
     assert not copies_of(memory)
     assert [node.host_slot for node in oldest[7:]] == list(copy.host_slots)
-    assert memory.reclaim(19, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(19, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert [node.block_id is None for node in oldest] == [False] * 8 + [True] * 2
     assert num_found(memory, 100) == 8, "which is all that was asked for"
     assert not copies_of(memory)
@@ -137,13 +137,13 @@ def test_blocks_of_a_copy_stay_until_its_end_and_others_make_way() -> None:
     memory = make()
     oldest, newest = keep(memory, 100, 10), keep(memory, 200, 90)
     (copy,) = copies_of(memory)
-    assert memory.reclaim(60, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(60, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert all(node.block_id is not None for node in oldest)
     assert sum(node.block_id is None for node in newest) == 60
-    assert memory.reclaim(91, 0, include_waiting=False, keep=BASE_ADAPTER), "when it has ended"
-    assert not memory.reclaim(101, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(91, 0, include_waiting=False, keep=BASE_ADAPTER), "when it has ended"
+    assert not memory.room.reclaim(101, 0, include_waiting=False, keep=BASE_ADAPTER)
     end(memory, copy)
-    assert memory.reclaim(100, 0, include_waiting=False, keep=BASE_ADAPTER)
+    assert memory.room.reclaim(100, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == NUM_BLOCKS
 
 
@@ -263,10 +263,10 @@ def test_an_adapter_leaves_while_its_blocks_move(direction: Direction) -> None:
     assert memory.evict(AdapterId(1))
     memory.begin_plan(0, 0.0)
     memory.check_invariants()
-    assert memory.take_evictions() == (AdapterId(1),)
+    assert memory.commands(0.0).evict_adapters == (AdapterId(1),)
     assert memory.pool.num_used_blocks, "they are held"
     end(memory, copy)
-    memory.take_evictions()
+    memory.commands(0.0)
     memory.check_invariants()
     assert memory.pool.num_free_ids == NUM_BLOCKS
     assert num_found(memory, 1) == (3 if direction is Direction.TO_DEVICE else 6)
@@ -281,7 +281,7 @@ def test_copying_is_compared_with_computing() -> None:
     memory = make(token_s=1.5 * 2e-7 / 8, capacity_bytes=NUM_BLOCKS * BLOCK_BYTES + 5000)
     path = send_away(memory, 1, 2)
     assert swapper_of(memory).is_copy_faster(path)
-    assert memory.load(AdapterId(1), facts(5000), 0.0)
+    assert memory.loads.begin(AdapterId(1), facts(5000), 0.0)
     assert not swapper_of(memory).is_copy_faster(path)
 
 
@@ -339,7 +339,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.requests.append(running)
         for number in range(len(path), len(symbols)):
             if not self.memory.pool.num_available_blocks:
-                self.memory.reclaim(1, 0, include_waiting=False, keep=BASE_ADAPTER)
+                self.memory.room.reclaim(1, 0, include_waiting=False, keep=BASE_ADAPTER)
             found = self.memory.pool.allocate(1)
             if found is None:
                 return
@@ -357,18 +357,17 @@ class SwapMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def end_request(self, number: int) -> None:
         request = self.requests.pop(number % len(self.requests))
-        self.memory.release(request.path, request.own)
+        self.memory.pool.free(request.own)
+        self.memory.prefixes.release(request.path)
 
     @rule(num_blocks=st.integers(1, 12))
     def make_room(self, num_blocks: int) -> None:
-        self.memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
+        self.memory.room.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
 
     @rule(num_plans=st.integers(1, 4))
     def plan(self, num_plans: int) -> None:
         for _ in range(num_plans):
-            self.memory.copy_ahead(self.now_s)
-            self.memory.take_evictions()
-            self.take_commands()
+            self.begin_copies(self.memory.commands(self.now_s).transfers)
 
     @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=2, max_size=12))
     def come_and_go(self, is_adapter: bool, symbols: list[int]) -> None:
@@ -389,13 +388,13 @@ class SwapMachine(RuleBasedStateMachine):
             return
         self.memory.prefixes.hold(path)
         num_blocks = len(path) - num_found
-        self.memory.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
+        self.memory.room.reclaim(num_blocks, 0, include_waiting=False, keep=BASE_ADAPTER)
         block_ids = self.memory.pool.allocate(num_blocks)
         if block_ids is None:
             self.memory.prefixes.release(path)
             return
         self.swapper.copy_in(path[num_found:], block_ids, self.now_s)
-        self.take_commands()
+        self.begin_copies(self.memory.transfers.take_commands())
 
     @precondition(lambda self: self.copies)
     @rule(number=st.integers(0, 9), has_failed=st.sampled_from([False, False, True]))
@@ -415,9 +414,9 @@ class SwapMachine(RuleBasedStateMachine):
     def drop_version(self) -> None:
         self.memory.prefixes.drop_version(AdapterId(1))
 
-    def take_commands(self) -> None:
+    def begin_copies(self, copies: Sequence[Transfer]) -> None:
         """Overwrite the targets with garbage."""
-        for copy in self.memory.transfers.take_commands():
+        for copy in copies:
             assert isinstance(copy, KvTransfer)
             self.copies[copy.transfer_id] = copy
             if copy.direction is Direction.TO_HOST:

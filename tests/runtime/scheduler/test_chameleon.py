@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import pytest
+from corun.runtime.memory.grant import Verdict
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.chameleon import ChameleonPolicy
-from corun.runtime.scheduler.policy import Verdict
 from support.policy_room import PolicyRoom, facts_for
 from support.scheduling import make_request
 

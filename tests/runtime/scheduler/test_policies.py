@@ -10,10 +10,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from corun.runtime.memory.grant import Verdict
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.chameleon import ChameleonPolicy
-from corun.runtime.scheduler.policy import Verdict
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from hypothesis import given, settings
 from support.policy_room import PolicyRoom, facts_for

@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
+from corun.runtime.memory.grant import Grant
 from corun.runtime.plan import AdapterId, StepPlan
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.limits import blocks_for
@@ -78,7 +79,7 @@ class TestPrediction:
     ) -> None:
         """Compare with a simulation of growth, token by token."""
         memory = make_memory(num_blocks=256)
-        running = RunningSet(memory, BLOCK_SIZE, Timelines())
+        running = RunningSet(memory, make_scheduler().config, Timelines())
         requests = []
         for request_id, (prompt, predicted, produced) in enumerate(sizes, start=1):
             request = make_request(request_id, prompt=prompt)
@@ -98,7 +99,7 @@ class TestPrediction:
         for request in requests[1:]:
             block_ids = memory.pool.allocate(blocks_for(request.num_known_tokens, BLOCK_SIZE))
             assert block_ids is not None
-            running.start(request, (), block_ids, 0.0)
+            running.start(request, Grant(request.adapter_id, [*block_ids]))
             num_held += len(block_ids)
         assert running.num_growth_blocks(requests[0]) == most_blocks - num_held
 

@@ -1,0 +1,197 @@
+"""Loads of adapters to the device, and places on the host for adapters that are read first. Pure.
+
+Loads are commands for an executor, which reports when they end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..adapter import AdapterFacts
+from ..plan import BASE_ADAPTER, AdapterId, AdapterTransfer, HostPlace, HostPlaceId
+from .adapter_cache import AdapterCache, AdapterState
+from .adapter_slab import room_bytes
+from .block_pool import BlockPool
+from .budget import MemoryBudget
+from .grant import Need, RunningRequests
+from .host_cache import HostCache
+from .pins import Pins
+from .room import RoomMaker
+from .transfers import OpenLoad, TransferTable
+
+_OWNER = "registrations"
+
+
+class AdapterLoads:
+    """Begins and ends loads. Memory that is reserved for growth is not used for them."""
+
+    def __init__(
+        self, pool: BlockPool, cache: AdapterCache, pins: Pins, room: RoomMaker,
+        transfers: TransferTable, host: HostCache | None,
+    ) -> None:  # fmt: skip
+        """All parts belong to the device memory. ``host``: None = it is not planned."""
+        self._pool = pool
+        self._cache = cache
+        self._pins = pins
+        self._room = room
+        self._transfers = transfers
+        self._host = host
+        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident adapters
+
+    def begin(
+        self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
+    ) -> AdapterTransfer | None:
+        """Start a load if the device and the host have room for it now; else return None."""
+        slab, num_bytes = self._cache.slab, adapter.num_bytes
+        if slab is not None:
+            num_bytes = room_bytes(num_bytes)
+        if not self._room.has_adapter_room(num_bytes):
+            return None
+        place = None
+        if self._host is not None:
+            place = self._host.begin_load(adapter.digest, adapter.host_bytes)
+            if place is None:
+                return None
+        has_begun = self._cache.begin_load(adapter_id, num_bytes)
+        assert has_begun, (adapter_id, num_bytes)
+        self._pins.mark_loading(adapter_id)
+        command = AdapterTransfer(
+            self._transfers.new_id(), adapter_id, num_bytes, is_demand,
+            None if slab is None else slab.offset_bytes(adapter_id), place,
+        )  # fmt: skip
+        layers = adapter.layers
+        part_bytes = (num_bytes,) if layers is None else layers.group_bytes
+        load = OpenLoad(command=command, part_bytes=part_bytes, adapter=adapter)
+        self._transfers.begin(load, now_s)
+        return command
+
+    def begin_for(self, need: Need, now_s: float) -> bool:
+        """Start the load of a request's adapter, with evictions on the device, then on the host.
+
+        Evict only if the load can then start: a plan that contains nothing but evictions may never
+        be issued. Return whether the load has started.
+        """
+        request = need.request
+        assert request.adapter is not None, request.request_id
+        num_growth_blocks, num_evictions = need.running.num_growth_blocks(), 0
+        while True:
+            self._pool.reserve_growth(num_growth_blocks)
+            if self.begin(request.adapter_id, request.adapter, now_s) is not None:
+                return True
+            if num_evictions == 2 or not self._make_room(need):
+                return False
+            num_evictions += 1
+
+    def begin_pinned(self, running: RunningRequests, now_s: float) -> None:
+        """Start loads of pinned adapters while there is room.
+
+        They are demand loads: a prefetch waits until no request waits for a load, perhaps for ever.
+        """
+        for adapter_id, adapter in self._pins.to_load():
+            if not self.begin_ahead(adapter_id, adapter, running, now_s, is_demand=True):
+                return
+
+    def begin_ahead(
+        self, adapter_id: AdapterId, adapter: AdapterFacts | None, running: RunningRequests,
+        now_s: float, *, is_demand: bool = False,
+    ) -> bool:  # fmt: skip
+        """Load an absent adapter that no request waits for. False if there is no room."""
+        if self._cache.state(adapter_id) is not AdapterState.ABSENT:
+            return True
+        assert adapter is not None, adapter_id
+        needed_bytes = adapter.num_bytes
+        if self._cache.slab is None:  # else adapters do not compete with blocks
+            needed_bytes += running.headroom_blocks * self._pool.block_bytes
+        self._pool.reserve_growth(running.num_growth_blocks())
+        if not self._room.has_adapter_room(needed_bytes):
+            self._room.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
+            if not self._room.has_adapter_room(needed_bytes):
+                return False
+        self.begin(adapter_id, adapter, now_s, is_demand=is_demand)
+        return True
+
+    def end(self, load: OpenLoad, *, has_failed: bool) -> None:
+        """Apply the end of a load. Release its place on the host unless the device reads there."""
+        adapter_id, place = load.command.adapter_id, load.command.host
+        if has_failed:
+            self._cache.fail_load(adapter_id)
+        else:
+            self._cache.finish_load(adapter_id)
+        if self._host is None:
+            return
+        assert place is not None, load
+        if not (has_failed or place.is_filled):
+            self._host.filled(place.place_id, load.adapter.digest)
+        if has_failed or not self._host.is_device_memory:
+            self._host.end_use(place.place_id)
+        else:
+            self._read_in_place[adapter_id] = place.place_id
+
+    def evicted(self, adapter_id: AdapterId) -> None:
+        """Release the place on the host that the device has read an adapter in, if any."""
+        if self._host is not None and self._host.is_device_memory:
+            self._host.end_use(self._read_in_place.pop(adapter_id))
+
+    def check_invariants(self) -> None:
+        """Assert that open loads and places that the device reads agree with the cache."""
+        for transfer in self._transfers:
+            if isinstance(transfer, OpenLoad):
+                state = self._cache.state(transfer.command.adapter_id)
+                assert state is AdapterState.LOADING, transfer
+        is_in_place = self._host is not None and self._host.is_device_memory
+        residents = self._cache.resident_ids() if is_in_place else ()
+        assert set(residents) == self._read_in_place.keys()
+
+    def _make_room(self, need: Need) -> bool:
+        """Evict idle adapters after a load found no room. Return whether it may find room now."""
+        if not self._room.has_adapter_room(need.adapter_bytes):
+            return self._room.reclaim(
+                0, need.adapter_bytes, include_waiting=need.may_displace, keep=BASE_ADAPTER
+            )
+        if self._host is None or not self._host.is_device_memory:
+            return False  # wait for the end of other loads
+        # The device reads adapters in the host's memory: evict one to free a range there.
+        return self._room.evict_adapter(include_waiting=need.may_displace)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """The place of an adapter that is being registered."""
+
+    place: HostPlace | None  # None = no place
+    evictions: tuple[HostPlaceId, ...] = ()  # to carry out before writing to the place
+
+
+class AdapterRegistrations:
+    """Registrations under way. They allocate from the budget if the device reads host memory."""
+
+    def __init__(self, budget: MemoryBudget, host: HostCache | None) -> None:
+        """``host``: None = places on the host are not planned."""
+        self._budget = budget
+        self._host = host
+        self._place_bytes: dict[HostPlaceId, int] = {}  # bytes
+
+    def __len__(self) -> int:
+        """Return the number of registrations under way, which may free memory at their end."""
+        return len(self._place_bytes)
+
+    def begin(self, layer_bytes: Sequence[int]) -> HostRoom:
+        """Assign a place to an adapter with layers of these sizes, if there is room."""
+        if self._host is None:
+            return HostRoom(None)
+        num_bytes = sum(layer_bytes) if self._host.is_device_memory else 0
+        if not self._budget.allocate(_OWNER, num_bytes):
+            return HostRoom(None)
+        place = self._host.begin_registration(layer_bytes)
+        if place is None:
+            self._budget.release(_OWNER, num_bytes)
+        else:
+            self._place_bytes[place.place_id] = num_bytes
+        return HostRoom(place, self._host.take_evictions())
+
+    def end(self, place_id: HostPlaceId, digest: str | None) -> None:
+        """End a registration. ``digest``: of the content of its place; None = it failed."""
+        assert self._host is not None
+        self._budget.release(_OWNER, self._place_bytes.pop(place_id))
+        if digest is not None:
+            self._host.filled(place_id, digest)
+        self._host.end_use(place_id)
