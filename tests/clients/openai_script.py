@@ -38,8 +38,8 @@ def check_history(client: openai.OpenAI) -> None:
     message = first.choices[0].message.model_dump()
     again = client.chat.completions.create(
         model="upper",
-        messages=[*MESSAGES, message, *MESSAGES],
-        temperature=0,  # type: ignore[list-item]
+        messages=[*MESSAGES, message, *MESSAGES],  # type: ignore[list-item]
+        temperature=0,
     )
     assert again.choices[0].finish_reason == "stop"
 

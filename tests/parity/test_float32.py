@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, SamplingParams
 from corun.runtime.engine.messages import EngineStats
 from support.architectures import ARCHITECTURES, mostly
 from support.devices import DEVICES
-from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
+from support.parity import (
+    MAX_LOGPROBS,
+    MAX_RELATIVE_ERROR,
+    VOCAB_SIZE,
+    ParityCase,
+    ask_turns,
+    check_exact,
+    largest_error,
+)
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-MAX_RELATIVE_ERROR = 1e-4
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -22,18 +28,19 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ParityCase(request.param, tmp_path_factory.mktemp(request.param))
 
 
+Asked = list[tuple[list[int], str | None]]  # prompts, and adapters
+
+
 def make_requests(
-    case: ParityCase, seed: int, count: int, max_prompt_tokens: int = 40
-) -> list[tuple[list[int], str | None]]:
+    case: ParityCase, seed: int, count: int, max_prompt_tokens: int = 40, min_prompt_tokens: int = 1
+) -> Asked:
     """Random prompts for the base and for every adapter."""
     rng = random.Random(seed)
     names = [None, *case.adapters]
+    lengths = [rng.randint(min_prompt_tokens, max_prompt_tokens) for _ in range(count)]
     return [
-        (
-            [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt_tokens))],
-            names[i % len(names)],
-        )
-        for i in range(count)
+        ([rng.randrange(3, VOCAB_SIZE) for _ in range(length)], names[number % len(names)])
+        for number, length in enumerate(lengths)
     ]
 
 
@@ -43,43 +50,39 @@ SAMPLED = SamplingParams(
 )
 
 
+def start(case: ParityCase, device: str = "cpu", **options: Any) -> Engine:
+    return Engine(model=str(case.directory), dtype="float32", device=device, **options)
+
+
 def check(
-    case: ParityCase,
-    requests: list[tuple[list[int], str | None]],
-    params: list[SamplingParams],
-    *,
-    predicted_output_tokens: int | None = None,
-    **options: Any,
+    case: ParityCase, engine: Engine, requests: Asked, params: list[SamplingParams], **options: Any
 ) -> EngineStats:
     """Run the requests together and compare every choice with the truth."""
-    options = {"device": "cpu", **options}
-    with Engine(model=str(case.directory), dtype="float32", **options) as engine:
-        loras = [
-            None if name is None else LoRARequest(name, 1, str(case.adapters[name]))
-            for _, name in requests
-        ]
-        outputs = engine.generate(
-            [tokens for tokens, _ in requests],
-            params,
-            loras,
-            predicted_output_tokens=predicted_output_tokens,
-        )
-        stats = engine.get_stats()
+    loras = case.loras([name for _, name in requests])
+    outputs = engine.generate([tokens for tokens, _ in requests], params, loras, **options)
     for (_, adapter), output, asked in zip(requests, outputs, params, strict=True):
         lengths = [len(choice.token_ids) for choice in output.outputs]
         assert lengths == [asked.max_tokens] * asked.n
         error = largest_error(case, output, adapter, is_greedy=asked.temperature == 0)
         assert error < MAX_RELATIVE_ERROR
-    return stats
+    return engine.get_stats()
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_mixed_batch_in_small_chunks(case: ParityCase, where: str) -> None:
-    """Base and adapters of all ranks together, some with two choices, in chunks of all sizes."""
+def test_mixed_batches_in_small_chunks_and_behind_prefixes(case: ParityCase, where: str) -> None:
+    """Base and adapters of all ranks together, some with two choices, in chunks of all sizes.
+
+    Then a second turn finds the prompts and the answers of the first one.
+    """
     requests = make_requests(case, seed=1, count=10)
     params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(len(requests))]
     options: dict[str, Any] = {"max_num_batched_tokens": 23, "block_size": 4, "memory_gib": 0.05}
-    check(case, requests, params, device=where, **options)
+    with start(case, device=where, **options) as engine:
+        check(case, engine, requests, params)
+        asked = make_requests(case, seed=4, count=5, min_prompt_tokens=20)
+        names = [name for _, name in asked]
+        answers = ask_turns(engine, case, names, [tokens for tokens, _ in asked], GREEDY)
+    check_exact(case, answers)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +95,9 @@ def test_preempted_requests(case: ParityCase) -> None:
     """
     requests = make_requests(case, seed=2, count=10, max_prompt_tokens=6)
     params = [dataclasses.replace(GREEDY, max_tokens=24)] * len(requests)
-    stats = check(
-        case, requests, params, max_num_batched_tokens=64, block_size=4,
-        max_model_len=32, memory_gib=room_gib(case, num_blocks=25, adapters=1.0),
-        predicted_output_tokens=1,  # which all outgrow
-    )  # fmt: skip
+    options: dict[str, Any] = {"block_size": 4, "max_model_len": 32, "max_num_batched_tokens": 64}
+    with start(case, memory_gib=room_gib(case, num_blocks=25, adapters=1.0), **options) as engine:
+        stats = check(case, engine, requests, params, predicted_output_tokens=1)  # all outgrow it
     assert stats.num_preemptions > 0
 
 
@@ -106,10 +107,9 @@ def test_preempted_requests(case: ParityCase) -> None:
 def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
     """Adapters are evicted for others, loaded again, and answer the same."""
     requests = make_requests(case, seed=3, count=10, max_prompt_tokens=12)
-    stats = check(
-        case, requests, [GREEDY] * len(requests), block_size=4, max_model_len=20,
-        memory_gib=room_gib(case, num_blocks=12, adapters=0.7),
-    )  # fmt: skip
+    room = room_gib(case, num_blocks=12, adapters=0.7)
+    with start(case, block_size=4, max_model_len=20, memory_gib=room) as engine:
+        stats = check(case, engine, requests, [GREEDY] * len(requests))
     assert stats.memory_bytes["device"]["adapters"] < case.adapter_bytes(torch.float32)
 
 

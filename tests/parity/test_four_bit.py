@@ -8,24 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, SamplingParams
 from support.cold_parity import check_cold_starts, make_case, prompts
 from support.four_bit import store_in_four_bits
-from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
+from support.parity import MAX_LOGPROBS, Answers, ParityCase, check_exact, check_half
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MAX_RELATIVE_ERROR = 1e-4
-MAX_ERROR_RATIO = 1.5  # of PEFT's own error in that type
 GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
-def answers(case: ParityCase, model: Path, **options: Any) -> list[tuple[str | None, Any]]:
+def answers(case: ParityCase, model: Path, **options: Any) -> Answers:
     """Of the base and of all adapters, in one batch."""
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     with Engine(model=str(model), device="cpu", memory_gib=0.05, **options) as engine:
-        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, case.loras(names))
     return list(zip(names, outputs, strict=True))
 
 
@@ -43,8 +40,7 @@ def answers(case: ParityCase, model: Path, **options: Any) -> list[tuple[str | N
 def test_float32(architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     case = ParityCase(architecture, tmp_path)
     model = store_in_four_bits(case.directory, tmp_path / "four-bit", **options)
-    for name, output in answers(case, model, dtype="float32"):
-        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
+    check_exact(case, answers(case, model, dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
@@ -53,13 +49,7 @@ def test_half_types(dtype: str, tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path)
     model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32)
     half = torch.float16 if dtype == "float16" else torch.bfloat16
-    errors = HalfErrors(case, half)
-    for name, output in answers(case, model, dtype=dtype, max_num_batched_tokens=16):
-        (choice,) = output.outputs
-        found = [{t: c.logprob for t, c in one.items()} for one in choice.logprobs]
-        errors.add(name, output.prompt_token_ids, choice.token_ids, found)
-    error, peft_error = errors.means
-    assert 0 < error <= MAX_ERROR_RATIO * peft_error
+    check_half(case, answers(case, model, dtype=dtype, max_num_batched_tokens=16), half)
 
 
 def test_cold_adapters(tmp_path: Path) -> None:
@@ -74,5 +64,4 @@ def test_integers_on_top(tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path, quantization="int8")
     model = store_in_four_bits(case.directory, tmp_path / "four-bit")
     options = {"quantization": "int8", "lm_head_quantization": "int8"}
-    for name, output in answers(case, model, dtype="float32", **options):
-        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
+    check_exact(case, answers(case, model, dtype="float32", **options))

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, SamplingParams
 from support.architectures import ARCHITECTURES, mostly
 from support.devices import DEVICES
-from support.parity import MAX_LOGPROBS, VOCAB_SIZE, HalfErrors, ParityCase
+from support.parity import MAX_LOGPROBS, VOCAB_SIZE, ParityCase, check_half
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MAX_ERROR_RATIO = 1.5  # of PEFT's own error in that type
 NUM_REQUESTS = 10
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40  # too few for all requests together
@@ -45,7 +44,6 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
     names = [[None, *case.adapters][i % 5] for i in range(NUM_REQUESTS)]
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, 24))] for _ in names]
     params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(NUM_REQUESTS)]
-    loras = [n and LoRARequest(n, 1, str(case.adapters[n])) for n in names]
     room_bytes = NUM_BLOCKS * case.kv_block_bytes(BLOCK_SIZE, dtype) + case.adapter_bytes(dtype)
     with Engine(
         model=str(case.directory), dtype=str(dtype).removeprefix("torch."),
@@ -53,19 +51,10 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
         **{"device": "cpu", "memory_gib": room_bytes / 2**30, **options},
     ) as engine:  # fmt: skip
         # A prediction that all outgrow.
-        outputs = engine.generate(prompts, params, loras, predicted_output_tokens=1)
+        outputs = engine.generate(prompts, params, case.loras(names), predicted_output_tokens=1)
         assert (engine.get_stats().num_preemptions > 0) != has_room
-    errors = HalfErrors(case, dtype)
-    for name, output, asked in zip(names, outputs, params, strict=True):
-        assert len(output.outputs) == asked.n
-        for choice in output.outputs:
-            assert choice.logprobs is not None
-            candidates = [
-                {token: found.logprob for token, found in one.items()} for one in choice.logprobs
-            ]
-            errors.add(name, output.prompt_token_ids, choice.token_ids, candidates)
-    error, peft_error = errors.means
-    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+    assert [len(output.outputs) for output in outputs] == [asked.n for asked in params]
+    check_half(case, list(zip(names, outputs, strict=True)), dtype)
 
 
 @pytest.mark.parametrize("where", DEVICES)

@@ -132,7 +132,8 @@ def test_cold_starts_with_workers(tmp_path: Path) -> None:
     case = ParityCase("llama-deep", tmp_path / "case", specs=SPECS)
     files = dict(case.adapters)
     names = [case.add_mix(parts).lora_name for parts in MIXES[:2]]
-    with ColdEngine(case.directory, files, tmp_path, max_lora_rank=64) as engine:
+    options: dict[str, Any] = {"max_lora_rank": 64, "delta_backend": "numpy"}
+    with ColdEngine(case.directory, files, tmp_path, **options) as engine:
         for name in names:
             engine.wait_read(name)
         with engine.chunks(split_at(2)):

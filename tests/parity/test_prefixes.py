@@ -11,23 +11,21 @@ import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.frontend.outputs import RequestOutput
-from support.architectures import ARCHITECTURES
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, check, make_case, prompts, split_at
-from support.devices import DEVICES
 from support.parity import (
     MAX_LOGPROBS,
     VOCAB_SIZE,
     AdapterSpec,
     HalfErrors,
     ParityCase,
-    largest_error,
+    ask_turns,
+    check_exact,
 )
 from support.peft_adapters import edit_config
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MAX_RELATIVE_ERROR = 1e-4
 MAX_OVER_PEFT = 1.1  # mean error in bfloat16
 BLOCK_SIZE = 4
 PROMPT_TOKENS = 22
@@ -38,11 +36,6 @@ GREEDY = SamplingParams(
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 16, "memory_gib": 0.05,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
-    return ParityCase(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -66,36 +59,13 @@ def ask(
     **options: Any,
 ) -> list[RequestOutput]:  # fmt: skip
     """Answers, compared with the truth of the named adapters."""
-    loras = [None if name is None else lora(case, name) for name in names]
-    outputs = engine.generate(list(prompts), GREEDY, loras, **options)
-    for name, output in zip(names, outputs, strict=True):
-        assert largest_error(case, output, name) < MAX_RELATIVE_ERROR
+    outputs = engine.generate(list(prompts), GREEDY, case.loras(names), **options)
+    check_exact(case, list(zip(names, outputs, strict=True)))
     return outputs
-
-
-def lora(case: ParityCase, name: str) -> LoRARequest:
-    return LoRARequest(name, 1, str(case.adapters[name]))
 
 
 def num_found(outputs: Sequence[RequestOutput]) -> list[int]:
     return [choice.num_cached_tokens for output in outputs for choice in output.outputs]
-
-
-@pytest.mark.parametrize("where", DEVICES)
-def test_turns_of_a_conversation(case: ParityCase, where: str) -> None:
-    """For the base and every adapter: the second turn finds the first one's prompt and answer."""
-    names = [None, *case.adapters]
-    prompts = [prompt_of(seed) for seed in range(len(names))]
-    with Engine(model=str(case.directory), device=where, **OPTIONS) as engine:
-        first = ask(case, engine, prompts, names)
-        assert not any(num_found(first))
-        follow_ups = [
-            [*prompt, *output.outputs[0].token_ids, *prompt_of(100 + turn, 3 + turn)]
-            for turn, (prompt, output) in enumerate(zip(prompts, first, strict=True))
-        ]
-        # The last token of an answer has no KV: nothing was computed after it.
-        known = (PROMPT_TOKENS + NUM_OUTPUT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
-        assert num_found(ask(case, engine, follow_ups, names)) == [known] * len(names)
 
 
 def test_a_prompt_that_is_known_whole_still_computes_its_last_token(
@@ -139,7 +109,7 @@ def test_a_name_with_other_content_finds_nothing_and_a_second_name_of_the_same_d
         request = LoRARequest("changing", 1, str(llama.adapters[path_name]))
         engine.add_lora(request)
         (output,) = engine.generate([prompt], GREEDY, request)
-        assert largest_error(llama, output, path_name) < MAX_RELATIVE_ERROR
+        check_exact(llama, [(path_name, output)])
         assert num_found([output]) == [0], "its last version has gone, with all that it had"
     known = (PROMPT_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert num_found(ask(llama, engine, [prompt], [names[0]])) == [known], "the same content"
@@ -186,33 +156,19 @@ def test_those_that_were_preempted_go_on_behind_what_they_had(llama: ParityCase)
     ) as engine:  # fmt: skip
         outputs = engine.generate(prompts, params, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 2
-    assert max(largest_error(llama, output, None) for output in outputs) < MAX_RELATIVE_ERROR
+    check_exact(llama, [(None, output) for output in outputs])
 
 
 def test_turns_in_bfloat16_are_as_near_as_peft(llama: ParityCase) -> None:
     errors = HalfErrors(llama)
     names = [None, *llama.adapters]
     prompts = [prompt_of(30 + number) for number in range(len(names))]
-    loras = [None if name is None else lora(llama, name) for name in names]
     options = {**OPTIONS, "dtype": "bfloat16"}
     with Engine(model=str(llama.directory), device="cpu", **options) as engine:
-        for turn in range(3):
-            outputs = engine.generate(prompts, GREEDY, loras)
-            assert (min(num_found(outputs)) > 0) == (turn > 0)
-            for name, output in zip(names, outputs, strict=True):
-                (choice,) = output.outputs
-                assert choice.logprobs is not None
-                candidates = [
-                    {token: found.logprob for token, found in position.items()}
-                    for position in choice.logprobs
-                ]
-                errors.add(name, output.prompt_token_ids, choice.token_ids, candidates)
-            prompts = [
-                [*output.prompt_token_ids, *output.outputs[0].token_ids, 5, 6 + turn]
-                for output in outputs
-            ]
-    ours, theirs = errors.means
-    assert ours <= MAX_OVER_PEFT * theirs
+        answers = ask_turns(engine, llama, names, prompts, GREEDY, num_turns=3)
+    for name, output in answers:
+        errors.add_output(name, output)
+    errors.check(MAX_OVER_PEFT)
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])

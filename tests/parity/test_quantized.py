@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, SamplingParams
 from corun.cpu_workers.kernels.simd.isa import has_integer_dot
 from support.cold_parity import check_cold_starts, make_case, prompts
-from support.parity import MAX_LOGPROBS, AdapterSpec, HalfErrors, ParityCase, largest_error
+from support.parity import (
+    MAX_LOGPROBS,
+    AdapterSpec,
+    ParityCase,
+    ask_turns,
+    check_exact,
+    check_half,
+)
 from support.stored_integers import store_in_integers
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MAX_RELATIVE_ERROR = 1e-4
-MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 # Of what the weights alone have lost: the inputs of products are in 8 bits.
 MAX_OVER_WEIGHTS = {"int4": 1.1, "w8a8": 1.8}
 GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, ignore_eos=True)
@@ -31,23 +36,12 @@ def candidates_of(choice: object) -> list[dict[int, float]]:
 def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path, quantization="int8")
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
-    asked = prompts(len(names), seed=7)
-    errors = HalfErrors(case)
     with Engine(
         model=str(case.directory), device="cpu", dtype="bfloat16", quantization="int8",
         block_size=4, max_num_batched_tokens=16, memory_gib=0.05,
     ) as engine:  # fmt: skip
-        for turn in range(2):
-            outputs = engine.generate(asked, GREEDY, loras)
-            found = [output.outputs[0].num_cached_tokens for output in outputs]
-            assert (min(found) > 0) == (turn > 0), found
-            for name, output in zip(names, outputs, strict=True):
-                (choice,) = output.outputs
-                errors.add(name, output.prompt_token_ids, choice.token_ids, candidates_of(choice))
-            asked = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5] for out in outputs]
-    error, peft_error = errors.means
-    assert 0 < error <= MAX_ERROR_RATIO * peft_error, (error, peft_error)
+        answers = ask_turns(engine, case, names, prompts(len(names), seed=7), GREEDY)
+    check_half(case, answers)
 
 
 @pytest.mark.parametrize("split_layer", [pytest.param(0, marks=pytest.mark.full), 2])
@@ -66,11 +60,9 @@ def test_stored_integers_of_wrappers(model_type: str, method: str, tmp_path: Pat
     case = ParityCase(model_type, tmp_path, quantization=bits, specs=specs)
     stored = store_in_integers(case.directory, tmp_path / "stored", method)
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     with Engine(model=str(stored), device="cpu", dtype="float32", memory_gib=0.05) as engine:
-        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
-    for name, output in zip(names, outputs, strict=True):
-        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, case.loras(names))
+    check_exact(case, list(zip(names, outputs, strict=True)))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -78,14 +70,12 @@ def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Pat
     """Nothing else is rounded, so the bound is that of full weights."""
     case = ParityCase("llama3-rope", tmp_path, quantization=quantization)
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     with Engine(
         model=str(case.directory), device="cpu", dtype="float32", quantization=quantization,
         lm_head_quantization=quantization, max_num_batched_tokens=16, memory_gib=0.05,
     ) as engine:  # fmt: skip
-        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
-    for name, output in zip(names, outputs, strict=True):
-        assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, case.loras(names))
+    check_exact(case, list(zip(names, outputs, strict=True)))
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,13 @@ Formats of bitsandbytes in 4 bits are in ``test_four_bit``.
 from pathlib import Path
 
 import pytest
-from corun import Engine, LoRARequest, SamplingParams
+from corun import Engine, SamplingParams
 from support.cold_parity import check_cold_starts, make_case, prompts
-from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, largest_error
+from support.parity import MAX_LOGPROBS, ParityCase, ask_turns, check_exact, check_half
 from support.stored_formats import store_in
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MAX_RELATIVE_ERROR = 1e-4
-MAX_ERROR_RATIO = 1.5  # of PEFT's own bfloat16 error
 GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
@@ -37,19 +35,12 @@ def test_float32(architecture: str, form: str, tmp_path: Path) -> None:
     case = ParityCase(architecture, tmp_path)
     model = store_in(form, case.directory, tmp_path / "stored")
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
-    asked = prompts(len(names), seed=5)
     with Engine(
         model=str(model), device="cpu", dtype="float32", block_size=4, memory_gib=0.05,
         max_num_batched_tokens=16,
     ) as engine:  # fmt: skip
-        for turn in range(2):
-            outputs = engine.generate(asked, GREEDY, loras)
-            found = [output.outputs[0].num_cached_tokens for output in outputs]
-            assert (min(found) > 0) == (turn > 0), found
-            for name, output in zip(names, outputs, strict=True):
-                assert largest_error(case, output, name) <= MAX_RELATIVE_ERROR
-            asked = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5] for out in outputs]
+        answers = ask_turns(engine, case, names, prompts(len(names), seed=5), GREEDY)
+    check_exact(case, answers)
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "compressed int8"])
@@ -58,17 +49,9 @@ def test_bfloat16(form: str, tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path)
     model = store_in(form, case.directory, tmp_path / "stored")
     names = [None, *case.adapters]
-    loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
-    errors = HalfErrors(case)
     with Engine(model=str(model), device="cpu", memory_gib=0.05) as engine:
-        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, loras)
-    for name, output in zip(names, outputs, strict=True):
-        (choice,) = output.outputs
-        assert choice.logprobs is not None
-        found = [{t: c.logprob for t, c in one.items()} for one in choice.logprobs]
-        errors.add(name, output.prompt_token_ids, choice.token_ids, found)
-    error, peft_error = errors.means
-    assert 0 < error <= MAX_ERROR_RATIO * peft_error
+        outputs = engine.generate(prompts(len(names), seed=5), GREEDY, case.loras(names))
+    check_half(case, list(zip(names, outputs, strict=True)))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from typing import Any
 
 import peft
 import torch
-from corun import Engine, LoRAMix, LoRARequest
+from corun import Engine, LoRAMix, LoRARequest, SamplingParams
 from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
 from corun.gpu.linear.quantized import quantize
+from corun.runtime.frontend.outputs import RequestOutput
 from support.architectures import make_model, save_model
 from support.bases import auto_class
 from support.peft_adapters import edit_config, save_adapter
@@ -21,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 VOCAB_SIZE = 96
 MAX_LOGPROBS = 20
+MAX_RELATIVE_ERROR = 1e-4  # of log-probabilities in float32
+MAX_ERROR_RATIO = 1.5  # of PEFT's own error in 16 bits
 _ROPES_BY_LENGTH = {"longrope", "dynamic"}
 
 
@@ -60,6 +63,9 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return sorted(names & set(ATTENTION_AND_MLP))
 
 
+Answers = list[tuple[str | None, RequestOutput]]  # with the adapter's name; None = the base
+
+
 class ParityCase:
     """A model directory and its adapters, with their truth in any dtype."""
 
@@ -91,6 +97,10 @@ class ParityCase:
             edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
             self.num_tokens[spec.name] = spec.num_tokens or VOCAB_SIZE
+
+    def loras(self, names: Sequence[str | None]) -> list[LoRARequest | None]:
+        """What requests for these adapters name; None = the base."""
+        return [name and LoRARequest(name, 1, str(self.adapters[name])) for name in names]  # type: ignore[misc]
 
     def add_mix(self, parts: Sequence[tuple[str, float]], truth: str | None = None) -> LoRAMix:
         """Let PEFT save the ``cat`` of adapters as another one, by default named as the mix."""
@@ -214,10 +224,61 @@ class HalfErrors:
             self._ours.append((logprobs - truth[position, ids]).abs())
             self._theirs.append((half[position, ids] - truth[position, ids]).abs())
 
+    def add_output(self, adapter: str | None, output: RequestOutput) -> None:
+        """All choices of one prompt."""
+        for choice in output.outputs:
+            assert choice.logprobs is not None
+            candidates = [
+                {token: found.logprob for token, found in one.items()} for one in choice.logprobs
+            ]
+            self.add(adapter, output.prompt_token_ids, choice.token_ids, candidates)
+
     @property
     def means(self) -> tuple[float, float]:
         """Ours, and PEFT's."""
         return float(torch.cat(self._ours).mean()), float(torch.cat(self._theirs).mean())
+
+    def check(self, max_ratio: float = MAX_ERROR_RATIO) -> None:
+        """We are about as near to the truth as PEFT, or nearer."""
+        error, peft_error = self.means
+        assert 0 < error <= max_ratio * peft_error, (error, peft_error)
+
+
+def ask_turns(
+    engine: Engine,
+    case: ParityCase,
+    names: Sequence[str | None],
+    asked: Sequence[list[int]],
+    params: SamplingParams,
+    num_turns: int = 2,
+) -> Answers:
+    """All together, ``num_turns`` times, in blocks of 4 tokens.
+
+    Each turn but the first finds what the one before it has left.
+    """
+    answers: Answers = []
+    for turn in range(num_turns):
+        outputs = engine.generate(list(asked), params, case.loras(names), predicted_output_tokens=1)
+        found = [output.outputs[0].num_cached_tokens for output in outputs]
+        # The last token of an answer has no KV: nothing was computed after it.
+        assert found == [(len(one) - 2) // 4 * 4 if turn else 0 for one in asked]
+        answers += zip(names, outputs, strict=True)
+        asked = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5] for out in outputs]
+    return answers
+
+
+def check_exact(case: ParityCase, answers: Answers) -> None:
+    """Greedy answers in float32 are those of PEFT."""
+    errors = [(largest_error(case, output, name), name) for name, output in answers]
+    assert all(error < MAX_RELATIVE_ERROR for error, _ in errors), errors
+
+
+def check_half(case: ParityCase, answers: Answers, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Answers in ``dtype`` are about as near to float32 truth as those of PEFT in that type."""
+    errors = HalfErrors(case, dtype)
+    for name, output in answers:
+        errors.add_output(name, output)
+    errors.check()
 
 
 def largest_error(

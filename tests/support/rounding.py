@@ -41,9 +41,7 @@ def rounding_errors(
     """
     errors = HalfErrors(case, dtype)
     for output in outputs:
-        (choice,) = output.outputs
-        candidates = [{token: one.logprob for token, one in row.items()} for row in choice.logprobs]
-        errors.add(None, output.prompt_token_ids, choice.token_ids, candidates)
+        errors.add_output(None, output)
     ours, alone = errors.means
     plain = _Plain(case, outputs, dtype)
     with torch.inference_mode():
