@@ -37,7 +37,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.config import SchedulerConfig
-from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithQueues
+from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLimits
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes
@@ -322,7 +322,7 @@ def judge(
 def has_queues(policy: str) -> bool:
     """Whether it has anything to refresh."""
     facts = PolicyFacts(times=LearnedTimes(1), capacity_tokens=1, bytes_per_token=1.0)
-    return isinstance(make_policy(policy, facts), PolicyWithQueues)
+    return isinstance(make_policy(policy, facts), PolicyWithLimits)
 
 
 def settings(options: argparse.Namespace, policy: str) -> Iterator[tuple[Situation, str]]:

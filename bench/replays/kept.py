@@ -29,7 +29,7 @@ _DECIDING = """
     runtime/engine/stats.py runtime/engine/updates.py runtime/memory/**/*.py
     runtime/scheduler/**/*.py runtime/sim/*.py shm/arena_ranges.py
 """.split()
-_QUEUES = ("chameleon.py", "bypass.py", "size_queues.py", "queues/*.py")
+_QUEUES = ("papers/chameleon/*.py",)
 _OWN: Mapping[str, Sequence[str]] = {
     BASELINE: ("fcfs.py",),
     "fcfs": ("fcfs.py",),
@@ -83,7 +83,7 @@ def read_figures(path: Path) -> Figures | None:
         figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
     except FileNotFoundError:
         return None
-    return Figures(**figures | {"quota_tokens": tuple(figures["quota_tokens"])})
+    return Figures(**figures)
 
 
 def write_figures(path: Path, cell: Cell, figures: Figures, slowness: float = 1.0) -> None:

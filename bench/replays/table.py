@@ -27,7 +27,8 @@ def table(results: Results) -> str:
 
 def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[str]:
     num_requests = sum(one.num_requests for one in figures)
-    quotas = figures[0].quota_tokens
+    counts = figures[0].policy_counts
+    quotas = [round(value) for name, value in counts.items() if name.endswith("_quota_tokens")]
     return (
         setting.name,
         policy,
@@ -37,7 +38,7 @@ def _row(setting: Setting, policy: str, figures: Sequence[Figures]) -> Sequence[
         f"{sum(one.num_preempted for one in figures) / num_requests:.2%}",
         f"{sum(one.num_squashes for one in figures) / num_requests:.2%}",
         str(sum(one.num_refused for one in figures)),
-        str(figures[0].num_queues) if quotas else "-",
+        str(len(quotas)) if quotas else "-",
         "/".join(map(str, quotas)) or "-",
         f"{statistics.median(one.num_evictions for one in figures):.0f}",
         f"{statistics.median(one.link_bytes for one in figures) / 1e9:.1f}",

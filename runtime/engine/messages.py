@@ -270,7 +270,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and kind
     link: tuple[LinkUsage, ...] = ()
     policy_counts: dict[str, float] = {}  # gauges of the scheduling policy
-    queue_counts: tuple[dict[str, float], ...] = ()  # the same for each of its queues
     first_token_parts_s: dict[str, float] = {}  # sums over requests, by part
     num_deferred: int = 0  # of waiting requests, for anything but memory and slots
     steps_by_tokens: dict[int, int] = {}  # by their tokens, rounded up to a power of two

@@ -1,7 +1,7 @@
 """Statistics of an engine: gauges, and totals since its start. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...profiles.models import MachineModel
@@ -56,7 +56,7 @@ def engine_stats(
 
     O(adapters on the device or waited for, requests without a first token).
     """
-    memory, queues = scheduler.memory, scheduler.queues
+    memory = scheduler.memory
     counters, forecast = scheduler.counters, scheduler.forecast
     return EngineStats(
         num_running=scheduler.num_running,
@@ -67,8 +67,8 @@ def engine_stats(
         memory_bytes=_memory_bytes(memory),
         link=_link(memory, now_s),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
-        policy_counts={} if queues is None else _as_floats(queues.counts()),
-        queue_counts=() if queues is None else tuple(map(_as_floats, queues.queue_counts())),
+        # Floats, as the channel needs them.
+        policy_counts={name: float(one) for name, one in scheduler.policy_counts().items()},
         first_token_parts_s={
             part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
         },
@@ -115,11 +115,6 @@ def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> Machi
         kv_bytes_per_token=scheduler.memory.pool.block_bytes // scheduler.config.block_size,
         is_measured=measured is not None,
     )
-
-
-def _as_floats(counts: Mapping[str, float]) -> dict[str, float]:
-    """Convert a policy's numbers to floats, as the channel needs them."""
-    return {name: float(value) for name, value in counts.items()}
 
 
 def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:

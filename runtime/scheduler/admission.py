@@ -9,7 +9,7 @@ from .config import SchedulerConfig
 from .events import SchedulerCounters, TimePart
 from .forecast import ArrivalForecast
 from .limits import blocks_for
-from .policy import NO_ROOM, PolicyWithQueues, SchedulerPolicy
+from .policy import NO_ROOM, PolicyWithLimits, SchedulerPolicy
 from .running_set import RunningSet
 from .step_draft import StepDraft
 from .waiting_work import WaitingWork
@@ -31,7 +31,7 @@ class Admission:
         """All parts belong to the scheduler. ``forecast``: None = load for known requests only."""
         self._config = config
         self._policy = policy
-        self._queues = policy if isinstance(policy, PolicyWithQueues) else None
+        self._limits = policy if isinstance(policy, PolicyWithLimits) else None
         self._memory = memory
         self._running = running
         self._cold_starts = cold_starts
@@ -67,8 +67,8 @@ class Admission:
             except StopIteration:
                 request = None
         candidates.close()
-        for request in () if self._queues is None else self._queues.lacking_quota():
-            self._record_wait(request, TimePart.QUEUE_QUOTA, now_s)
+        for request in () if self._limits is None else self._limits.held_back():
+            self._record_wait(request, TimePart.POLICY_LIMIT, now_s)
         return verdict
 
     def _record_wait(self, request: Request, part: TimePart, now_s: float) -> None:

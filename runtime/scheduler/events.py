@@ -30,7 +30,7 @@ class TimePart(enum.StrEnum):
     """Reasons for which a request waits until its first token."""
 
     ORDER = "order"  # other requests go first, or have all slots
-    QUEUE_QUOTA = "queue_quota"  # the quota of its queue is used up or lent
+    POLICY_LIMIT = "policy_limit"  # of a policy with limits of its own
     KV_MEMORY = "kv_memory"  # room for its KV
     ADAPTER_MEMORY = "adapter_memory"  # room for its adapter
     DISK_READ = "disk_read"  # reading its adapter's files

@@ -100,17 +100,13 @@ class SchedulerPolicy(Protocol):
 
 
 @runtime_checkable
-class PolicyWithQueues(Protocol):
-    """Additional interface of policies with several queues."""
+class PolicyWithLimits(Protocol):
+    """Additional interface of policies that hold requests back by limits of their own."""
 
     def counts(self) -> Mapping[str, float]:
         """Return the gauges of the policy by name."""
         ...
 
-    def queue_counts(self) -> Sequence[Mapping[str, float]]:
-        """Return the gauges of each queue by name, the same names for all queues."""
-        ...
-
-    def lacking_quota(self) -> Sequence[Request]:
-        """Return requests that the last ``candidates`` did not offer because of a queue's quota."""
+    def held_back(self) -> Sequence[Request]:
+        """Return requests that the last ``candidates`` did not offer because of a limit."""
         ...

@@ -12,14 +12,14 @@ from .sjf import SjfPolicy
 
 
 def _chameleon(facts: PolicyFacts, **options: Any) -> SchedulerPolicy:
-    """Import the policy on use: it needs numpy, which reading options does not."""
-    from .chameleon import ChameleonPolicy
+    """Import the paper on use, as for all of ``papers``."""
+    from .papers.chameleon.policy import ChameleonPolicy
 
     return ChameleonPolicy(facts, **options)
 
 
 def _output_only(facts: PolicyFacts) -> SchedulerPolicy:
-    from .queues.cuts import OUTPUT_ONLY_WEIGHTS
+    from .papers.chameleon.cuts import OUTPUT_ONLY_WEIGHTS
 
     return _chameleon(facts, weights=OUTPUT_ONLY_WEIGHTS)
 

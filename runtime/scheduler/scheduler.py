@@ -32,7 +32,7 @@ from .decode_gap import DecodeGap
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
-from .policy import PolicyWithQueues, SchedulerPolicy
+from .policy import PolicyWithLimits, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
 from .queue_time import QueueTime
 from .recovery import Recovery
@@ -126,10 +126,9 @@ class Scheduler:
         """Return the number of requests without their adapter on the device, by start strategy."""
         return self.cold_starts.counts()
 
-    @property
-    def queues(self) -> PolicyWithQueues | None:
-        """The policy, if it has several queues."""
-        return self._policy if isinstance(self._policy, PolicyWithQueues) else None
+    def policy_counts(self) -> Mapping[str, float]:
+        """Return the gauges of a policy with limits of its own, by name."""
+        return self._policy.counts() if isinstance(self._policy, PolicyWithLimits) else {}
 
     @property
     def requests(self) -> Iterable[Request]:

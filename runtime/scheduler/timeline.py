@@ -16,7 +16,7 @@ from .step_times import StepTimes
 
 _WORDS = {
     TimePart.ORDER: "other requests to go first",
-    TimePart.QUEUE_QUOTA: "its queue's quota",
+    TimePart.POLICY_LIMIT: "a limit of the scheduling policy",
     TimePart.KV_MEMORY: "KV memory",
     TimePart.ADAPTER_MEMORY: "memory for its adapter",
     TimePart.DISK_READ: "its adapter's files to be read",
@@ -32,7 +32,7 @@ _WORDS = {
 _NUM_SHOWN = 2
 # Reasons for waiting that more memory and more slots would not change.
 _DEFERRED = (
-    TimePart.QUEUE_QUOTA, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
+    TimePart.POLICY_LIMIT, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
 )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ class Timelines:
         )  # fmt: skip
 
     def num_deferred(self) -> int:
-        """Return how many wait for a load, a copy or a quota. O(requests without a first token)."""
+        """Return how many wait for a load, a copy or a limit. O(requests without a first token)."""
         return sum(timeline.shares[0][0] in _DEFERRED for timeline in self._open.values())
 
     def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:

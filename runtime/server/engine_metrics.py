@@ -177,15 +177,6 @@ def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
         "scheduling_policy", "Gauges of the scheduling policy.", ("gauge",),
         [((name,), value) for name, value in stats.policy_counts.items()],
     )  # fmt: skip
-    yield families.gauges(
-        "scheduling_lane", "Gauges of the queues of the policy, short requests first.",
-        ("lane", "gauge"),
-        [
-            ((str(queue), name), value)
-            for queue, counts in enumerate(stats.queue_counts)
-            for name, value in counts.items()
-        ],
-    )  # fmt: skip
     yield families.counts_by(
         "time_to_first_token_part_seconds", "Time to first token in the engine, by part.",
         "part", stats.first_token_parts_s,

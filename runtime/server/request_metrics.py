@@ -10,7 +10,7 @@ from .request_records import PromptRecord
 
 # The parts of a request's wait before its admission: values of ``scheduler.events.TimePart``.
 _QUEUE_PARTS = (
-    *("order", "queue_quota", "kv_memory", "adapter_memory"),
+    *("order", "policy_limit", "kv_memory", "adapter_memory"),
     *("disk_read", "adapter_load", "kv_swap_in"),
 )
 

@@ -37,8 +37,7 @@ class Figures:
     cold_share: float  # of requests with an adapter that was not on the device
     num_preempted: int  # requests, including squashed ones
     num_squashes: int
-    num_queues: int  # at the end; 1 for policies without queues
-    quota_tokens: tuple[int, ...]  # of the queues at the end
+    policy_counts: dict[str, float]  # gauges of the scheduling policy at the end
     num_requests: int  # that these figures are of
     num_unfinished: int  # of these requests
     num_refused: int
@@ -58,8 +57,8 @@ def figures_of(
 ) -> Figures:
     """What came of ``workload``; ``machine`` says how long its requests take alone.
 
-    Of many servers sums and means, but for queues, which are those of the first one. Raises
-    ``ConfigError`` if there is no request left to count.
+    Of many servers sums and means, but for the policy's gauges, which are those of the first one.
+    Raises ``ConfigError`` if there is no request left to count.
     """
     servers = replayed.servers if isinstance(replayed, ClusterReplayed) else (replayed,)
     records = counted(replayed.records, len(workload.requests))
@@ -76,7 +75,7 @@ def figures_of(
     unloaded_s = np.array(
         [alone_s(machine, one.prompt_tokens, workload.ranks[one.adapter]) for one in requests]
     )
-    stats, counts = servers[0].stats, [one.stats.policy_counts for one in servers]
+    counts = [one.stats.policy_counts for one in servers]
     to_device = [one.link["to_device"] for one in servers]
     busy_s = sum(one.steps.busy_s for one in servers)
     all_s = replayed.duration_s * len(servers)
@@ -96,8 +95,7 @@ def figures_of(
         cold_share=float(is_cold.mean()),
         num_preempted=sum(record.num_preemptions > 0 for record in records),
         num_squashes=int(sum(one.get("num_squashed", 0) for one in counts)),
-        num_queues=int(counts[0].get("num_lanes", 1)),
-        quota_tokens=tuple(int(queue["quota_tokens"]) for queue in stats.queue_counts),
+        policy_counts=counts[0],
         num_requests=len(records),
         num_unfinished=sum(record.end_s is None for record in records),
         num_refused=sum(replayed.refused.values()),

@@ -30,8 +30,8 @@ def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
     made = Figures(
         ttft_mean_s=ttft_s, ttft_cold_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p95_s=ttft_s,
         ttft_p99_s=ttft_s, slowdown_p99=ttft_s, unloaded_p99_s=1.0, e2e_mean_s=10.0,
-        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0, num_queues=1,
-        quota_tokens=(), num_requests=1000, num_unfinished=0, num_refused=0, served_rps=1.0,
+        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0,
+        policy_counts={}, num_requests=1000, num_unfinished=0, num_refused=0, served_rps=1.0,
         num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0, step_mean_s=0.05,
         tokens_per_s=100.0, busy_share=0.5, link_busy_share=0.1,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_search_without_a_limit_ends() -> None:
 
 def test_a_kept_cell_is_not_run_again(tmp_path: Path) -> None:
     kept_cells = KeptCells(tmp_path, None)
-    made_up = _figures(123.0, num_queues=2)
+    made_up = _figures(123.0, policy_counts={"num_queues": 2.0})
     kept_cells.put(_CELL, made_up)
     other = dataclasses.replace(_CELL, seed=2)
     with Runner(KeptCells(tmp_path, None), None, num_processes=1) as runner:
@@ -189,7 +189,7 @@ def test_other_code_and_other_traces_are_other_cells(
 def test_the_digest_is_of_all_code_that_decides() -> None:
     """But of no other policy's."""
     listing = (
-        "import sys, corun.runtime.sim.engine, corun.runtime.scheduler.chameleon\n"
+        "import sys, corun.runtime.sim.engine, corun.runtime.scheduler.papers.chameleon.policy\n"
         "files = [m.__file__ for n, m in sys.modules.items() if n.startswith('corun.')]\n"
         "print(*files, sep='\\n')"
     )
@@ -209,13 +209,14 @@ def test_the_digest_is_of_all_code_that_decides() -> None:
     assert not {"chameleon.py", "lru.py", "corun.py"} & of_memory
     names = {path.name for path in files if path.parent.name != "policies"}
     assert {"corun.py", "keyed.py", "scheduler.py", "cells.py"} <= names
-    assert not {"chameleon.py", "sjf.py"} & names
+    assert not {"bypass.py", "sjf.py"} & names
     assert len({code_digest(policy, None) for policy in ("corun", "sjf", "chameleon")}) == 3
     assert len({code_digest("fcfs", policy) for policy in ("corun", "lru", "libra")}) == 3
 
 
 def test_queues_are_in_the_table() -> None:
-    results = {(_SETTING, "chameleon"): [_figures(2.5, num_queues=2, quota_tokens=(10, 20))]}
+    counts = {"num_queues": 2.0, "queue_0_quota_tokens": 10.0, "queue_1_quota_tokens": 20.0}
+    results = {(_SETTING, "chameleon"): [_figures(2.5, policy_counts=counts)]}
     assert table(results).splitlines()[1].split()[:4] == ["S1", "at", "1.1", "chameleon"]
     assert "10/20" in table(results)
 

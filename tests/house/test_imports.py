@@ -106,7 +106,7 @@ _POLICY = (
 _POLICY_PACKAGES = (
     "runtime/cluster/policy",
     "runtime/scheduler",
-    "runtime/scheduler/queues",
+    "runtime/scheduler/papers/chameleon",
     "runtime/coldstart",
     "runtime/machine",
     "runtime/memory",
@@ -182,6 +182,24 @@ def test_parts_of_memory_are_used_behind_its_verbs() -> None:
         and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "memory"
     ]
     assert len(uses) <= _MAX_USES_OF_MEMORY, "\n".join(uses)
+
+
+def test_papers_are_imported_on_use_by_registries_alone() -> None:
+    """``papers`` import the core. Only a function of a ``registry.py`` imports them."""
+    wrong = []
+    for path in product_files():
+        if "papers" in path.parts:
+            continue
+        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+        for item in imports_of(path):
+            if "papers" not in item.target.split("."):
+                continue
+            is_on_use = any(
+                one.lineno <= item.line <= (one.end_lineno or one.lineno) for one in functions
+            )
+            if path.name != "registry.py" or not is_on_use:
+                wrong.append(f"{item.file}:{item.line} imports {item.target}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_product_imports_itself_relatively() -> None:

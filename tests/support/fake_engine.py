@@ -131,7 +131,7 @@ class FakeEngine:
             prefetch_missed_bytes=6, memory_bytes={"device": {"history_kv": 8, "free": 9}},
             first_token_parts_s={"order": 1.5, "kv_memory": 2.5},
             link=(LinkUsage("to_device", "kv", 11, 0.5),),
-            policy_counts={"num_lanes": 2.0}, queue_counts=({"quota_tokens": 5.0},) * 2,
+            policy_counts={"num_queues": 2.0, "queue_1_quota_tokens": 5.0},
             running_adapters=("upper",), waiting_adapters=("digits",),
         )  # fmt: skip
         self.adapters = {

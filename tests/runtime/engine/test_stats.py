@@ -94,7 +94,7 @@ def test_what_a_policy_counts_goes_through_a_channel(name: str) -> None:
     stats = stats_of(scheduler)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
     assert read == stats
-    assert bool(read.queue_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
+    assert bool(read.policy_counts) == (name in ("chameleon", "chameleon-paper", "output-only"))
 
 
 def test_how_long_things_take_is_measured_or_learned() -> None:

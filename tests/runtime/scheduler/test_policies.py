@@ -13,7 +13,7 @@ import pytest
 from corun.runtime.memory.grant import Verdict
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.chameleon import ChameleonPolicy
+from corun.runtime.scheduler.papers.chameleon.policy import ChameleonPolicy
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from hypothesis import given, settings
 from support.policy_room import PolicyRoom, facts_for

@@ -24,7 +24,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.sampling import StructuredOutput
 from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.policy import PolicyWithQueues
+from corun.runtime.scheduler.policy import PolicyWithLimits
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.step_times import ProfiledTimes
 from hypothesis import HealthCheck, settings
@@ -569,7 +569,7 @@ def live_through(
     counters = machine.scheduler.counters
     machine.teardown()
     made = machine.made_policy
-    num_queues = int(made.counts()["num_lanes"]) if isinstance(made, PolicyWithQueues) else 1
+    num_queues = int(made.counts()["num_queues"]) if isinstance(made, PolicyWithLimits) else 1
     num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
     num_host = sum(request.num_host_cached_tokens for request in machine.requests.values())
     return Lived(

@@ -37,9 +37,8 @@ def test_gauges(http: httpx.Client) -> None:
     moved = (("direction", "to_device"), ("kind", "kv"), model)
     assert samples["corun:link_bytes_total", moved] == 11
     assert samples["corun:link_busy_seconds_total", moved] == 0.5
-    assert samples["corun:scheduling_policy", (("gauge", "num_lanes"), model)] == 2
-    lane = (("gauge", "quota_tokens"), ("lane", "1"), model)
-    assert samples["corun:scheduling_lane", lane] == 5
+    for gauge, value in (("num_queues", 2), ("queue_1_quota_tokens", 5)):
+        assert samples["corun:scheduling_policy", (("gauge", gauge), model)] == value
     assert samples["corun:adapter_prefetches_total", (model, ("outcome", "hit"))] == 5
     assert samples["corun:adapter_prefetches_total", (model, ("outcome", "miss"))] == 0
     assert samples["corun:adapter_prefetch_wasted_bytes_total", (model,)] == 6

@@ -69,7 +69,7 @@ def test_parts_add_up_under_every_policy_and_each_occurs() -> None:
     seen = {policy: set(parts_of(policy)) for policy in SCHEDULER_POLICIES}
     assert set.union(*seen.values()) == set(TimePart) - {TimePart.CPU_WAIT}  # all cores are its own
     for policy, parts in seen.items():
-        assert ("queue_quota" in parts) == (
+        assert ("policy_limit" in parts) == (
             policy in ("chameleon", "chameleon-paper", "output-only")
         )
         assert {"order", "compute", "co_scheduled", "kv_memory", "recompute"} <= parts, policy

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.queues.cuts import (
+from corun.runtime.scheduler.papers.chameleon.cuts import (
     OUTPUT_ONLY_WEIGHTS,
     PAPER_WEIGHTS,
     QueueCutter,
     SizeWeights,
 )
-from corun.runtime.scheduler.queues.kmeans import Floats
-from corun.runtime.scheduler.queues.recent import Column, RecentRequests
+from corun.runtime.scheduler.papers.chameleon.kmeans import Floats
+from corun.runtime.scheduler.papers.chameleon.recent import Column, RecentRequests
 from support.scheduling import make_request
 
 Sizes = tuple[int, int, int]  # prompt, predicted output, adapter bytes

@@ -5,7 +5,7 @@ from functools import partial
 import hypothesis.strategies as st
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.queues.holdings import Holdings
+from corun.runtime.scheduler.papers.chameleon.holdings import Holdings
 from hypothesis import given
 from support.scheduling import make_request
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ...plan import AdapterId, RequestId
-from ...request import Request
+from ....plan import AdapterId, RequestId
+from ....request import Request
 from .ledger import QuotaLedger
 
 _GROWTH_TOKENS = 16  # charged at once

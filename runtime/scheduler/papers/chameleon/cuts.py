@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...limits import MAX_QUEUES
-from ...request import Request
+from ....limits import MAX_QUEUES
+from ....request import Request
 from .kmeans import Floats, clusterings, elbow
 from .quotas import QueueLoad, Quotas, assign_quotas
 from .recent import Column

@@ -8,7 +8,7 @@ Source: Chameleon, algorithm 1, which does not record lenders, so that loans are
 from collections import Counter
 from collections.abc import Sequence
 
-from ...plan import RequestId
+from ....plan import RequestId
 
 
 class QuotaLedger:

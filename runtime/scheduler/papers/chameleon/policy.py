@@ -25,16 +25,16 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ..memory.grant import Verdict
-from ..plan import RequestId
-from ..request import Request
+from ....memory.grant import Verdict
+from ....plan import RequestId
+from ....request import Request
+from ...overtaking import MAX_PASSED_REQUESTS, Overtaking
+from ...policy import NO_ROOM, PolicyFacts
+from ...prefill_order import ShortPrefillFirst
 from .bypass import Bypass
-from .overtaking import MAX_PASSED_REQUESTS, Overtaking
-from .policy import NO_ROOM, PolicyFacts
-from .prefill_order import ShortPrefillFirst
-from .queues.cuts import PAPER_WEIGHTS, QueueCutter, SizeWeights
-from .queues.holdings import Holdings
-from .queues.recent import RecentRequests
+from .cuts import PAPER_WEIGHTS, QueueCutter, SizeWeights
+from .holdings import Holdings
+from .recent import RecentRequests
 from .size_queues import SizeQueues
 
 _FIRST_REFRESH_REQUESTS = 64
@@ -155,7 +155,7 @@ class ChameleonPolicy:
             if end is _End.CLOSED:
                 return
 
-    def lacking_quota(self) -> Sequence[Request]:
+    def held_back(self) -> Sequence[Request]:
         """Return the heads of queues with too little quota, loans included."""
         return self._lacking_quota
 
@@ -179,23 +179,20 @@ class ChameleonPolicy:
         return deque(running, maxlen=1).pop()
 
     def counts(self) -> Mapping[str, float]:
+        """Queue 0 has the smallest requests. Its free tokens are negative if it is overdrawn."""
         quotas = self._layout.quotas
-        return {
-            "num_lanes": len(quotas.tokens),
+        found: dict[str, float] = {
+            "num_queues": len(quotas.tokens),
             "slo_infeasible": not quotas.is_feasible,
             "num_squashed": self._bypass.num_squashed,
         }
-
-    def queue_counts(self) -> Sequence[Mapping[str, float]]:
-        """``free_tokens`` is negative if the queue is overdrawn."""
-        queues = zip(
-            self._queues.lengths(), self._layout.quotas.tokens, self._holdings.ledger.available,
-            strict=True,
-        )  # fmt: skip
-        return [
-            {"num_waiting": length, "quota_tokens": quota, "free_tokens": free}
-            for length, quota, free in queues
-        ]
+        for gauge, values in (
+            ("num_waiting", self._queues.lengths()),
+            ("quota_tokens", quotas.tokens),
+            ("free_tokens", self._holdings.ledger.available),
+        ):
+            found |= {f"queue_{queue}_{gauge}": value for queue, value in enumerate(values)}
+        return found
 
     def check_invariants(self) -> None:
         """Assert that quotas add up."""

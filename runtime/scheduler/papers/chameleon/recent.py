@@ -6,8 +6,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ...plan import RequestId
-from ...request import Request
+from ....plan import RequestId
+from ....request import Request
 
 MIN_REQUESTS = 256  # of a window, if so many have arrived
 _MAX_REQUESTS = 4096  # bounds the time of a refresh

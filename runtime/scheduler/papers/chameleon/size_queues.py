@@ -4,8 +4,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, zip_longest
 
-from ..request import Request
-from .waiting_queue import WaitingQueue
+from ....request import Request
+from ...waiting_queue import WaitingQueue
 
 # After a refresh any number of requests may wait in the previous queues. They move to the new
 # queues by arrival, while a new queue has fewer than 16 requests, and at most 32 in a step.

@@ -8,10 +8,10 @@ from collections.abc import Container
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ..plan import RequestId
-from ..request import Request
-from .queues.holdings import Holdings
-from .step_times import StepTimes
+from ....plan import RequestId
+from ....request import Request
+from ...step_times import StepTimes
+from .holdings import Holdings
 
 
 @dataclass(frozen=True, slots=True)
