@@ -252,7 +252,10 @@ def _load_s(item: MemoryItem) -> float:
 
 
 _FACTS = MemoryFacts(
-    reload_cost_s=_load_s, mean_batch_size=lambda: _BATCH_SIZE, kv_reuse_share=lambda: 1.0
+    reload_cost_s=_load_s,
+    mean_batch_size=lambda: _BATCH_SIZE,
+    kv_reuse_share=lambda: 1.0,
+    num_blocks=0,
 )
 
 

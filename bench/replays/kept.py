@@ -39,16 +39,17 @@ _OWN: Mapping[str, Sequence[str]] = {
     "chameleon-paper": _QUEUES,
     "output-only": _QUEUES,
 }
-_LRU = ("lru.py",)
+_LRU = ("policies/lru.py",)
+_BASELINE = (*_LRU, "papers/baselines.py")
 _OWN_OF_MEMORY: Mapping[str, Sequence[str]] = {
-    "corun": ("corun.py",),
-    TIED: ("corun.py",),
+    "corun": ("policies/corun.py",),
+    TIED: ("policies/corun.py",),
     "lru": _LRU,
-    "chameleon": ("chameleon.py", *_LRU),
-    "libra": ("libra.py",),
-    "static-split": _LRU,
-    "discard-idle": _LRU,
-    "slora": _LRU,
+    "chameleon": ("papers/chameleon.py", *_LRU),
+    "libra": ("papers/libra.py", "papers/ranked_ahead.py"),
+    "static-split": _BASELINE,
+    "discard-idle": _BASELINE,
+    "slora": _BASELINE,
 }
 
 
@@ -115,7 +116,7 @@ def deciding_files(policy: str, memory_policy: str | None) -> list[Path]:
     of_memory = _OWN_OF_MEMORY["lru" if memory_policy is None else memory_policy]
     for folder, owned, own in (
         ("runtime/scheduler", _OWN, _OWN[policy]),
-        ("runtime/memory/policies", _OWN_OF_MEMORY, of_memory),
+        ("runtime/memory", _OWN_OF_MEMORY, of_memory),
     ):
         of_all = itertools.chain.from_iterable(owned.values())
         found -= _paths(folder, of_all)

@@ -12,7 +12,6 @@ from .device_memory import DeviceMemory
 from .host_cache import HostCache
 from .kv_tree import KvTree
 from .policies.facts import MemoryFacts, RankingPolicy
-from .policies.ranked_ahead import RankedAhead
 from .policies.registry import make_memory_policy
 from .policy_inputs import PolicyInputs
 from .reload_cost import ReloadCosts
@@ -59,7 +58,7 @@ def make_device_memory(
     inputs = PolicyInputs(costs)
     facts = MemoryFacts(
         reload_cost_s=costs, mean_batch_size=inputs.batch_size, kv_reuse_share=inputs.kv_reuse,
-        weights=weights,
+        num_blocks=sizes.num_blocks, weights=weights,
     )  # fmt: skip
     ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
     slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks
@@ -73,9 +72,6 @@ def make_device_memory(
             f"--adapter-memory-fraction is {sizes.adapter_share:g}, but adapters share the memory "
             "with KV blocks here; leave it out, or choose --memory-policy static-split"
         )
-    num_ahead = int(ranking.rules.ranked_share * num_blocks)
-    if num_ahead > 1:
-        ranking = RankedAhead(ranking, num_ahead)
     budget = MemoryBudget(sizes.capacity_bytes)
     tree = KvTree(sizes.block_size, sizes.block_bytes, ranking) if keeps_prefixes else None
     return DeviceMemory(

@@ -31,4 +31,5 @@ def facts_of(
         reload_cost_s=reload_cost_s,
         mean_batch_size=lambda: mean_batch_size,
         kv_reuse_share=lambda: kv_reuse_share,
+        num_blocks=0,
     )

@@ -14,6 +14,7 @@ class MemoryFacts:
     reload_cost_s: Callable[[MemoryItem], float]  # delay if the item is gone; above 0
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
     kv_reuse_share: Callable[[], float]  # share of recent blocks that are found again; 0 to 1
+    num_blocks: int  # of the pool, for policies that do not split memory
     # Of frequency, recency and size of adapters, for ``chameleon``; None = the paper's.
     weights: tuple[float, float, float] | None = None
 
@@ -26,8 +27,6 @@ class MemoryRules:
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks and adapters have separate memory
-    # Share of the pool that is evicted in the order of one ranking; 0 = one ranking for each item.
-    ranked_share: float = 0.0
 
 
 class RankingPolicy(MemoryPolicy, Protocol):

@@ -1,6 +1,7 @@
 """Memory policies by name."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ...errors import ConfigError
 from .corun import CorunMemoryPolicy
@@ -8,46 +9,43 @@ from .facts import MemoryFacts, MemoryRules, RankingPolicy
 from .lru import LruPolicy
 
 
-# Imported on use: they need numpy, which reading options does not.
 def _chameleon(facts: MemoryFacts) -> RankingPolicy:
-    from .chameleon import PRINTED_WEIGHTS, ChameleonMemoryPolicy
+    """Import the paper on use, as for all of ``papers``."""
+    from ..papers.chameleon import PRINTED_WEIGHTS, ChameleonMemoryPolicy
 
     return ChameleonMemoryPolicy(facts.weights or PRINTED_WEIGHTS)
 
 
 def _libra(facts: MemoryFacts) -> RankingPolicy:
-    from .libra import LibraPolicy
+    from ..papers.libra import make_libra
 
-    return LibraPolicy(facts)
-
-
-# LRU with other rules. vLLM divides memory into two independent parts, so KV may stay without its
-# adapter. The others do not keep idle adapters, so kept KV is always without its adapter.
-_BASELINES: Mapping[str, MemoryRules] = {
-    "static-split": MemoryRules(is_split=True, ties_kv_to_adapter=False),
-    "discard-idle": MemoryRules(keeps_idle_adapters=False, ties_kv_to_adapter=False),
-    "slora": MemoryRules(
-        keeps_idle_adapters=False, ties_kv_to_adapter=False, keeps_history=False
-    ),
-}  # fmt: skip
+    return make_libra(facts)
 
 
-def _lru(rules: MemoryRules) -> Callable[[MemoryFacts], RankingPolicy]:
-    return lambda _facts: LruPolicy(rules)
+def _rules_of(baseline: str) -> MemoryRules:
+    from ..papers.baselines import BASELINES
 
+    return BASELINES[baseline]
+
+
+def _baseline(name: str, _: MemoryFacts) -> RankingPolicy:
+    return LruPolicy(_rules_of(name))
+
+
+_BASELINES = ("static-split", "discard-idle", "slora")
 
 MEMORY_POLICIES: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
     "corun": CorunMemoryPolicy,
-    "lru": _lru(MemoryRules()),
+    "lru": lambda _: LruPolicy(),
     "chameleon": _chameleon,
     "libra": _libra,
-    **{name: _lru(rules) for name, rules in _BASELINES.items()},
+    **{name: partial(_baseline, name) for name in _BASELINES},
 }
 
 
 def splits_memory(name: str) -> bool:
     """Whether the policy of this name divides memory between blocks and adapters."""
-    return name in _BASELINES and _BASELINES[name].is_split
+    return name in _BASELINES and _rules_of(name).is_split
 
 
 def make_memory_policy(name: str, facts: MemoryFacts) -> RankingPolicy:

@@ -68,7 +68,7 @@ class Scripted:
         while len(self.policy):
             for request in self.admit():
                 self.end(request)
-        assert self.policy.counts()["num_lanes"] == 2
+        assert self.policy.counts()["num_queues"] == 2
 
 
 def no_adapter_for(*heads: Request) -> Callable[[Request], Verdict]:
@@ -80,7 +80,7 @@ def no_kv_but_for(*admitted: Request) -> Callable[[Request], Verdict]:
 
 
 def quotas_of(policy: ChameleonPolicy) -> list[float]:
-    return [queue["quota_tokens"] for queue in policy.queue_counts()]
+    return [value for name, value in policy.counts().items() if name.endswith("_quota_tokens")]
 
 
 def test_before_the_first_refresh_there_is_one_queue() -> None:
@@ -289,7 +289,7 @@ def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
         requests.append(make_request(index, prompt=prompt, arrival_s=index / 100))
         room.arrive(requests[-1], predicted=3, output=3)
     room.turn()
-    assert policy.counts()["num_lanes"] == 2
+    assert policy.counts()["num_queues"] == 2
     while room.waiting or room.running:
         room.turn()
     admitted = [request for request, _ in room.admitted]

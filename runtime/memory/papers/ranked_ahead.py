@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from .facts import MemoryRules, RankingPolicy
-from .policy import MemoryItem
+from ..policies.facts import MemoryRules, RankingPolicy
+from ..policies.policy import MemoryItem
 
 _KINDS = (None, False, True)  # of items, as in ``victims``; each has its own order
 _MOST_ROUNDS = 4  # rankings that may have victims left; with more, all older ones are dropped

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from .policy import MemoryItem
+from ..policies.policy import MemoryItem
 
 _FIRST_ROWS = 64
 # Share of items that is sorted first, since few are evicted at a time. Later shares are larger.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import islice
 
+from corun.runtime.memory.papers.ranked_ahead import RankedAhead
 from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.policies.policy import MemoryItem
-from corun.runtime.memory.policies.ranked_ahead import RankedAhead
 from support.memory_items import Item
 
 

@@ -17,14 +17,15 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from .facts import MemoryFacts, MemoryRules
+from ..policies.facts import MemoryFacts, MemoryRules, RankingPolicy
+from ..policies.policy import MemoryItem
 from .item_table import ItemTable
-from .policy import MemoryItem
+from .ranked_ahead import RankedAhead
 
 _FIRST_REUSE_AGE_S = 600.0
 _MIN_AGES, _MAX_AGES = 64, 1023  # number of ages that the median needs, and includes at most
 _PRUNE_QUERIES = 1000
-_RANKED_SHARE = 0.01
+_RANKED_SHARE = 0.01  # of the pool, evicted in the order of one ranking
 _LOG_FADED = math.log(1e-3)  # visits, below which an absent adapter is dropped
 
 
@@ -59,7 +60,7 @@ class LibraPolicy:
     """
 
     def __init__(self, facts: MemoryFacts) -> None:
-        self.rules = MemoryRules(ranked_share=_RANKED_SHARE)
+        self.rules = MemoryRules()
         self._facts = facts
         self._now_s = 0.0
         # Integral of 1 / tau over time, because tau changes.
@@ -167,3 +168,10 @@ class LibraPolicy:
             if row is not None and log_uses[row] - self._decay < _LOG_FADED:
                 self._table.drop(item)
                 del self._away[item]
+
+
+def make_libra(facts: MemoryFacts) -> RankingPolicy:
+    """Return the policy; with a large pool, one ranking serves many evictions."""
+    policy = LibraPolicy(facts)
+    num_ahead = int(_RANKED_SHARE * facts.num_blocks)
+    return RankedAhead(policy, num_ahead) if num_ahead > 1 else policy

@@ -5,7 +5,7 @@ import math
 import weakref
 
 import pytest
-from corun.runtime.memory.policies.libra import LibraPolicy
+from corun.runtime.memory.papers.libra import LibraPolicy
 from support.memory_items import Item, facts_of
 
 TAU_S = 600.0

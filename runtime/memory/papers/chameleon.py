@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .facts import MemoryRules
+from ..policies.facts import MemoryRules
+from ..policies.lru import LruPolicy
+from ..policies.policy import MemoryItem
 from .item_table import ItemTable
-from .lru import LruPolicy
-from .policy import MemoryItem
 
 PRINTED_WEIGHTS = (0.45, 0.10, 0.45)
 _WINDOW_S = 300.0  # the paper's "specific time frame"; here the interval of its refreshes

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import numpy as np
-from corun.runtime.memory.policies.item_table import ItemTable
+from corun.runtime.memory.papers.item_table import ItemTable
 from support.memory_items import Item
 
 

@@ -1,7 +1,7 @@
 """Chameleon's score by closed forms."""
 
 import pytest
-from corun.runtime.memory.policies.chameleon import ChameleonMemoryPolicy
+from corun.runtime.memory.papers.chameleon import ChameleonMemoryPolicy
 from support.memory_items import Item
 
 FREQUENCY, RECENCY, SIZE = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)
