@@ -38,7 +38,7 @@ from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
 from ..kv.transfers import KvTransfers
 from ..lora.table import LoraTable
-from .prompt_scores import packed_indices, prompt_logprobs, record_scores, scored_spans
+from .logprobs import packed_indices, prompt_logprobs, record_scores, scored_spans
 from .request_table import RequestState, RequestTable
 from .runner import ModelRunner
 from .sampler import SampledRow, Sampler

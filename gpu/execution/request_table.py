@@ -18,8 +18,9 @@ class RequestState:
     """One request. ``tokens[:num_tokens]`` are its prompt and what it has sampled so far."""
 
     __slots__ = (
-        "_output_counts", "_seen_counts", "adapter_id", "grammar", "num_prompt_tokens",
-        "num_tokens", "prompt_scores", "sampling", "slot", "token_rules", "tokens",
+        "_output_counts", "_seen_counts", "adapter_id", "changes_logits", "grammar",
+        "num_prompt_tokens", "num_tokens", "prompt_scores", "sampling", "slot", "token_rules",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
@@ -29,6 +30,7 @@ class RequestState:
         self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position; if requested
         self.grammar: RowGrammar | None = None  # set for structured output
         self.token_rules = TokenRules.of(request.sampling)
+        self.changes_logits = self.token_rules is not None or _changes_logits(request.sampling)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         longest = self.num_prompt_tokens + (request.sampling.max_tokens or max_model_len)
@@ -74,6 +76,17 @@ class RequestState:
         counts = self._output_counts
         counts.catch_up(self.output)
         return counts.tokens, counts.counts
+
+
+def _changes_logits(sampling: SamplingParams) -> bool:
+    """Whether parameters other than the rules of tokens change logits before a draw."""
+    return (
+        sampling.structured_output is not None
+        or sampling.min_tokens > 0
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
 
 
 class RequestTable:

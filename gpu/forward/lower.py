@@ -1,6 +1,6 @@
 """Lowers a sub-batch to the tensors of one forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from .batch import AttentionMetadata, LoraBatch
+
+_ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers with less
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,31 @@ def lora_batch(
         max_segment_tokens=max(end - begin for begin, end in zip(begins, ends, strict=True)),
         max_rank=max(ranks),
     )
+
+
+def upload(
+    arrays: Mapping[str, NDArray[np.generic]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Copy arrays to the device in one piece of pinned memory, without waiting for it.
+
+    Returns tensors of the same shapes and dtypes. On the CPU they are the arrays' own memory.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if not arrays:
+        return {}
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
+    # torch uses pinned memory again only after the copies from it.
+    piece = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    start, host = 0, piece.numpy()
+    for array, size in zip(arrays.values(), sizes, strict=True):
+        host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        start += size
+    parts = piece.to(device, non_blocking=True).split(sizes)
+    return {
+        name: part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for (name, array), part in zip(arrays.items(), parts, strict=True)
+    }
 
 
 def _to(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -7,18 +7,19 @@ import pytest
 import torch
 from corun.gpu.execution.logit_inputs import LogitInputs
 from corun.gpu.execution.token_rules import mask_of
+from corun.gpu.forward.lower import upload
 from support.logits import LogitCase
 from support.triton.program import run_triton_program
 
 
 def applied(case: LogitCase, device: str = "cpu") -> np.ndarray:
-    inputs = LogitInputs()
+    logits = case.tensors(device)[0]
+    inputs = LogitInputs(logits.shape[1])
     for row, mask in zip(case.mask_rows, case.masks, strict=True):
         inputs.allow(int(row), mask)
     for row, token, value in case.entries:
         inputs.add(row, [token], [value])
-    logits = case.tensors(device)[0]
-    inputs.apply(logits)
+    inputs.apply(logits, upload(inputs.arrays(), logits.device))
     return logits.cpu().numpy()
 
 
@@ -29,9 +30,9 @@ def test_equals_the_definition(num_columns: int) -> None:
 
 
 def test_masks_of_one_row_are_joined_and_short_ones_lack_the_last_tokens() -> None:
-    logits, inputs = torch.zeros(2, 100), LogitInputs()
+    logits, inputs = torch.zeros(2, 100), LogitInputs(100)
     inputs.allow(1, mask_of([3, 40, 70, 99]), mask_of([3, 40, 41]), mask_of(range(200)))
-    inputs.apply(logits)
+    inputs.apply(logits, upload(inputs.arrays(), logits.device))
     assert torch.isfinite(logits[0]).all()
     assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [3, 40]
 

@@ -239,3 +239,65 @@ def test_adjusts_what_a_model_computed(params: dict[str, Any]) -> None:
     (row,) = Sampler([EOS]).sample(logits, [make_state([EOS, 5], [EOS], temperature=0, **params)])
     assert row.error is None
     assert row.token_id != EOS
+
+
+def mixed_states(num_columns: int) -> list[RequestState]:
+    """Rows with every parameter, alone and together."""
+    params: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 1.3},
+        {"temperature": 0.7, "top_p": 0.9, "logprobs": 20},
+        {"temperature": 9.0, "top_p": 0.999},
+        {"temperature": 5.0, "top_k": 1500},
+        {"top_k": 3, "logprobs": 0},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.5, "temperature": 0, "logprobs": 1},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.25, "temperature": 2.0},
+        {"repetition_penalty": 0.5, "frequency_penalty": 1.0, "min_p": 0.01, "top_k": 9},
+        {"min_tokens": 9, "stop_token_ids": (4,), "logit_bias": {5: 3.0}},
+        {"allowed_token_ids": (1, 8, num_columns - 1), "temperature": 3.0, "logprobs": 2},
+    ]
+    return [
+        make_state(prompt=[1, row, 1], output=[row, 2, 2], seed=row, **one)
+        for row, one in enumerate(params)
+    ]
+
+
+@pytest.mark.parametrize("num_columns", [40, 5000])
+def test_rows_with_all_parameters_get_what_they_get_alone(num_columns: int) -> None:
+    states = mixed_states(num_columns)
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((len(states), num_columns)).astype(np.float32)
+    logits = torch.from_numpy(values).bfloat16().float()  # many are equal
+    for order in (range(len(states)), rng.permutation(len(states))):
+        together = Sampler([EOS]).sample(logits[list(order)], [states[row] for row in order])
+        for row, result in zip(order, together, strict=True):
+            alone = Sampler([EOS]).sample(logits[row : row + 1].clone(), [states[row]])
+            assert alone == [result]
+            assert result.error is None
+
+
+def test_equally_likely_alternatives_are_reported_by_id() -> None:
+    (row,) = Sampler([]).sample(torch.zeros(1, 500), [make_state(temperature=0, logprobs=3)])
+    assert row.token_id == 0 and row.logprobs is not None
+    assert row.logprobs.rank == 1 and len(set(row.logprobs.top_logprobs)) == 1
+    logits = torch.zeros(1, 500)
+    logits[0, [7, 400, 3, 91]] = 1.0
+    (row,) = Sampler([]).sample(logits, [make_state(temperature=0, logprobs=4)])
+    assert row.logprobs is not None and row.logprobs.top_token_ids == (3, 7, 91, 400)
+
+
+def test_a_row_that_fails_does_not_disturb_one_whose_nucleus_is_large() -> None:
+    """The flat row is drawn again from the whole vocabulary; its report is of the last draw."""
+    logits = torch.zeros(3, 5000)
+    logits[0] = float("nan")
+    states = [make_state(seed=3, top_p=0.9, logprobs=0) for _ in range(2)]
+    rows = Sampler([]).sample(logits, [*states, make_state(temperature=0)])
+    (alone,) = Sampler([]).sample(torch.zeros(1, 5000), [states[1]])
+    assert rows[0].error is not None and rows[1] == alone and rows[2].token_id == 0
+    peaked = torch.arange(5000.0)[None] * 1e-4
+    for seed in range(20):
+        one = make_state(seed=seed, top_p=0.9, logprobs=0)
+        (row,) = Sampler([]).sample(peaked.clone(), [one])
+        assert row.logprobs is not None and row.logprobs.rank == 5000 - row.token_id

@@ -7,6 +7,7 @@ import pytest
 import torch
 from corun.gpu.execution.logit_inputs import LogitInputs
 from corun.gpu.execution.token_rules import TokenRules
+from corun.gpu.forward.lower import upload
 from corun.runtime.sampling import SamplingParams
 from transformers.generation.logits_process import (
     NoBadWordsLogitsProcessor,
@@ -21,12 +22,12 @@ BAD = ((7,), (1, 2, 3), (4, 5))
 def applied(output: list[int], **params: Any) -> torch.Tensor:
     rules = TokenRules.of(SamplingParams(**params))
     assert rules is not None
-    rows, inputs = _logits()[None], LogitInputs()
+    rows, inputs = _logits()[None], LogitInputs(VOCAB)
     if rules.mask is not None:
         inputs.allow(0, rules.mask)
     inputs.add(0, rules.biased, rules.biases)
     inputs.forbid(0, rules.forbidden(np.array(output, dtype=np.int64)))
-    inputs.apply(rows)
+    inputs.apply(rows, upload(inputs.arrays(), rows.device))
     return rows[0]
 
 
