@@ -33,7 +33,7 @@ from ..linear.wrapper import adapt_embedding, detach_from_weight_files, wrap_lin
 from ..lora.base import LoraBackend
 from ..lora.select import select_lora_backend
 from ..lora.table import LoraTable
-from ..model.attention_hook import PagedAttentionHook
+from ..model.attention_hook import AttentionRecord, PagedAttentionHook
 from ..model.kv_pool import KvLayout, KvPool
 from ..model.load import load_model, resolve_device, resolve_dtype
 from ..model.probe import layer_shapes, record_attention
@@ -137,29 +137,24 @@ def load(
             model = load_model(source, hf_config, dtype, where, hook.name)
         else:
             model = linears.load_rest(dtype, where, hook.name)
-        guard_longrope(model, context)
-        loaded = _equip(model, context, hook, device, config, on_progress, linears, kept)
+        loaded = equip(model, context, hook, device, config, on_progress, linears, kept)
         undo.pop_all()
         return loaded
 
 
-def _equip(
+def equip(
     model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
     device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
     linears: QuantizedLinears | None, kept: Path | None,
 ) -> LoadedModel:  # fmt: skip
+    """Replace parts of a model with corun's, in place; ``device`` owns its tensors.
+
+    ``linears``: makes quantised ones; None = none. ``kept``: see ``load``.
+    """
+    guard_longrope(model, context)
     where, dtype = model.device, model.dtype
     on_progress("choosing and compiling kernels")
-    target_map = build_target_map(model)
-    record = None
-
-    def pass_through() -> None:
-        nonlocal record
-        record = record_attention(model, hook)
-
-    calls = record_calls(model, [target.path for target in target_map.targets], pass_through)
-    assert record is not None
-    target_map = with_calls(target_map, calls)
+    target_map, record = _record(model, hook)
     targets = target_map.targets
     table = LoraTable(
         len(targets), _MAX_RESIDENT_ADAPTERS, where,
@@ -199,6 +194,19 @@ def _equip(
         max_step_tokens=None,
         recompute_at_tokens=rope_recompute_length(model),
     )
+
+
+def _record(model: PreTrainedModel, hook: PagedAttentionHook) -> tuple[TargetMap, AttentionRecord]:
+    target_map = build_target_map(model)
+    record = None
+
+    def pass_through() -> None:
+        nonlocal record
+        record = record_attention(model, hook)
+
+    calls = record_calls(model, [target.path for target in target_map.targets], pass_through)
+    assert record is not None
+    return with_calls(target_map, calls), record
 
 
 def _replace_linears(

@@ -4,6 +4,7 @@ Triton decides at its import whether it interprets or compiles.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,12 @@ import pytest
 _TESTS = Path(__file__).parents[2]
 # The interpreter of Triton 3.6 makes integers of arrays in a way that numpy 2.4 has removed.
 _INTERPRETER_IS_TOO_OLD = "only 0-dimensional arrays can be converted to Python scalars"
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler of this machine, if there is one."""
+    named = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [named] if named else ["c++", "g++"])), None)
 
 
 def run_triton_program(module: str, *arguments: str, **variables: str) -> str:

@@ -1,0 +1,55 @@
+"""What a step asks of a GPU, counted without one on a model of real size: exact figures of today.
+
+A change that makes a figure smaller writes the smaller one here. A larger one needs a reason.
+"""
+
+import json
+
+import pytest
+from support.triton.program import cxx_compiler, run_triton_program
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    cxx_compiler() is None,
+    reason="fake CUDA tensors need a C++ compiler (Debian and Ubuntu: the package g++)",
+)
+
+Figures = dict[str, dict[str, int]]
+
+# By step of 32 rows: launches of the forward pass, launches of the sampler, waits of the host for
+# the device, copies between both and their bytes.
+_LLAMA_8B = {
+    "base": (1269, 7, 1, 8, 6148),
+    "adapters": (1717, 7, 1, 11, 6532),
+    "one adapter": (1717, 7, 1, 11, 6160),
+    "one long context": (1269, 7, 1, 8, 264196),
+    "prompt": (1717, 7, 1, 11, 12472),
+    "temperature": (1269, 20, 6, 13, 7300),
+    "top_p": (1269, 47, 13, 20, 8516),
+    "penalties": (1269, 399, 109, 116, 9156),
+    "min_tokens": (1269, 8, 1, 11, 6916),
+    "logprobs": (1269, 105, 130, 73, 8324),
+}
+_COUNTED = ("launches", "sampling launches", "waits", "copies", "copied bytes")
+
+
+def _count(*models: str) -> dict[str, Figures]:
+    counted: dict[str, Figures] = json.loads(run_triton_program("count_steps", *models))
+    return counted
+
+
+@pytest.fixture(scope="module")
+def llama() -> Figures:
+    return _count("llama3-8b")["llama3-8b"]
+
+
+@pytest.mark.parametrize("step", _LLAMA_8B)
+def test_a_step_of_an_8b_model(llama: Figures, step: str) -> None:
+    assert tuple(llama[step][name] for name in _COUNTED) == _LLAMA_8B[step]
+
+
+def test_rounds_of_the_longest_program(llama: Figures) -> None:
+    """Programs of a launch run side by side, the rounds of one after another."""
+    assert llama["adapters"]["rounds of shrink_kernel"] == 14
+    assert llama["one adapter"]["rounds of shrink_kernel"] == 224
+    assert llama["one long context"]["rounds of attend_kernel"] == 512

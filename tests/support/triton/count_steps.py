@@ -1,0 +1,359 @@
+"""Counts the steps of models at their real size on a GPU that is not there (``counting``).
+
+The product's own executor runs plans over a model without values. ``python -m
+support.triton.count_steps MODEL...`` prints one JSON object: the figures of each model's steps.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from corun.gpu.attention import select as attention_select
+from corun.gpu.device.select import make_device
+from corun.gpu.execution import assemble
+from corun.gpu.execution.executor import AdapterFetch
+from corun.gpu.execution.request_table import RequestState
+from corun.gpu.execution.sampler import SampledRow, Sampler
+from corun.gpu.forward.batch import StepContext
+from corun.gpu.lora.table import DeviceAdapter
+from corun.gpu.model import attention_hook
+from corun.gpu.model.attention_hook import PagedAttentionHook
+from corun.gpu.model.mask import MaskFunction, Sight, read_mask
+from corun.gpu.model.skeleton import build_skeleton
+from corun.gpu.model.source import ModelSource
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    AdapterTransfer,
+    BlockId,
+    BlockUpdate,
+    NewRequest,
+    Outcome,
+    RequestId,
+    StepId,
+    StepPlan,
+    StepResult,
+    TransferResult,
+)
+from corun.runtime.sampling import SamplingParams
+from support.architectures import ARCHITECTURES
+from support.executor_device import GREEDY, Ready, load, rows
+from support.triton.counting import FakeCuda, Launch, Work, fake_cuda, load_guard
+from torch import nn
+from transformers import AutoConfig
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 8192
+RANKS = (8, 16, 32, 64)
+NUM_ROWS = 32
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3-8b": (
+        "llama",
+        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+    ),
+    "qwen3-8b": (
+        "qwen3",
+        {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False},
+    ),
+    "gemma2-9b": (
+        "gemma2",
+        {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+         "num_experts_per_tok": 8, "norm_topk_prob": True},
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    ),
+}  # fmt: skip
+
+
+SAMPLING = {
+    "temperature": SamplingParams(temperature=1.0, max_tokens=8),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8),
+    "penalties": SamplingParams(
+        temperature=0.7, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=8
+    ),
+    "min_tokens": SamplingParams(temperature=0, min_tokens=7, max_tokens=8, stop_token_ids=(5,)),
+    "logprobs": SamplingParams(temperature=0, logprobs=5, max_tokens=8),
+}
+Figures = dict[str, dict[str, int]]
+
+
+def config_of(model: str, num_layers: int | None = None) -> Any:
+    """transformers' configuration of one of ``MODELS``, perhaps with fewer layers."""
+    kind, values = MODELS[model]
+    if num_layers is not None:
+        values = {**values, "num_hidden_layers": num_layers}
+    return AutoConfig.for_model(kind, **values)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step: ``num_tokens`` at the end of a context."""
+
+    context_len: int
+    num_tokens: int = 1
+    adapter: int | None = None  # an index of the engine's adapters; None = the base model
+    sampling: SamplingParams = GREEDY
+
+
+class _WatchedSampler(Sampler):
+    """Calls ``begin`` before it samples."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__((2,))
+        self._begin = begin
+
+    def sample(self, logits: torch.Tensor, states: Sequence[RequestState]) -> list[SampledRow]:
+        self._begin()
+        return super().sample(logits, states)
+
+
+class CountedEngine:
+    """The product's executor over a model of any size on a GPU that is not there."""
+
+    def __init__(self, gpu: FakeCuda, config: Any, ranks: Sequence[int] = ()) -> None:
+        """``ranks``: of its adapters, which have all linears of the layers as targets."""
+        self._gpu = gpu
+        max_model_len = int(config.get_text_config().max_position_embeddings)
+        self.loaded = _load(config)
+        self.runner = assemble.make_runner(self.loaded, NUM_BLOCKS)
+        self._adapters = [self._make_adapter(rank) for rank in ranks]
+        self._forward = Work()
+        sampler = _WatchedSampler(self._begin_sampling)
+        self._executor = assemble.make_executor(
+            self.loaded, self.runner, AdapterFetch(self._fetch, lambda _: None), sampler,
+            max_model_len=max_model_len,
+        )  # fmt: skip
+        self._num_steps = self._num_requests = 0
+        transfers = [load(n, AdapterId(n)) for n in range(1, len(ranks) + 1)]
+        self._submit(transfers=tuple(transfers))
+        missing = len(transfers)
+        while missing:
+            ended = self._executor.poll(timeout_s=60)
+            assert ended, "an adapter has not come"
+            missing -= sum(isinstance(result, TransferResult) for result in ended)
+
+    def _make_adapter(self, rank: int) -> DeviceAdapter:
+        targets = {}
+        for target in self.loaded.target_map.targets:
+            if not (target.is_embedding or target.is_head):
+                a = torch.empty(rank, target.in_features, device=self.runner.device)
+                b = torch.empty(target.out_features, rank, device=self.runner.device)
+                targets[target.index] = self.loaded.lora_backend.pack(a, b, 1.0)
+        return DeviceAdapter(targets)
+
+    def _fetch(self, transfer: AdapterTransfer) -> Ready:
+        return Ready(self._adapters[transfer.adapter_id - 1])
+
+    def _submit(self, *batches: Any, **fields: Any) -> None:
+        self._num_steps += 1
+        self._executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
+
+    def _begin_sampling(self) -> None:
+        self._forward = self._gpu.take()
+
+    def count(self, batch: Sequence[Row]) -> tuple[Work, Work]:
+        """Count the forward pass of a step, and its sampling. Rows of one token are answers."""
+        ids = [RequestId(self._num_requests + i) for i in range(len(batch))]
+        self._num_requests += len(batch)
+        self._submit(
+            new_requests=tuple(_announce(i, row) for i, row in zip(ids, batch, strict=True)),
+            block_updates=tuple(_blocks(i, row) for i, row in zip(ids, batch, strict=True)),
+        )
+        is_decode = all(row.num_tokens == 1 for row in batch)
+        for earlier in (1, 0) if is_decode else (0,):
+            self._gpu.begin()
+            self._submit(
+                rows(*(
+                    (i, row.context_len - row.num_tokens - earlier, row.num_tokens, True)
+                    for i, row in zip(ids, batch, strict=True)
+                ))
+            )  # fmt: skip
+            self._check_tokens(len(batch))
+        sampling = self._gpu.take()
+        self._submit(ended_requests=tuple(ids))
+        return self._forward, sampling
+
+    def _check_tokens(self, num_rows: int) -> None:
+        (step,) = (r for r in self._executor.poll() if isinstance(r, StepResult) and r.rows)
+        failed = [row for row in step.rows if row.outcome is not Outcome.TOKENS]
+        assert len(step.rows) == num_rows and not failed, failed[:1]
+
+    def close(self) -> None:
+        self._executor.close()
+        self.loaded.close()
+
+
+def num_rounds(launch: Launch, longest: int) -> int:
+    """Turns of the loop of a launch's longest program; ``longest`` is the longest context."""
+    arguments = launch.arguments
+    if launch.name == "shrink_kernel":
+        return _ceil(arguments["in_features"], arguments["NUM_SPLITS"] * arguments["BLOCK_IN"])
+    if launch.name == "expand_kernel":
+        return _ceil(arguments["rank_stride"], arguments["BLOCK_RANKS"])
+    if launch.name == "attend_kernel":
+        num_tiles = _ceil(min(longest, arguments["WINDOW"] or longest), arguments["TILE_N"])
+        return _ceil(num_tiles, arguments["NUM_SPLITS"])
+    return 1
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _announce(request_id: RequestId, row: Row) -> NewRequest:
+    adapter = BASE_ADAPTER if row.adapter is None else AdapterId(row.adapter + 1)
+    known = row.context_len - (row.num_tokens == 1)
+    return NewRequest(request_id, (1,) * known, row.sampling, adapter)
+
+
+def _blocks(request_id: RequestId, row: Row) -> BlockUpdate:
+    num_blocks = -(-(row.context_len + 1) // BLOCK_SIZE)
+    return BlockUpdate(request_id, 0, tuple(BlockId(i % NUM_BLOCKS) for i in range(num_blocks)))
+
+
+def _load(config: Any) -> assemble.LoadedModel:
+    """The model without values, and with what a start chooses on a GPU."""
+    context = StepContext()
+    hook = PagedAttentionHook(context)
+    with torch.inference_mode(mode=False):
+        model = build_skeleton(ModelSource("counted"), config, hook.name).model
+    _move_to_gpu(model)
+    engine = EngineConfig(model="counted", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE)
+
+    def read_on_cpu(mask: MaskFunction, local_size: int | None, _device: str) -> Sight:
+        return read_mask(mask, local_size)
+
+    # The first compares values, of which there are none, and the second reads them.
+    with (
+        mock.patch.object(attention_select, "max_probe_error", return_value=0.0),
+        mock.patch.object(attention_hook, "read_mask", read_on_cpu),
+    ):
+        return assemble.equip(
+            model, context, hook, make_device(torch.device("cpu")), engine, lambda _: None,
+            None, None,
+        )  # fmt: skip
+
+
+def _move_to_gpu(model: nn.Module) -> None:
+    moved: dict[int, torch.Tensor] = {}  # tied ones stay one
+    for module in model.modules():
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
+            if id(tensor) not in moved:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                is_weight = isinstance(tensor, nn.Parameter)
+                moved[id(tensor)] = nn.Parameter(made, requires_grad=False) if is_weight else made
+            setattr(module, name, moved[id(tensor)])
+
+
+@contextmanager
+def counted_gpu() -> Iterator[FakeCuda]:
+    """A GPU for this thread, with its guard."""
+    with tempfile.TemporaryDirectory() as directory:
+        load_guard(Path(directory))
+    with fake_cuda() as gpu:
+        yield gpu
+
+
+def figures(forward: Work, sampling: Work, longest: int) -> dict[str, int]:
+    """The counts of one step by name; rounds are those of a kernel's longest program."""
+    copies = [*forward.copies, *sampling.copies]
+    counts = {
+        "launches": forward.num_launches,
+        "of Triton": len(forward.launches),
+        "sampling launches": sampling.num_launches,
+        "waits": forward.num_waits + sampling.num_waits,
+        "copies": len(copies),
+        # Copies of other memory of the host may wait for the device even if they should not.
+        "pageable copies": sum(not copy.is_pinned for copy in copies),
+        "copied bytes": sum(copy.num_bytes for copy in copies),
+        "peak bytes": max(forward.peak_bytes, sampling.peak_bytes),
+    }
+    for launch in forward.launches:
+        name = f"rounds of {launch.name}"
+        counts[name] = max(counts.get(name, 0), num_rounds(launch, longest))
+    return counts
+
+
+LAST = NUM_ROWS - 1  # the number of an adapter of the largest rank
+STEPS = {
+    "base": [Row(512)] * NUM_ROWS,
+    "adapters": [Row(512, adapter=number) for number in range(NUM_ROWS)],
+    "one adapter": [Row(512, adapter=LAST)] * NUM_ROWS,
+    "one long context": [Row(32768), *[Row(512)] * LAST],
+    "prompt": [Row(512, 512, adapter=LAST)],
+}
+# Their forward pass is that of "base".
+SAMPLED_STEPS = {
+    name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()
+}
+
+
+def count_steps(gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]]) -> Figures:
+    """Count steps of a model of ``config``."""
+    ranks = [RANKS[number % len(RANKS)] for number in range(NUM_ROWS)]
+    engine = CountedEngine(gpu, config, ranks)
+    try:
+        return {
+            name: figures(*engine.count(batch), max(row.context_len for row in batch))
+            for name, batch in steps.items()
+        }
+    finally:
+        engine.close()
+
+
+def count_real(gpu: FakeCuda, model: str) -> Figures:
+    """Count steps of one of ``MODELS``, from two and four layers: they alternate in pairs."""
+    two = count_steps(gpu, config_of(model, 2), {**STEPS, **SAMPLED_STEPS})
+    four = count_steps(gpu, config_of(model, 4), STEPS)
+    more_pairs = config_of(model).num_hidden_layers // 2 - 1
+    counted = {}
+    for step, counts in two.items():
+        like = step if step in four else "base"
+        counted[step] = {
+            name: number + more_pairs * (four[like][name] - two[like][name])
+            for name, number in counts.items()
+        }
+    return counted
+
+
+def main(*models: str) -> None:
+    """Print the figures of real models, or of tiny ones of the tests' architectures."""
+    tiny = {name: STEPS[name] for name in ("base", "adapters")}
+    with counted_gpu() as gpu:
+        counted = {
+            model: count_real(gpu, model)
+            if model in MODELS
+            else count_steps(gpu, ARCHITECTURES[model].config(), tiny)
+            for model in models
+        }
+    json.dump(counted, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
