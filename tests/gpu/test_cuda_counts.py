@@ -24,11 +24,11 @@ _LLAMA_8B = {
     "one adapter": (1717, 7, 1, 11, 6160),
     "one long context": (1269, 7, 1, 8, 264196),
     "prompt": (1717, 7, 1, 11, 12472),
-    "temperature": (1269, 20, 6, 13, 7300),
-    "top_p": (1269, 47, 13, 20, 8516),
-    "penalties": (1269, 399, 109, 116, 9156),
-    "min_tokens": (1269, 8, 1, 11, 6916),
-    "logprobs": (1269, 105, 130, 73, 8324),
+    "temperature": (1269, 21, 1, 9, 6788),
+    "top_p": (1269, 47, 1, 9, 7716),
+    "penalties": (1269, 54, 1, 9, 8484),
+    "min_tokens": (1269, 8, 1, 9, 6916),
+    "logprobs": (1269, 19, 1, 9, 17156),
 }
 _COUNTED = ("launches", "sampling launches", "waits", "copies", "copied bytes")
 
