@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
-from ..adapter import AdapterFacts, AdapterOutline
+from ..adapter import AdapterFacts, AdapterOutline, Residency
 from ..errors import UnknownModelError
 from ..plan import AdapterId
 from .content import AdapterContent, FileStamp
 from .conventions import NO_CONVENTIONS, AdapterConventions
-from .info import AdapterInfo, DrainingVersion, Residency
+from .info import AdapterInfo, DrainingVersion
 from .mix import LoRAMix
 from .names import (
     DRAINING,

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..adapter import AdapterFacts
-from ..adapters.info import Residency
+from ..adapter import AdapterFacts, Residency
 from ..adapters.registry import AdapterVersion
 from ..memory.loads import HostRoom
+from ..memory.report import Changed
 from ..plan import AdapterId, HostPlaceId
-from .residency import Changed
 
 
 class AdapterHost(Protocol):

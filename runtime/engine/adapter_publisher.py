@@ -1,12 +1,15 @@
 """Publishes the state of adapters to front ends: all of them at first, then changes."""
 
+import logging
 from collections.abc import Iterable
 
 from ..adapters.info import AdapterInfo
+from ..adapters.names import DRAINING, READY
 from ..adapters.registry import AdapterRegistry
 from .adapter_ports import AdapterResidency
 from .messages import AdaptersChanged
-from .residency import log_change
+
+_logger = logging.getLogger(__name__)
 
 
 class AdapterPublisher:
@@ -28,7 +31,7 @@ class AdapterPublisher:
         infos = self._registry.infos(device.residency)
         before, self._published = self._published, {info.name: info for info in infos}
         for info in infos:
-            log_change(info.name, before.get(info.name), info)
+            _log_change(info.name, before.get(info.name), info)
         return infos
 
     def publish(self, device: AdapterResidency) -> AdaptersChanged | None:
@@ -40,7 +43,7 @@ class AdapterPublisher:
             before, info = self._published.get(name), self._registry.info(name, device.residency)
             if info == before:
                 continue
-            log_change(name, before, info)
+            _log_change(name, before, info)
             if info is None:
                 del self._published[name]
                 removed.append(name)
@@ -50,3 +53,27 @@ class AdapterPublisher:
         self._marked.clear()
         self.must_publish = False
         return AdaptersChanged(tuple(infos), tuple(removed)) if infos or removed else None
+
+
+def _log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) -> None:
+    """Log an adapter's new level, and parts of its file that are not used, if they have changed."""
+    if now is not None and now.left_out and (before is None or before.left_out != now.left_out):
+        _logger.info(
+            "adapter %r is served without %s, which do not affect text answers",
+            name, "; ".join(now.left_out),
+        )  # fmt: skip
+    if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):
+        _logger.debug("adapter %r: %s -> %s", name, _place(before), place)
+
+
+def _place(info: AdapterInfo | None) -> str:
+    """Return the state and level as text."""
+    if info is None:
+        return "not registered"
+    if info.state not in (READY, DRAINING):
+        return info.state
+    residency = info.residency
+    if residency.level == "partial":
+        groups = f"{residency.num_groups_loaded}/{residency.num_groups}"
+        return f"{info.state}, partial {groups}"
+    return f"{info.state}, {residency.level}"

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...profiles.models import MachineModel
-from ..adapter import AdapterFacts
-from ..adapters.info import Residency
+from ..adapter import AdapterFacts, Residency
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError, OverloadedError
 from ..memory.loads import HostRoom
 from ..memory.namespace import kv_namespace
+from ..memory.report import Changed, residency, take_changed
 from ..plan import (
     BASE_ADAPTER,
     AdapterId,
@@ -38,7 +38,6 @@ from .messages import (
     MachineReport,
     RequestUpdate,
 )
-from .residency import Changed, ResidencyReader
 from .slow_log import SlowLog
 from .stats import CpuStats, StepCounts, engine_stats, machine_report
 from .updates import update_of
@@ -94,7 +93,7 @@ class EngineCore:
         self._clock = clock
         self._on_adapter_gone = on_adapter_gone
         self._cpu = cpu
-        self._residency = ResidencyReader(scheduler.memory, clock, unix_clock)
+        self._unix_clock = unix_clock
         self._adapter_of: dict[RequestId, AdapterId] = {}  # of open requests
         self._slow_log = SlowLog(config.log_slow_s)
         self._updates: list[RequestUpdate] = []  # for the next step to return
@@ -112,7 +111,7 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """Waiting and running requests, and KV blocks in use."""
         scheduler = self._scheduler
-        num_blocks = scheduler.memory.pool.num_used_blocks
+        num_blocks = scheduler.memory.num_used_blocks
         return EngineLoad(scheduler.num_waiting, scheduler.num_running, num_blocks)
 
     @property
@@ -271,11 +270,12 @@ class EngineCore:
 
     def take_changed_adapters(self) -> Changed:
         """Return versions and contents that may have changed level since the last call."""
-        return self._residency.take_changed()
+        return take_changed(self._scheduler.memory)
 
     def residency(self, version: AdapterVersion) -> Residency:
         """Return where a version is now."""
-        return self._residency.of(version)
+        unix_s = self._unix_clock() - self._clock()
+        return residency(self._scheduler.memory, version.adapter_id, version.facts, unix_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while the executor has results."""

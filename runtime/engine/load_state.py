@@ -33,18 +33,15 @@ class OpenWork:
 def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
     """Return the load; ``work``: of the scheduler's requests and held ones. O(transfers)."""
     memory, config = scheduler.memory, scheduler.config
-    pool, pace = memory.pool, scheduler.pace
-    num_free_blocks = min(
-        pool.num_unused_blocks, memory.budget.reservable_bytes // pool.block_bytes
-    )
+    pace = scheduler.pace
     return EngineLoadState(
         num_running_by_rank=dict(work.num_running_by_rank),
         num_waiting_by_rank=dict(work.num_waiting_by_rank),
         queued_prefill_tokens=work.queued_tokens,
         running_context_tokens=work.context_tokens,
-        free_kv_tokens=num_free_blocks * config.block_size,
-        promised_kv_tokens=pool.num_reserved_blocks * config.block_size,
-        total_kv_tokens=pool.num_blocks * config.block_size,
+        free_kv_tokens=memory.num_free_blocks * config.block_size,
+        promised_kv_tokens=memory.num_reserved_blocks * config.block_size,
+        total_kv_tokens=memory.num_blocks * config.block_size,
         queued_s=_queued_s(scheduler.times, work.queued_tokens, config.max_num_batched_tokens),
         link_backlog_bytes=_backlog_bytes(memory.transfers),
         measured_over_predicted=1.0 if pace is None else round(pace.measured_over_predicted, 4),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...profiles.models import MachineModel
-from ..memory.device_memory import DeviceMemory
+from ..memory.report import memory_report
 from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_times import LearnedTimes
@@ -56,16 +56,18 @@ def engine_stats(
 
     O(adapters on the device or waited for, requests without a first token).
     """
-    memory = scheduler.memory
+    memory = memory_report(scheduler.memory, now_s)
     counters, forecast = scheduler.counters, scheduler.forecast
     return EngineStats(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
-        kv_blocks_used=memory.pool.num_used_blocks,
-        kv_blocks_total=memory.pool.num_blocks,
-        invalid_kv_bytes=memory.tied_kv.num_invalid_blocks * memory.pool.block_bytes,
-        memory_bytes=_memory_bytes(memory),
-        link=_link(memory, now_s),
+        kv_blocks_used=memory.num_used_blocks,
+        kv_blocks_total=memory.num_blocks,
+        invalid_kv_bytes=memory.invalid_kv_bytes,
+        memory_bytes=memory.num_bytes,
+        link=tuple(
+            LinkUsage(key.direction.value, key.kind, *totals) for key, totals in memory.link.items()
+        ),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
         # Floats, as the channel needs them.
         policy_counts={name: float(one) for name, one in scheduler.policy_counts().items()},
@@ -78,18 +80,18 @@ def engine_stats(
         prompt_tokens_cached=counters.prompt_tokens_cached,
         prompt_tokens_host_cached=counters.prompt_tokens_host_cached,
         generated_tokens=counters.generated_tokens,
-        running_adapters=names_of(memory.cache.referenced_ids()),
-        waiting_adapters=names_of(memory.cache.waiting_ids()),
+        running_adapters=names_of(memory.running_ids),
+        waiting_adapters=names_of(memory.waiting_ids),
         cpu_workers=cpu.workers,
         threads=cpu.threads,
         num_retried_rows=counters.num_retried_rows,
         cold_starts=dict(scheduler.cold_start_counts()),
-        adapter_evictions=_evictions(memory),
+        adapter_evictions=memory.evictions,
         adapter_loads={
             transition.value: LoadStats(totals.num_loads, totals.duration_s)
-            for transition, totals in memory.cache.log.loads.items()
+            for transition, totals in memory.loads.items()
         },
-        adapter_room_bytes=_adapter_room_bytes(memory),
+        adapter_room_bytes=memory.adapter_room_bytes,
         num_prefetch_hits=0 if forecast is None else forecast.num_hits,
         num_prefetch_misses=0 if forecast is None else forecast.num_misses,
         prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
@@ -97,8 +99,8 @@ def engine_stats(
         steps_by_tokens=dict(steps.by_tokens),
         num_step_tokens=steps.num_tokens,
         load=load_state(scheduler, work),
-        is_memory_short=memory.relief.is_active,
-        relieved_bytes=memory.relief.num_bytes,
+        is_memory_short=memory.is_short,
+        relieved_bytes=memory.relieved_bytes,
         decode_gap_bound_s=scheduler.decode_gap.bound_s,
     )
 
@@ -112,53 +114,6 @@ def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> Machi
     return MachineReport(
         model,
         file_bytes_per_s=scheduler.cold_starts.file_bytes_per_s,
-        kv_bytes_per_token=scheduler.memory.pool.block_bytes // scheduler.config.block_size,
+        kv_bytes_per_token=scheduler.memory.block_bytes // scheduler.config.block_size,
         is_measured=measured is not None,
     )
-
-
-def _memory_bytes(memory: DeviceMemory) -> dict[str, dict[str, int]]:
-    """Return bytes by level and kind. Those in ``reserved`` are also in free or history."""
-    pool, host = memory.pool, memory.host
-    levels = {
-        "device": {
-            "running_kv": pool.num_used_blocks * pool.block_bytes,
-            "history_kv": pool.num_cached_blocks * pool.block_bytes,
-            "adapters": memory.cache.used_bytes,
-            "reserved": pool.num_reserved_blocks * pool.block_bytes,
-            "free": memory.budget.free_bytes,
-        }
-    }
-    on_host: dict[str, int] = {}
-    if memory.prefixes.num_host_slots:
-        on_host["history_kv"] = memory.prefixes.num_host_blocks * pool.block_bytes
-        on_host["free"] = memory.prefixes.num_host_slots * pool.block_bytes - on_host["history_kv"]
-    if host is not None:
-        on_host["adapters"] = host.taken_bytes
-        if not host.is_device_memory:  # else what is free is the device's
-            on_host["free"] = on_host.get("free", 0) + host.capacity_bytes - host.taken_bytes
-    return levels | ({"host": on_host} if on_host else {})
-
-
-def _evictions(memory: DeviceMemory) -> dict[str, dict[str, int]]:
-    levels = {"device": memory.cache.log.evictions}
-    if memory.host is not None:
-        levels["host"] = memory.host.evictions
-    return {
-        level: {reason.value: number for reason, number in evictions.items()}
-        for level, evictions in levels.items()
-    }
-
-
-def _adapter_room_bytes(memory: DeviceMemory) -> int:
-    if memory.cache.slab is not None:
-        return memory.cache.slab.capacity_bytes
-    return memory.budget.capacity_bytes - memory.pool.num_used_blocks * memory.pool.block_bytes
-
-
-def _link(memory: DeviceMemory, now_s: float) -> tuple[LinkUsage, ...]:
-    """Return the use of the link; empty if the device reads adapters in the host's memory."""
-    if memory.host is not None and memory.host.is_device_memory:
-        return ()
-    totals = memory.transfers.link_use.totals(now_s)
-    return tuple(LinkUsage(key.direction.value, key.kind, *value) for key, value in totals.items())

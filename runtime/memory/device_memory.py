@@ -27,8 +27,6 @@ from .swapper import KvSwapper
 from .tied_kv import TiedKv
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 
-_MAX_SWAP_INS = 2  # copies of KV from the host for a waiting request; then it computes the KV
-
 
 class DeviceMemory:
     """The memory budget, with the block pool and the adapter cache that allocate from it."""
@@ -53,6 +51,10 @@ class DeviceMemory:
             num_host_slots: KV blocks that fit the host. Above 0 requires a tree and inputs.
         """
         self.budget = pool.budget
+        self.capacity_bytes = pool.budget.capacity_bytes
+        self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
+        self.keeps_prefixes = tree is not None
+        self.slab_bytes = None if cache.slab is None else cache.slab.capacity_bytes
         self.pool = pool
         self.cache = cache
         self.host = host
@@ -63,14 +65,15 @@ class DeviceMemory:
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self.tied_kv = TiedKv(cache, self.prefixes)
         self.transfers = TransferTable() if transfers is None else transfers
+        self.room = RoomMaker(pool, cache, self.prefixes, self.pins, self._evict)
         self._inputs = inputs
         self.swapper: KvSwapper | None = None
         if num_host_slots:
             assert tree is not None and inputs is not None
             self.swapper = KvSwapper(
-                tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs
-            )
-        self.room = RoomMaker(pool, cache, self.prefixes, self.pins, self.swapper, self._evict)
+                tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs,
+                self.room,
+            )  # fmt: skip
         self.loads = AdapterLoads(pool, cache, self.pins, self.room, self.transfers, host)
         self.relief = MemoryRelief(pool, cache, self.room, host)
         keeps_history = cache.policy.rules.keeps_history
@@ -81,22 +84,36 @@ class DeviceMemory:
         self._removed: list[AdapterId] = []
 
     @property
-    def has_evictions(self) -> bool:
-        """Whether dropped adapters are still on the device, or evictions wait for a plan."""
-        is_left = self._dropped or self._evictions or self._asked_evictions
+    def has_work(self) -> bool:
+        """Whether a transfer is open, a dropped adapter is left, or evictions wait for a plan."""
+        is_left = self._dropped or self._evictions or self._asked_evictions or len(self.transfers)
         return bool(is_left) or (self.host is not None and self.host.has_evictions)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """KV blocks in use by requests."""
+        return self.pool.num_used_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that are free or evictable."""
+        return min(self.pool.num_unused_blocks, self.budget.reservable_bytes // self.block_bytes)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """KV blocks that are free or evictable, and reserved for growth."""
+        return self.pool.num_reserved_blocks
 
     def can_ever_hold(
         self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
     ) -> bool:
         """Whether a request of this size fits the device alone, beside pinned adapters."""
         pinned_bytes = self.pins.num_bytes(without=adapter_id)
-        slab = self.cache.slab
-        if slab is not None and room_bytes(adapter_bytes) + pinned_bytes > slab.capacity_bytes:
+        slab_bytes = self.slab_bytes
+        if slab_bytes is not None and room_bytes(adapter_bytes) + pinned_bytes > slab_bytes:
             return False
-        adapter_bytes += pinned_bytes
-        needed_bytes = num_blocks * self.pool.block_bytes + adapter_bytes
-        return num_blocks <= self.pool.num_blocks and needed_bytes <= self.budget.capacity_bytes
+        needed_bytes = num_blocks * self.block_bytes + adapter_bytes + pinned_bytes
+        return num_blocks <= self.num_blocks and needed_bytes <= self.capacity_bytes
 
     def adapter_state(self, adapter_id: AdapterId) -> AdapterState:
         """Return the state of the device copy of an adapter."""
@@ -128,21 +145,21 @@ class DeviceMemory:
         if self.swapper is not None:
             num_found = self.swapper.num_readable(path)
             if num_found < len(path):
-                coming = self._swap_in(self.swapper, need, path, num_found, now_s)
+                coming = self.swapper.swap_in(need, path, num_found, now_s)
                 verdict = verdict or coming
             path = path[:num_found]
         if verdict is not None:
             return verdict
-        num_blocks = need.kv_bytes // pool.block_bytes - len(path)
+        num_blocks = need.kv_bytes // self.block_bytes - len(path)
         num_to_come = need.running.num_growth_blocks(request, len(path))
-        if not self._has_room(need, path, num_blocks, num_to_come):
+        if not self.room.admits(need, path, num_blocks, num_to_come):
             return Verdict.NO_KV
         self.prefixes.hold(path)
         # Renew the reservation: it may contain blocks of ended requests, or of the held path.
         num_reserved = max(0, num_to_come - num_blocks)
         pool.reserve_growth(num_reserved)
         if pool.num_available_blocks < num_blocks:
-            self._reclaim_blocks(need, num_blocks)
+            self.room.reclaim_for(need, num_blocks)
             if pool.num_available_blocks < num_blocks:  # some are still draining
                 self.prefixes.release(path)
                 return Verdict.NO_KV
@@ -326,56 +343,6 @@ class DeviceMemory:
             return Verdict.NO_ADAPTER
         return None if need.may_start_cold() else Verdict.LOADING
 
-    def _swap_in(
-        self, swapper: KvSwapper, need: Need, path: Sequence[KvNode], num_found: int, now_s: float
-    ) -> Verdict | None:
-        """Copy the blocks of ``path`` that only the host has; None = the request computes them.
-
-        The request does not hold the copied blocks, so other requests may evict them before it
-        runs. After two copies it computes what is missing.
-        """
-        request, pool, nodes = need.request, self.pool, path[num_found:]
-        if swapper.is_coming(nodes[0]):  # maybe for another request
-            request.coming_tokens = swapper.tokens_of(path, num_found)
-            return Verdict.LOADING
-        if request.num_swap_ins == _MAX_SWAP_INS or not swapper.is_copy_faster(nodes):
-            return None
-        num_blocks = need.kv_bytes // pool.block_bytes - num_found
-        num_to_come = need.running.num_growth_blocks(request, num_found)
-        if not self._has_room(need, path[:num_found], num_blocks, num_to_come):
-            return Verdict.NO_KV
-        self.prefixes.hold(path)
-        num_reserved = need.running.num_growth_blocks()
-        pool.reserve_growth(num_reserved)
-        if pool.num_available_blocks < len(nodes):
-            self._reclaim_blocks(need, len(nodes))
-        block_ids = pool.allocate(len(nodes))
-        if block_ids is None:
-            self.prefixes.release(path)
-            return Verdict.NO_KV
-        swapper.copy_in(nodes, block_ids, now_s)
-        pool.reserve_growth(num_reserved)
-        request.num_swap_ins += 1
-        request.coming_tokens = swapper.tokens_of(path, num_found)
-        return Verdict.LOADING
-
-    def _has_room(
-        self, need: Need, path: Sequence[KvNode], num_blocks: int, num_to_come: int
-    ) -> bool:
-        """Whether there is room for a request and for the growth of all running requests.
-
-        If no request is running, ``num_blocks`` for the known tokens are enough: nothing competes
-        for its growth.
-        """
-        if len(need.running):
-            num_blocks = num_to_come + need.running.headroom_blocks
-        return self.room.has_room_for(need.request.adapter_id, num_blocks, path)
-
-    def _reclaim_blocks(self, need: Need, num_blocks: int) -> None:
-        self.room.reclaim(
-            num_blocks, 0, include_waiting=need.may_displace, keep=need.request.adapter_id
-        )
-
     def _grant(
         self, request: Request, path: Sequence[KvNode], num_blocks: int, now_s: float
     ) -> Grant:
@@ -386,7 +353,6 @@ class DeviceMemory:
             grant.block_ids.append(node.block_id)
         has_grown = self.grow(grant, num_blocks)
         assert has_grown, num_blocks
-        self.cache.remove_waiting(request.adapter_id)
         self.cache.acquire(request.adapter_id, now_s)
         self.prefixes.visit(request.adapter_id, request.kv_namespace, path, now_s)
         return grant

@@ -37,11 +37,6 @@ class PrefixCache:
         self._max_namespaces = _MIN_NAMESPACES  # before namespaces without KV are removed
 
     @property
-    def is_on(self) -> bool:
-        """Whether prefixes are kept."""
-        return self._tree is not None
-
-    @property
     def num_evictable_blocks(self) -> int:
         """Blocks that no request holds."""
         return 0 if self._tree is None else self._tree.num_unreferenced_blocks

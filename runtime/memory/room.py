@@ -6,11 +6,11 @@ from ..plan import AdapterId, BlockId
 from .adapter_cache import AdapterCache, DeviceCopy
 from .adapter_log import EvictionReason
 from .block_pool import BlockPool
+from .grant import Need
 from .kv_tree import KvNode
 from .pins import Pins
 from .policies.policy import MemoryItem
 from .prefix_cache import PrefixCache
-from .swapper import KvSwapper
 
 
 class RoomMaker:
@@ -18,16 +18,16 @@ class RoomMaker:
 
     def __init__(
         self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache, pins: Pins,
-        swapper: KvSwapper | None, evict_adapter: Callable[[AdapterId, EvictionReason], None],
+        evict_adapter: Callable[[AdapterId, EvictionReason], None],
     ) -> None:  # fmt: skip
         """``evict_adapter``: evicts an idle adapter."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
         self._pins = pins
-        self._swapper = swapper
         self._evict_adapter = evict_adapter
         self.num_draining_blocks = 0  # free or evictable when the steps in flight have ended
+        self.num_copied_blocks = 0  # evictable when copies have ended
 
     def has_adapter_room(self, num_bytes: int) -> bool:
         """Whether an adapter of ``num_bytes`` can be loaded without evictions."""
@@ -51,6 +51,20 @@ class RoomMaker:
             return True
         most_bytes = pool.budget.reservable_bytes - self._cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
+
+    def admits(self, need: Need, path: Sequence[KvNode], num_blocks: int, num_to_come: int) -> bool:
+        """Whether there is room for a request and for the growth of all running requests.
+
+        If no request is running, ``num_blocks`` for the known tokens are enough: nothing competes
+        for its growth.
+        """
+        if len(need.running):
+            num_blocks = num_to_come + need.running.headroom_blocks
+        return self.has_room_for(need.request.adapter_id, num_blocks, path)
+
+    def reclaim_for(self, need: Need, num_blocks: int) -> None:
+        """Do ``reclaim`` of blocks for a request that is to be admitted."""
+        self.reclaim(num_blocks, 0, include_waiting=need.may_displace, keep=need.request.adapter_id)
 
     def retire(self, path: Sequence[KvNode], own_block_ids: Sequence[BlockId]) -> int:
         """Announce that a request will release these blocks. Return how many will be free."""
@@ -78,9 +92,9 @@ class RoomMaker:
             num_blocks, num_bytes, num_draining, include_waiting=include_waiting, keep=keep
         ):
             return True
-        num_pinned = 0 if self._swapper is None else self._swapper.num_pinned_blocks
-        return num_pinned > 0 and self._reclaim(
-            num_blocks, num_bytes, num_draining + num_pinned,
+        num_copied = self.num_copied_blocks
+        return num_copied > 0 and self._reclaim(
+            num_blocks, num_bytes, num_draining + num_copied,
             include_waiting=include_waiting, keep=keep,
         )  # fmt: skip
 

@@ -11,11 +11,13 @@ from ...profiles.link import Direction
 from ..plan import BlockId, HostSlot, KvTransfer
 from .adapter_cache import DeviceCopy
 from .block_pool import BlockPool
+from .grant import Need, Verdict
 from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
 from .policies.facts import RankingPolicy
 from .prefix_cache import PrefixCache
 from .reload_cost import ReloadCosts
+from .room import RoomMaker
 from .transfers import OpenCopy, TransferTable
 
 # Share of the pool that should be free, or copied and unused, at any time. An admitted prompt takes
@@ -27,6 +29,7 @@ _READY_SHARE = 0.2
 _PLAN_SHARE = 0.03
 # Share that must be used or evicted before the order of eviction is read again.
 _CHANGE_SHARE = 0.01
+_MAX_SWAP_INS = 2  # copies from the host for a waiting request; then it computes the KV
 
 
 class KvSwapper:
@@ -34,7 +37,7 @@ class KvSwapper:
 
     def __init__(
         self, tree: KvTree, pool: BlockPool, prefixes: PrefixCache, slots: HostSlots,
-        policy: RankingPolicy, transfers: TransferTable, costs: ReloadCosts,
+        policy: RankingPolicy, transfers: TransferTable, costs: ReloadCosts, room: RoomMaker,
     ) -> None:  # fmt: skip
         """Start without copies.
 
@@ -46,6 +49,7 @@ class KvSwapper:
             policy: Ranks evictions from the device.
             transfers: Begins copies.
             costs: Costs of copying and of computing.
+            room: Makes room for blocks from the host.
         """
         self._tree = tree
         self._pool = pool
@@ -54,8 +58,8 @@ class KvSwapper:
         self._policy = policy
         self._transfers = transfers
         self._costs = costs
+        self._room = room
         self._coming: set[KvNode] = set()  # their blocks must not be read yet
-        self.num_pinned_blocks = 0  # evictable when copies have ended
         self._num_leaving = 0  # blocks of copies to the host
         # When the order was last read: blocks at its beginning with copies, and the tree's counts.
         self._num_copied_ahead = 0
@@ -73,10 +77,40 @@ class KvSwapper:
         """Whether a copy to the node's block is under way."""
         return node in self._coming
 
-    def tokens_of(self, path: Sequence[KvNode], num_found: int) -> range:
-        """Return the positions of the tokens in the blocks of a path after ``num_found``."""
+    def swap_in(
+        self, need: Need, path: Sequence[KvNode], num_found: int, now_s: float
+    ) -> Verdict | None:
+        """Copy the blocks of ``path`` that only the host has; None = the request computes them.
+
+        The request does not hold the copied blocks, so other requests may evict them before it
+        runs. After two copies it computes what is missing.
+        """
+        request, pool, nodes = need.request, self._pool, path[num_found:]
         size = self._tree.block_size
-        return range(num_found * size, len(path) * size)
+        coming_tokens = range(num_found * size, len(path) * size)
+        if self.is_coming(nodes[0]):  # maybe for another request
+            request.coming_tokens = coming_tokens
+            return Verdict.LOADING
+        if request.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
+            return None
+        num_blocks = need.kv_bytes // pool.block_bytes - num_found
+        num_to_come = need.running.num_growth_blocks(request, num_found)
+        if not self._room.admits(need, path[:num_found], num_blocks, num_to_come):
+            return Verdict.NO_KV
+        self._prefixes.hold(path)
+        num_reserved = need.running.num_growth_blocks()
+        pool.reserve_growth(num_reserved)
+        if pool.num_available_blocks < len(nodes):
+            self._room.reclaim_for(need, len(nodes))
+        block_ids = pool.allocate(len(nodes))
+        if block_ids is None:
+            self._prefixes.release(path)
+            return Verdict.NO_KV
+        self.copy_in(nodes, block_ids, now_s)
+        pool.reserve_growth(num_reserved)
+        request.num_swap_ins += 1
+        request.coming_tokens = coming_tokens
+        return Verdict.LOADING
 
     def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
         """Whether copying these nodes to the device is faster than computing them again."""
@@ -130,7 +164,7 @@ class KvSwapper:
 
     def end(self, copy: OpenCopy, *, has_failed: bool) -> None:
         """Apply the end of a copy. The blocks and slots of a failed copy are dropped."""
-        self.num_pinned_blocks -= copy.num_pinned_blocks
+        self._room.num_copied_blocks -= copy.num_pinned_blocks
         if copy.direction is Direction.TO_DEVICE:
             self._coming.difference_update(copy.nodes)
             if has_failed:  # with descendants
@@ -169,7 +203,7 @@ class KvSwapper:
         assert {node for nodes in coming for node in nodes} == self._coming
         assert sum(map(len, coming)) == len(self._coming), "a block comes twice"
         assert sum(map(len, leaving)) == self._num_leaving
-        assert sum(one.num_pinned_blocks for one in copies) == self.num_pinned_blocks
+        assert sum(one.num_pinned_blocks for one in copies) == self._room.num_copied_blocks
 
     def _is_short(self, num_wanted: int) -> bool:
         """Whether fewer than ``num_wanted`` blocks may have copies, and a new reading may help."""
@@ -249,7 +283,7 @@ class KvSwapper:
     def _begin(
         self, command: KvTransfer, nodes: Sequence[KvNode], num_pinned: int, now_s: float
     ) -> None:
-        self.num_pinned_blocks += num_pinned
+        self._room.num_copied_blocks += num_pinned
         num_bytes = len(nodes) * self._tree.block_bytes
         copy = OpenCopy(
             command=command, part_bytes=(num_bytes,), nodes=tuple(nodes),

@@ -37,7 +37,7 @@ class Admission:
         self._cold_starts = cold_starts
         self._forecast = forecast
         self._counters = counters
-        self.waiting = WaitingWork()
+        self.waiting = WaitingWork(memory.cache)
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
         """Admit until no slot is left or the policy stops. Put rows into ``draft`` if it has room.
@@ -117,7 +117,7 @@ class Admission:
         num_blocks = blocks_for(request.num_known_tokens, self._config.block_size)
         need = Need(
             request=request,
-            kv_bytes=num_blocks * self._memory.pool.block_bytes,
+            kv_bytes=num_blocks * self._memory.block_bytes,
             adapter_bytes=request.adapter_bytes,
             running=self._running,
             may_displace=is_first,

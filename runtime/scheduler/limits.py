@@ -34,14 +34,14 @@ def check_pin(
     Pinned adapters are never evicted. So the rest of the memory must hold a request of the full
     context with an adapter of ``other_bytes``, and each open request by itself.
     """
-    block_bytes = memory.pool.block_bytes
+    block_bytes = memory.block_bytes
     full_bytes = blocks_for(config.max_model_len - 1, config.block_size) * block_bytes
-    if memory.cache.slab is not None:
-        num_bytes, capacity_bytes = room_bytes(num_bytes), memory.cache.slab.capacity_bytes
+    if memory.slab_bytes is not None:
+        num_bytes, capacity_bytes = room_bytes(num_bytes), memory.slab_bytes
         adapters = [other_bytes, *(request.adapter_bytes for request in open_requests)]
         needed_bytes = room_bytes(max(adapters))
     else:
-        capacity_bytes = memory.budget.capacity_bytes
+        capacity_bytes = memory.capacity_bytes
         open_bytes = [
             blocks_for(one.max_total_tokens - 1, config.block_size) * block_bytes
             + one.adapter_bytes
@@ -69,19 +69,18 @@ def _check_memory(
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
     if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id):
         return
-    slab = memory.cache.slab
-    if slab is not None and request.adapter_bytes > slab.capacity_bytes:
+    if memory.slab_bytes is not None and request.adapter_bytes > memory.slab_bytes:
         raise RequestError(
-            f"the adapter takes {_mib(request.adapter_bytes)}, but {_mib(slab.capacity_bytes)} of "
+            f"the adapter takes {_mib(request.adapter_bytes)}, but {_mib(memory.slab_bytes)} of "
             "the memory are for adapters (raise --adapter-memory-fraction or --memory-gib)",
             param="model",
         )
-    needed_bytes = num_blocks * memory.pool.block_bytes + request.adapter_bytes
+    needed_bytes = num_blocks * memory.block_bytes + request.adapter_bytes
     pinned_bytes = memory.pins.num_bytes(without=request.adapter_id)
     pinned = f", {_mib(pinned_bytes)} of it for pinned adapters" if pinned_bytes else ""
     raise RequestError(
         f"{total_tokens} tokens with their adapter need {_mib(needed_bytes)} and {num_blocks} KV "
-        f"blocks; there are {_mib(memory.budget.capacity_bytes)} and {memory.pool.num_blocks} "
+        f"blocks; there are {_mib(memory.capacity_bytes)} and {memory.num_blocks} "
         f"blocks in all{pinned} (raise --memory-gib, lower --max-model-len, or ask for fewer "
         "max_tokens)",
         param="max_tokens",

@@ -26,7 +26,7 @@ class RunningSet:
     def __init__(self, memory: DeviceMemory, config: SchedulerConfig, timelines: Timelines) -> None:
         """``timelines``: record starts."""
         self.timelines = timelines
-        self.headroom_blocks = round(config.growth_headroom * memory.pool.num_blocks)
+        self.headroom_blocks = round(config.growth_headroom * memory.num_blocks)
         self._memory = memory
         self._block_size = config.block_size
         self._requests: dict[RequestId, Request] = {}
@@ -98,7 +98,7 @@ class RunningSet:
 
     def is_growth_reserved(self, request: Request) -> bool:
         """Whether the blocks that the known tokens still need are reserved."""
-        return self._num_missing_blocks(request) <= self._memory.pool.num_reserved_blocks
+        return self._num_missing_blocks(request) <= self._memory.num_reserved_blocks
 
     def stop(self, request: Request, status: RequestStatus) -> None:
         """Stop ``request``. Its memory is freed once no step in flight uses it."""
@@ -117,7 +117,7 @@ class RunningSet:
     def computed(self, request: Request, num_tokens: int, now_s: float) -> None:
         """Store the whole blocks of the first ``num_tokens`` tokens, which have been computed."""
         size = self._block_size
-        if request.num_kept_tokens + size > num_tokens or not self._memory.prefixes.is_on:
+        if request.num_kept_tokens + size > num_tokens or not self._memory.keeps_prefixes:
             return
         if request.status is not RequestStatus.RUNNING:
             return

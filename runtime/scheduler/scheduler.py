@@ -137,12 +137,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether anything is waiting, running, in flight, or still to be evicted."""
-        return bool(
-            self._requests
-            or self._in_flight
-            or len(self.memory.transfers)
-            or self.memory.has_evictions
-        )
+        return bool(self._requests or self._in_flight or self.memory.has_work)
 
     def add_request(self, request: Request, now_s: float) -> None:
         """Add a request, which waits from now on.
@@ -289,7 +284,7 @@ class Scheduler:
             assert request.num_known_tokens == num_real_tokens + request.num_in_flight_samples
             assert request.num_known_tokens <= request.max_total_tokens
         if not self.has_work():
-            assert self.memory.pool.num_used_blocks == 0
+            assert self.memory.num_used_blocks == 0
 
     def _record_duration(self, step: InFlightStep, now_s: float) -> None:
         """Record the time of a step, from its plan or from the end of the step before it."""
@@ -310,7 +305,6 @@ class Scheduler:
 
     def _enqueue(self, request: Request, now_s: float) -> None:
         """Add a request to the waiting ones."""
-        self.memory.cache.add_waiting(request.adapter_id)
         self.waiting.add(request)
         self._policy.add(request, now_s)
 
@@ -330,7 +324,6 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.WAITING:
             self._policy.remove(request)
-            self.memory.cache.remove_waiting(request.adapter_id)
             self.waiting.remove(request)
             request.status = RequestStatus.ENDED
         else:

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from ..adapter import Residency
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
-from ..adapters.info import LEVEL_ALIASES, LEVELS, AdapterInfo, DrainingVersion, Residency
+from ..adapters.info import LEVEL_ALIASES, LEVELS, AdapterInfo, DrainingVersion
 from .errors import HttpError
 
 MAX_PAGE = 1000

@@ -166,9 +166,6 @@ class ClusterServer:
         for one in self._sent.values():
             if one.needs_file:
                 work.wait(one.route.rank, one.route.num_prompt_tokens)
-        free_blocks = min(
-            memory.pool.num_unused_blocks, memory.budget.reservable_bytes // memory.pool.block_bytes
-        )
         loading = (one.command for one in memory.transfers)
         return ServerReport(
             reported_s=reported_s,
@@ -177,8 +174,8 @@ class ClusterServer:
             num_waiting_by_rank=work.num_waiting_by_rank,
             queued_prefill_tokens=work.queued_tokens,
             running_context_tokens=work.context_tokens,
-            free_kv_tokens=free_blocks * block_size,
-            total_kv_tokens=memory.pool.num_blocks * block_size,
+            free_kv_tokens=memory.num_free_blocks * block_size,
+            total_kv_tokens=memory.num_blocks * block_size,
             gpu_adapters=frozenset(map(self._name_of, memory.cache.resident_ids())),
             host_adapters=files if self._keeps_all_in_host else self._names_on_host(),
             disk_adapters=files,

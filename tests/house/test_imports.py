@@ -118,7 +118,7 @@ _POLICY_PACKAGES = (
     "runtime/sim",
     "runtime/cli",
 )
-_MAX_USES_OF_MEMORY = 86  # of its parts, from outside
+_MAX_USES_OF_MEMORY = 25  # of its parts, from outside
 _HEAVY = ("torch", "transformers", "triton", "numba", "tokenizers", "peft")
 
 
@@ -172,7 +172,8 @@ def test_parts_of_memory_are_used_behind_its_verbs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
-        and not node.attr.startswith("_")
+        and not node.attr.startswith(("_", "num_", "keeps_"))  # numbers are no parts
+        and not node.attr.endswith("_bytes")
     }
     assert {"pool", "cache", "prefixes", "transfers"} <= parts
     uses = [

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from corun.runtime.adapter import Residency
 from corun.runtime.adapters.conventions import NO_CONVENTIONS
 from corun.runtime.adapters.dir_changes import WatchState
-from corun.runtime.adapters.info import AdapterInfo, Residency
+from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import (

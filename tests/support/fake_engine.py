@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 import msgspec
-from corun.runtime.adapters.info import AdapterInfo, Residency
+from corun.runtime.adapter import Residency
+from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.names import taken_name
 from corun.runtime.engine.hang_watch import HangWatch

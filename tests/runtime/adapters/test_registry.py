@@ -3,10 +3,9 @@
 from itertools import count
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.adapter import AdapterFacts, AdapterOutline, Residency
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
-from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.names import check_adapter_name
 from corun.runtime.adapters.registry import (
     AdapterRegistry,

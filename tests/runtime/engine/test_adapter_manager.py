@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, AdapterOutline
+from corun.runtime.adapter import AdapterFacts, AdapterOutline, Residency
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
-from corun.runtime.adapters.info import Residency
 from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
@@ -25,7 +24,6 @@ from corun.runtime.engine.messages import (
     ReadAdapter,
     RemoveAdapter,
 )
-from corun.runtime.engine.residency import Changed
 from corun.runtime.errors import (
     AdapterError,
     AdapterExistsError,
@@ -36,6 +34,7 @@ from corun.runtime.errors import (
 )
 from corun.runtime.file_calls import FILES
 from corun.runtime.memory.loads import HostRoom
+from corun.runtime.memory.report import Changed
 from corun.runtime.plan import AdapterId, HostPlace, HostPlaceId
 
 

@@ -77,13 +77,13 @@ def test_a_dropped_adapter_leaves_when_nothing_refers_to_it() -> None:
     memory.drop(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.commands(0.0).evict_adapters == ()
-    assert memory.has_evictions and memory.take_removed() == []
+    assert memory.has_work and memory.take_removed() == []
     memory.cache.release(AdapterId(1))
     memory.begin_plan(0, 0.0)
     assert memory.commands(0.0).evict_adapters == (1,)
     assert memory.take_removed() == [1]
     assert memory.take_removed() == []
-    assert not memory.has_evictions
+    assert not memory.has_work
 
 
 def test_a_dropped_adapter_that_is_loading_or_absent() -> None:
@@ -114,7 +114,7 @@ def test_evictions_of_a_lost_plan_are_told_again_but_not_of_what_has_come_since(
     assert lost == (1, 2)
     load(memory, 2, 100)
     memory.evict_again(lost, ())
-    assert memory.has_evictions
+    assert memory.has_work
     assert memory.commands(0.0).evict_adapters == (1,)
 
 
@@ -282,5 +282,5 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     memory.end_transfer(TransferResult(second.transfer_id), 0.0)
     assert host.contains("content 2") and not host.contains("content 1")
     memory.drop_content("content 2")
-    assert memory.has_evictions
+    assert memory.has_work
     memory.check_invariants()

@@ -42,7 +42,7 @@ class Engine:
         first = self.ask(max_tokens=1)
         run_to_end(self.scheduler, self.executor)
         assert first.num_cached_tokens == 0
-        while self.scheduler.memory.prefixes.is_on and self.num_on_device:
+        while self.scheduler.memory.keeps_prefixes and self.num_on_device:
             filler = (self._next_id,) * BLOCK_SIZE
             self.ask((*filler, 1), max_tokens=1, adapter_id=BASE_ADAPTER)
             run_to_end(self.scheduler, self.executor)

@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from corun.runtime.adapters.info import DrainingVersion, Residency
+from corun.runtime.adapter import Residency
+from corun.runtime.adapters.info import DrainingVersion
 from corun.runtime.cli.main import main
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.server.access import Access, Keys

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from corun.runtime.adapters.info import Residency
+from corun.runtime.adapter import Residency
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LoadStats
 from prometheus_client.parser import text_string_to_metric_families
 from support.fake_engine import make_adapter
