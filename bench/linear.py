@@ -30,7 +30,7 @@ from typing import Any
 
 import numba
 import torch
-from corun.cpu_workers.kernels.simd.layout import CODED_BITS, GROUP_SIZE
+from corun.cpu_workers.kernels.simd.layout import CODED, GROUP_SIZE
 from corun.gpu.forward.kernel_threads import set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend, MakeLinear
@@ -73,7 +73,7 @@ _QUANTIZED_BOUNDS = {"int8": (1.25, 1.3), "int4": (1.3, 2.0), "w8a8": (1.25, 2.0
 
 def _bits(quantization: str) -> int:
     """Bits of the codes of weights."""
-    return CODED_BITS[TAGS[quantization].dtype.name][0]
+    return CODED[TAGS[quantization].dtype.name].bits
 
 
 class _MakeQuantized:

@@ -12,7 +12,7 @@ from torch import nn
 from ..forward.batch import DeltaPass, StepContext
 from ..forward.launcher import current_launcher
 from .base import LinearBackend
-from .numba_backend import FusedProduct, KernelLinear
+from .numba_backend import FusedProduct, KernelLinear, has_same_order
 
 
 class InputGroup:
@@ -43,6 +43,7 @@ class InputGroup:
         self._backends.append(backend)
         fusible = [b for b in self._backends if isinstance(b, KernelLinear)]
         are_one = len(fusible) == len(self._backends) and len({b.tag.dtype for b in fusible}) == 1
+        are_one &= all(has_same_order(one, fusible[0]) for one in fusible)
         self._fused = FusedProduct(fusible) if are_one else None
         if target_index is not None:
             self._targets.append((member, target_index))

@@ -44,12 +44,13 @@ class KernelLinear:
         shape: tuple[int, int],
         packed: np.ndarray,
         bias: torch.Tensor | None,
-        zero_points: np.ndarray | None = None,
+        group_values: np.ndarray | None = None,
+        order: np.ndarray | None = None,
     ) -> None:
         """Take ownership of the packed arrays.
 
         tag: the arithmetic, of ``layout``; shape: [out_features, in_features];
-        zero_points: see ``layout.pack_zero_points``.
+        group_values: see ``layout.pack_group_values``; order: see ``QuantizedWeight``.
         """
         self.tag = tag
         self.out_features, self.in_features = shape
@@ -60,7 +61,8 @@ class KernelLinear:
         padded_bias = np.zeros(self.padded_out, np.float32)
         if bias is not None:
             padded_bias[: self.out_features] = bias.detach().float().numpy()
-        self.arrays = (packed, padded_bias, zero_points)
+        self.order = order
+        self.arrays = (packed, padded_bias, group_values, order)
         self._alone = FusedProduct((self,))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,14 +71,14 @@ class KernelLinear:
 
     def describe(self) -> tuple[int, ...]:
         """The kernel's arguments for this matrix; the address of y is filled in later."""
-        packed, padded_bias, zero_points = self.arrays
+        packed, padded_bias, group_values, _ = self.arrays
         return (
             packed.ctypes.data,
             padded_bias.ctypes.data,
             0,
             self.padded_out * _ITEM_BYTES,
             self.padded_out // (layout.COLUMNS_PER_GROUP * layout.GROUPS_PER_LINEAR_UNIT),
-            0 if zero_points is None else zero_points.ctypes.data,
+            0 if group_values is None else group_values.ctypes.data,
         )
 
 
@@ -129,12 +131,21 @@ class NumbaLinear(KernelLinear):
         return rows[..., : self.in_features].contiguous()
 
 
+def has_same_order(one: KernelLinear, other: KernelLinear) -> bool:
+    """Whether two matrices read the same inputs in the same order."""
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
+
+
 class FusedProduct:
     """Products of matrices of one width with the same x, computed in one kernel."""
 
     def __init__(self, backends: Sequence[KernelLinear]) -> None:
-        """All of one arithmetic and one width of x."""
+        """All of one arithmetic, one width of x, and one order of it."""
         self._tag = backends[0].tag
+        order = backends[0].order
+        self._order = 0 if order is None else order.ctypes.data
         self._in_features, self._padded_in = backends[0].in_features, backends[0].padded_in
         # Not the back ends, one of which owns this object; their memory is read by address.
         self._alive = [backend.arrays for backend in backends]
@@ -170,6 +181,7 @@ class FusedProduct:
                 self._num_matrices,
                 rows.data_ptr(),
                 stride * _ITEM_BYTES,
+                self._order,
                 self._padded_in // 2,
                 num_tokens,
                 scratch.data_ptr(),

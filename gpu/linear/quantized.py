@@ -1,8 +1,8 @@
 """Weights of base matrices in 8 or 4 bits: their format, and quantisation.
 
-A weight is a small integer, its code, times a scale that its group shares: 64 neighbours along the
-input. Codes of 8 bits are signed and symmetric. Codes of 4 bits count from a zero point, one per
-group or 8 everywhere, or name levels (nf4). Independent of the kernels' layout.
+A weight is a small integer, its code, times a scale that its group shares: 64 or 32 neighbours
+along the input. Codes of 8 bits are signed and symmetric. Codes of 4 bits count from a zero point,
+one per group or 8 everywhere, or name levels (nf4, mxfp4). Independent of the kernels' layout.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, MIDDLE_CODE, NF4_LEVELS
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, MIDDLE_CODE, Levels
 
 BITS = (8, 4)
 _LARGEST_CODE = 127  # of 8 bits
@@ -22,41 +22,49 @@ class QuantizedWeight:
     """One matrix [out_features, in_features], not packed.
 
     codes: [out, in], int8 from -127 to 127 for 8 bits, uint8 from 0 to 15 for 4.
-    scales: float32 [out, in / GROUP_SIZE]; may be negative, and zero if the group is all zeros.
-    zero_points: uint8 [out, in / GROUP_SIZE], 0 to 15, only for 4 bits; None = 8 everywhere.
-    has_levels: codes of 4 bits are places in ``NF4_LEVELS``.
+    scales: float32 [out, groups]; may be negative, and zero if the group is all zeros.
+    zero_points: uint8 [out, groups], 0 to 15, only for 4 bits; None = 8 everywhere.
+    levels: what codes of 4 bits name; None = they are integers.
+    order: int32 [in], the input of each column of codes; None = in order.
     """
 
     bits: int
     codes: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None = None
-    has_levels: bool = False
+    levels: Levels | None = None
+    order: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.bits in BITS, self.bits
         assert self.codes.dtype == (np.int8 if self.bits == 8 else np.uint8), self.codes.dtype
-        assert self.bits == 4 or (self.zero_points is None and not self.has_levels)
-        assert self.zero_points is None or not self.has_levels
+        assert self.bits == 4 or (self.zero_points is None and self.levels is None)
+        assert self.zero_points is None or self.levels is None
         out_features, in_features = self.codes.shape
-        assert in_features % GROUP_SIZE == 0, self.codes.shape
-        groups = (out_features, in_features // GROUP_SIZE)
+        groups = (out_features, in_features // self.group_size)
         assert self.scales.shape == groups and self.scales.dtype == np.float32, self.scales.shape
         if self.zero_points is not None:
             assert self.zero_points.shape == groups, self.zero_points.shape
             assert self.zero_points.dtype == np.uint8, self.zero_points.dtype
+        if self.order is not None:
+            assert self.order.shape == (in_features,) and self.order.dtype == np.int32, self.order
+
+    @property
+    def group_size(self) -> int:
+        """Neighbours along the input that share a scale."""
+        return int(self.codes.shape[1] // self.scales.shape[1])
 
     def dequantized(self) -> np.ndarray:
         """The represented matrix, float32 [out, in]: a copy."""
-        out_features, num_groups = self.scales.shape
-        codes = self.codes.reshape(out_features, num_groups, GROUP_SIZE)
-        codes = NF4_LEVELS[codes] if self.has_levels else codes.astype(np.float32)
+        codes = self.codes.reshape(*self.scales.shape, self.group_size)
+        codes = self.levels.values[codes] if self.levels else codes.astype(np.float32)
         if self.zero_points is not None:
             codes -= self.zero_points[..., None]
-        elif self.bits == 4 and not self.has_levels:
+        elif self.bits == 4 and not self.levels:
             codes -= MIDDLE_CODE
         codes *= self.scales[..., None]
-        return codes.reshape(self.codes.shape)
+        matrix: np.ndarray = codes.reshape(self.codes.shape)
+        return matrix if self.order is None else matrix[:, np.argsort(self.order)]
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:

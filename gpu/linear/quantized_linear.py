@@ -15,10 +15,11 @@ from ..forward.launcher import current_launcher
 from .numba_backend import KernelLinear
 from .quantized import QuantizedWeight
 
-# By name, as in the options.
-TAGS: Mapping[str, np.generic] = dict(
-    int8=layout.INT8, int4=layout.INT4, w8a8=layout.W8A8, nf4=layout.NF4
-)
+# By name, as in the options and the formats; "/32": in groups of 32.
+TAGS: Mapping[str, np.generic] = {
+    "int8": layout.INT8, "int4": layout.INT4, "w8a8": layout.W8A8, "nf4": layout.NF4,
+    "int8/32": layout.INT8_SMALL, "int4/32": layout.INT4_SMALL, "mxfp4": layout.MXFP4,
+}  # fmt: skip
 _WEIGHTS_AT_ONCE = 1 << 20  # dequantised at a time
 
 
@@ -30,66 +31,90 @@ class PackedWeight:
     process that made them: others are for another kernel. They are only read, and may be a
     mapped file.
 
-    tag: ``layout.INT8``, ``INT4``, ``W8A8`` or ``NF4``.
+    tag: one of ``TAGS``.
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
-    zero_points: of ``layout.pack_zero_points``, or None = 8 everywhere.
+    group_values: zero points or exponents, of ``layout.pack_group_values``, or None.
+    order: see ``QuantizedWeight``.
     """
 
     tag: np.generic
     out_features: int
     in_features: int
     blocks: np.ndarray
-    zero_points: np.ndarray | None
+    group_values: np.ndarray | None
+    order: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         shape = layout.quantized_shape(self.out_features, self.in_features, self.tag)
         assert self.blocks.shape == shape and self.blocks.dtype == np.uint8, self.blocks.shape
         assert self.blocks.flags.c_contiguous
-        if self.zero_points is not None:
-            assert self.zero_points.shape == (*shape[:2], layout.quantized_panel_columns())
-            assert self.zero_points.dtype == np.uint8 and self.zero_points.flags.c_contiguous
+        assert self.group_values is not None or not self.format.has_exponents
+        if self.group_values is not None:
+            assert self.group_values.shape == (*shape[:2], layout.quantized_panel_columns())
+            assert self.group_values.dtype == np.uint8 and self.group_values.flags.c_contiguous
+        if self.order is not None:
+            assert self.order.shape == (self.in_features,) and self.order.dtype == np.int32
+            assert self.order.min() >= 0 and self.order.max() < self.in_features
 
     @property
     def name(self) -> str:
         """As in ``TAGS``."""
         return next(name for name, tag in TAGS.items() if tag.dtype == self.tag.dtype)
 
+    @property
+    def format(self) -> layout.CodedFormat:
+        """The format of its tag."""
+        return layout.CODED[self.tag.dtype.name]
+
     @classmethod
     def of(cls, weight: QuantizedWeight, *, is_w8a8: bool = False) -> "PackedWeight":
         """Pack a matrix, in huge pages if available; ``is_w8a8``: codes of 8 bits for ``W8A8``."""
-        if weight.bits == 8:
-            name = "w8a8" if is_w8a8 else "int8"
-        else:
-            name = "nf4" if weight.has_levels else "int4"
-        tag = TAGS[name]
+        tag = _tag_of(weight, x_bits=8 if is_w8a8 or weight.bits == 4 else 16)
         out_features, in_features = weight.codes.shape
         shape = layout.quantized_shape(out_features, in_features, tag)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
         layout.pack_quantized(weight.codes, weight.scales, tag, blocks)
-        zero_points = weight.zero_points
-        if zero_points is not None:
-            zero_points = layout.pack_zero_points(zero_points)
-        return cls(tag, out_features, in_features, blocks, zero_points)
+        values = weight.zero_points
+        if layout.CODED[tag.dtype.name].has_exponents:
+            values = layout.exponents_of(weight.scales)
+        if values is not None:
+            values = layout.pack_group_values(values)
+        return cls(tag, out_features, in_features, blocks, values, weight.order)
 
     def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
         """The matrix before packing, or the rows of some panels of it: a copy."""
         panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
         out_features = self.out_features - first_panel * layout.quantized_panel_columns()
         codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.tag)
-        zero_points = self.zero_points
-        if zero_points is not None:
-            zero_points = layout.unpack_zero_points(zero_points[panels], out_features)
-        bits, _ = layout.CODED_BITS[self.tag.dtype.name]
-        has_levels = self.tag.dtype == layout.NF4.dtype
-        return QuantizedWeight(bits, codes, scales, zero_points, has_levels)
+        values = self.group_values
+        if values is not None:
+            values = layout.unpack_group_values(values[panels], out_features)
+        if self.format.has_exponents:
+            assert values is not None
+            scales, values = layout.powers_of_two(values), None
+        return QuantizedWeight(
+            self.format.bits, codes, scales, values, self.format.levels, self.order
+        )
+
+
+def _tag_of(weight: QuantizedWeight, *, x_bits: int) -> np.generic:
+    """The tag of a matrix; ``x_bits`` of integers."""
+    for tag in TAGS.values():
+        found = layout.CODED[tag.dtype.name]
+        is_of_x = weight.levels is not None or found.x_bits == x_bits
+        if is_of_x and (found.bits, found.group_size, found.levels) == (
+            weight.bits, weight.group_size, weight.levels,
+        ):  # fmt: skip
+            return tag
+    raise ValueError(f"no format has {weight.bits} bits in groups of {weight.group_size}")
 
 
 class QuantizedLinear(KernelLinear):
     """Holds only the packed matrix; x and results are bfloat16.
 
-    x is rounded to 16 bits for ``INT8`` and ``NF4``, and to 8 for the others, with a scale for each
-    group of 64 values. Levels of ``NF4`` are rounded by a third of what bfloat16 loses. A token
-    with an x that is not finite gets NaN for all of its result.
+    x is rounded to 16 bits for integers of 8 and for levels, and to 8 for the others, with a scale
+    for each group. Levels of ``NF4`` are rounded by a third of what bfloat16 loses. A token with an
+    x that is not finite gets NaN for all of its result.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None) -> None:
@@ -98,7 +123,7 @@ class QuantizedLinear(KernelLinear):
         self.name = packed.name
         super().__init__(
             packed.tag, (packed.out_features, packed.in_features), packed.blocks, bias,
-            packed.zero_points,
+            packed.group_values, packed.order,
         )  # fmt: skip
 
     @property

@@ -1,4 +1,7 @@
-"""Compares an adapter's tensors other than LoRA with the base model's weights, in its files."""
+"""Compares an adapter's tensors other than LoRA with the base model's weights, in its files.
+
+Quantised weights are dequantised for that.
+"""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -10,7 +13,9 @@ from numpy.typing import NDArray
 from ...runtime.adapters.resolved import RawTensor
 from ...runtime.adapters.tensor_names import PathIndex
 from ..lora.convert import STORED_DTYPES
-from .source import ModelSource
+from .quantization import open_files
+from .source import ModelSource, load_config
+from .stored_quantization import read_stored_quantization
 from .weight_files import WeightFiles
 
 _BITS = {4: torch.int32, 2: torch.int16}  # by bytes of an element
@@ -47,7 +52,7 @@ class StoredBaseWeights:
 
     @cached_property
     def _opened(self) -> tuple[WeightFiles, PathIndex[str]]:
-        files = WeightFiles(self._source)
+        files = open_files(self._source, read_stored_quantization(load_config(self._source)))
         return files, PathIndex({name: name for name in files.names})
 
 

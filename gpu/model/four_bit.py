@@ -45,13 +45,13 @@ def find_four_bit(files: WeightFiles) -> Found:
             parts.add(name)
         elif matrix in matrices and _STATE not in name:
             raise unreadable(matrix, f"corun does not know its tensor {name}")
-    levels = {name: one for name, one in matrices.items() if one.has_levels}
-    return Found(matrices, frozenset(parts), levels)
+    coded = {name: one for name, one in matrices.items() if one.has_levels}
+    return Found(matrices, frozenset(parts), coded)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Implements ``LevelMatrix``."""
+    """Implements ``CodedMatrix``."""
 
     files: WeightFiles
     name: str
@@ -92,7 +92,7 @@ class _Matrix:
         codes = self._codes(0, self.num_elements)
         halves = np.stack((codes >> 4, codes & 15), axis=-1).reshape(self.shape)
         scales = self._scales(slice(0, self.num_blocks)).numpy().reshape(len(halves), -1)
-        return QuantizedWeight(4, halves, scales, has_levels=True)
+        return QuantizedWeight(4, halves, scales, levels=NF4_LEVELS)
 
     def _dequantize(self, pairs: np.ndarray, first: int, last: int) -> torch.Tensor:
         """Whole blocks of elements, float32; of the last one also elements beyond the matrix."""
@@ -151,7 +151,7 @@ def _read_matrix(files: WeightFiles, name: str, kind: str) -> _Matrix:
     if not is_in_groups:
         return matrix
     table = files.read(f"{name}.quant_map").float().numpy()
-    return replace(matrix, has_levels=np.array_equal(table, NF4_LEVELS))
+    return replace(matrix, has_levels=np.array_equal(table, NF4_LEVELS.values))
 
 
 def _check(matrix: _Matrix) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint of quantised tensors, read as if it were full.
 
 Each format has a reader, which finds its tensors by their names, types and sizes before anything
-else of them is read (``four_bit.py``, ``scaled.py``, ``packed_experts.py``).
+else of them is read (``four_bit.py``, ``scaled.py``, ``mxfp4.py``, ``stored_integers.py``).
 """
 
 import logging
@@ -46,8 +46,8 @@ class StoredMatrix(Protocol):
         ...
 
 
-class LevelMatrix(StoredMatrix, Protocol):
-    """A matrix of codes that name the levels of nf4, in the groups of corun."""
+class CodedMatrix(StoredMatrix, Protocol):
+    """A matrix of codes that the kernels compute with."""
 
     def as_stored(self) -> QuantizedWeight:
         """Its codes and scales. Raises ``ModelError``."""
@@ -60,7 +60,7 @@ class Found:
 
     matrices: Mapping[str, StoredMatrix]  # by the names of the full tensors
     parts: frozenset[str]  # the names on disk of all tensors that belong to them
-    levels: Mapping[str, LevelMatrix] = field(default_factory=dict)  # some of the matrices
+    coded: Mapping[str, CodedMatrix] = field(default_factory=dict)  # some of the matrices
 
 
 class FullFiles(WeightFiles):
@@ -76,7 +76,7 @@ class FullFiles(WeightFiles):
         super().__init__(source)
         found = find(WeightFiles(source))
         self._matrices = found.matrices
-        self._levels = found.levels
+        self._coded = found.coded
         self._names = (frozenset(super().names) - found.parts) | found.matrices.keys()
         self._transposed: frozenset[str] = frozenset()
         for name in sorted(self._names - found.matrices.keys()):
@@ -117,9 +117,9 @@ class FullFiles(WeightFiles):
         return len(self._matrices)
 
     @property
-    def levels(self) -> Mapping[str, LevelMatrix]:
+    def coded(self) -> Mapping[str, CodedMatrix]:
         """The matrices that can be served as stored, by name."""
-        return self._levels
+        return self._coded
 
     def transpose(self, paths: Iterable[str]) -> None:
         """Make transformers load the matrices of these modules in the layout of ``Conv1D``.

@@ -30,25 +30,22 @@ from ..linear.quantized_linear import TAGS, DequantizedLinear, PackedWeight, Qua
 from .four_bit import find_four_bit
 from .full_files import Found, FullFiles
 from .load import load_model
-from .packed_experts import find_packed_experts
+from .mxfp4 import find_mxfp4
 from .quantization_plan import Quantization
 from .scaled import find_floats, find_integers
 from .skeleton import Skeleton, build_skeleton
 from .source import ModelSource
-from .stored_integers import (
-    find_stored_integers,
-    is_stored_tensor,
-    read_stored,
-    stored_linears,
-)
+from .stored_integers import find_stored_integers
 from .stored_quantization import StoredQuantization
-from .targets import build_target_map, left_out_parts
+from .targets import build_target_map
 from .weight_files import WeightFiles
 
 _LOG = logging.getLogger(__name__)
 
 _WEIGHTS_AT_ONCE = 1 << 22  # converted at a time
 _CHECKED_TOKENS = 3
+# Names of arrays besides that of codes, which names their kind.
+_GROUP_VALUES, _ORDER = "values of groups", "order of inputs"
 # Relative to the length of the matrix's row, for normal x. The worst of millions of correct
 # products is off by 0.05 with x in 8 bits; one that lacks a group, by more than 1.
 _MAX_PRODUCT_ERROR = 0.1
@@ -65,22 +62,21 @@ class Weights:
 
 
 def open_files(source: ModelSource, stored: StoredQuantization | None) -> WeightFiles:
-    """The files of a checkpoint, with full matrices unless they are served as stored."""
-    if stored is None or not stored.in_full:
+    """The files of a checkpoint, with a full matrix in place of each quantised one."""
+    if stored is None:
         return WeightFiles(source)
 
     def find(files: WeightFiles) -> Found:
-        four_bit = find_four_bit(files)
         found = [
-            four_bit, find_integers(files), find_floats(files, stored.block),
-            find_packed_experts(files),
+            find_four_bit(files), find_integers(files), find_floats(files, stored.block),
+            find_mxfp4(files),
         ]  # fmt: skip
         if stored.layout:
             found.append(find_stored_integers(files, stored))
         return Found(
             {name: one for each in found for name, one in each.matrices.items()},
             frozenset().union(*(each.parts for each in found)),
-            four_bit.levels,
+            {name: one for each in found for name, one in each.coded.items()},
         )
 
     return FullFiles(source, find, stored.method)
@@ -145,10 +141,7 @@ class QuantizedLinears:
             if bits is None or self._tensor_of.get(path) == f"{path}.weight"
         }
         replaced = zeros.keys() | {f"{stored}.weight" for stored in self._stored.values()}
-        names = [
-            name for name in self._files.names
-            if name not in replaced and not (self._stored and is_stored_tensor(name))
-        ]  # fmt: skip
+        names = [name for name in self._files.names if name not in replaced]
         with self._files.lazily(names) as tensors:
             return load_model(
                 self._source, self._config, dtype, device, attention, {**tensors, **zeros}
@@ -161,7 +154,8 @@ class QuantizedLinears:
         bits = plan.stored_bits if plan.bits is None else {plan.bits}
         kinds = [" and ".join(map(plan.name_of, sorted(bits)))] if bits else []
         if plan.keeps_levels and self._stored:
-            kinds.append("nf4")
+            assert plan.stored is not None
+            kinds.append(plan.stored.levels)
         if plan.bits is not None and plan.head_bits is None:
             kinds.append("head in full")
         elif plan.head_bits is not None and bits != {plan.head_bits}:
@@ -222,7 +216,7 @@ class QuantizedLinears:
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Choose which of ``linears`` are quantised."""
-        self._stored = self._find_stored(skeleton, linears)
+        self._stored = self._find_stored(linears)
         stored = self._stored.keys()
         self._bits = dict.fromkeys(stored)
         asked = {path: self._quantization.bits for path in _inside_layers(skeleton.model, linears)}
@@ -238,7 +232,7 @@ class QuantizedLinears:
             else:
                 self._bits[path] = bits
         for path in stored:
-            self._check_bias(path, linears[path])
+            self._check_stored(path, linears[path])
         # A head that is tied to an embedding has the embedding's name on disk.
         shared: dict[int, list[str]] = {}
         for name, parameter in skeleton.model.named_parameters(remove_duplicate=False):
@@ -250,19 +244,28 @@ class QuantizedLinears:
                     self._tensor_of[path] = name
                     break
 
-    def _find_stored(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    def _find_stored(self, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
         """Paths on disk of linears that are served as stored, by their paths in the model."""
-        if self._quantization.stored_bits:
-            left_out = [one.path for one in left_out_parts(skeleton.model)]
-            return stored_linears(self._files, linears, left_out)
-        if not self._quantization.keeps_levels or not isinstance(self._files, FullFiles):
+        plan = self._quantization
+        if not (plan.stored_bits or plan.keeps_levels) or not isinstance(self._files, FullFiles):
             return {}
-        known = PathIndex({path: path for path in linears if path not in skeleton.transposed})
-        on_disk = [name.removesuffix(".weight") for name in self._files.levels]
+        known = PathIndex({path: path for path in linears})
+        on_disk = [name.removesuffix(".weight") for name in self._files.coded]
         return {path: one for one in on_disk if (path := known.find(one)) is not None}
 
-    def _check_bias(self, path: str, linear: nn.Linear) -> None:
-        """Refuse a bias that would be lost; some tools write zeros for a linear without bias."""
+    def _check_stored(self, path: str, linear: nn.Linear) -> None:
+        """Refuse another size than the model's, and a bias that would be lost.
+
+        Some tools write zeros as the bias of a linear without one.
+        """
+        name = f"{self._stored[path]}.weight"
+        found, shape = self._files.shape(name), (linear.out_features, linear.in_features)
+        assert found is not None
+        if found != shape:
+            raise ModelError(
+                f"{name} of {self._source.path!r} is {list(found)}, but config.json asks for "
+                f"{list(shape)}"
+            )
         name = f"{self._stored[path]}.bias"
         is_lost = linear.bias is None and self._files.shape(name) is not None
         if is_lost and bool(self._files.read(name).any()):
@@ -300,13 +303,10 @@ class QuantizedLinears:
                 )
 
     def _weight(self, path: str, linear: nn.Linear) -> QuantizedWeight:
-        bits, stored = self._bits[path], self._quantization.stored
-        shape = (linear.out_features, linear.in_features)
+        bits = self._bits[path]
         if bits is None:
-            assert stored is not None
-            if isinstance(self._files, FullFiles):
-                return self._files.levels[f"{self._stored[path]}.weight"].as_stored()
-            return read_stored(self._files, self._stored[path], shape, stored)
+            assert isinstance(self._files, FullFiles)
+            return self._files.coded[f"{self._stored[path]}.weight"].as_stored()
         name = self._tensor_of.get(path)
         num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)
         parts = []
@@ -338,8 +338,10 @@ def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) 
 
 def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
     arrays = {packed.name: packed.blocks}
-    if packed.zero_points is not None:
-        arrays["zero points"] = packed.zero_points
+    if packed.group_values is not None:
+        arrays[_GROUP_VALUES] = packed.group_values
+    if packed.order is not None:
+        arrays[_ORDER] = packed.order
     return arrays
 
 
@@ -347,5 +349,7 @@ def _from_arrays(
     arrays: Mapping[str, np.ndarray], out_features: int, in_features: int
 ) -> PackedWeight:
     (name,) = TAGS.keys() & arrays.keys()
-    zero_points = arrays.get("zero points")
-    return PackedWeight(TAGS[name], out_features, in_features, arrays[name], zero_points)
+    return PackedWeight(
+        TAGS[name], out_features, in_features, arrays[name], arrays.get(_GROUP_VALUES),
+        arrays.get(_ORDER),
+    )  # fmt: skip

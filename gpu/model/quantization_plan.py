@@ -10,7 +10,7 @@ from ...cpu_workers.kernels.simd.isa import has_integer_dot
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...runtime.config.engine import OFF, EngineConfig
 from ...runtime.errors import ConfigError
-from .stored_quantization import BITSANDBYTES, StoredQuantization, read_stored_quantization
+from .stored_quantization import StoredQuantization, read_stored_quantization
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Quantization:
     head_bits: int | None  # of lm_head, likewise
     stored: StoredQuantization | None  # the checkpoint's own quantisation
     is_w8a8: bool = False  # products of weights in 8 bits round their inputs to 8 bits, too
-    keeps_levels: bool = False  # matrices in nf4 are served as stored, where they can be
+    keeps_levels: bool = False  # codes that name levels are served as stored, where they can be
 
     @property
     def stored_bits(self) -> frozenset[int]:
@@ -41,7 +41,7 @@ class Quantization:
         stored = " as stored" if self.stored_bits or self.keeps_levels else ""
         inputs = ", inputs 8" if self.is_w8a8 else ""
         linears = f"linears {self.bits}{stored}, head {self.head_bits}"
-        return f"{linears}, groups of {GROUP_SIZE}{inputs}"
+        return f"{linears}, in groups of {GROUP_SIZE} or as stored{inputs}"
 
     def name_of(self, bits: int) -> str:
         """How matrices of so many bits are named."""
@@ -58,10 +58,10 @@ def plan_quantization(
     """
     stored = read_stored_quantization(hf_config)
     asked, head = config.quantization, config.lm_head_quantization
-    is_nf4 = stored is not None and stored.method == BITSANDBYTES
+    has_levels = stored is not None and bool(stored.levels)
     # The kernel computes in bfloat16; other types and devices get full matrices.
     has_kernel = device.type == "cpu" and config.dtype in ("auto", "bfloat16")
-    keeps_levels = is_nf4 and asked is None and has_kernel
+    keeps_levels = has_levels and asked is None and has_kernel
     if asked == OFF:
         asked = None
         stored = stored and replace(stored, in_full=True)

@@ -4,18 +4,18 @@ Their codes and scales are used unchanged, or multiplied in float32 and rounded 
 the scales, as the formats' own libraries do.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
-from ...runtime.adapters.tensor_names import PathIndex
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, SMALL_GROUP_SIZE
 from ...runtime.errors import ModelError
 from ..linear.quantized import BITS, QuantizedWeight
-from .full_files import Found, StoredMatrix, check_finite
+from .full_files import Found, check_finite
 from .stored_quantization import StoredQuantization
 from .weight_files import WeightFiles
 
@@ -35,9 +35,27 @@ _SUFFIXES = (
 _Parts = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
 
 
-def is_stored_tensor(name: str) -> bool:
-    """Whether a tensor belongs to a quantised linear, and not to the model's modules."""
-    return name.rpartition(".")[2] in _SUFFIXES
+def find_stored_integers(files: WeightFiles, stored: StoredQuantization) -> Found:
+    """All linears in integers. Raises ``ModelError``."""
+    linears = {path: _StoredLinear(files, path, stored) for path in stored_paths(files)}
+
+    # Rows of a matrix are read some at a time, one matrix after the other.
+    @lru_cache(maxsize=1)
+    def read(path: str) -> _Integers:
+        return linears[path].read()
+
+    matrices: dict[str, _IntegerMatrix] = {}
+    parts = set()
+    for path, linear in linears.items():
+        matrices[f"{path}.weight"] = _IntegerMatrix(path, linear.shape, linear.dtype, read)
+        names = {f"{path}.{suffix}" for suffix in (*_SUFFIXES, "weight")}
+        parts |= {name for name in names if files.shape(name) is not None}
+    coded = {
+        f"{path}.weight": matrices[f"{path}.weight"]
+        for path, linear in linears.items()
+        if not stored.in_full and linear.has_whole_groups
+    }
+    return Found(matrices, frozenset(parts), coded)
 
 
 def stored_paths(files: WeightFiles) -> frozenset[str]:
@@ -46,65 +64,10 @@ def stored_paths(files: WeightFiles) -> frozenset[str]:
     for name in files.names:
         path, _, part = name.rpartition(".")
         is_integer = part == "weight" and files.dtype(name) == "I8"
-        if part in _PACKED or (is_integer and files.shape(f"{path}.weight_scale") is not None):
+        is_packed = part in _PACKED and files.dtype(name) != "U8"  # else mxfp4
+        if is_packed or (is_integer and files.shape(f"{path}.weight_scale") is not None):
             paths.add(path)
     return frozenset(paths)
-
-
-def stored_linears(
-    files: WeightFiles, linears: Iterable[str], left_out: Iterable[str]
-) -> dict[str, str]:
-    """Paths on disk of those of ``linears`` that are quantised there, by their paths in the model.
-
-    Files of multi-modal models use names of older releases, and contain linears of the parts that
-    are ``left_out``. Raises ``ModelError`` for a path that is neither.
-    """
-    known = PathIndex({path: path for path in linears})
-    unused = PathIndex({path: path for path in left_out})
-    found = {}
-    for stored in sorted(stored_paths(files)):
-        path = known.find(stored)
-        if path is not None:
-            found[path] = stored
-        elif unused.find_holder(stored) is None:
-            raise ModelError(
-                f"the checkpoint has quantised weights that belong to no plain linear: {stored}; "
-                "--quantization off reads them in full"
-            )
-    return found
-
-
-def find_stored_integers(files: WeightFiles, stored: StoredQuantization) -> Found:
-    """All linears in integers, to be read in full. Raises ``ModelError``."""
-    linears = {path: _StoredLinear(files, path, None, stored) for path in stored_paths(files)}
-
-    # Rows of a matrix are read some at a time, one matrix after the other.
-    @lru_cache(maxsize=1)
-    def read(path: str) -> _Integers:
-        return linears[path].read()
-
-    matrices: dict[str, StoredMatrix] = {}
-    parts = set()
-    for path, linear in linears.items():
-        matrices[f"{path}.weight"] = _FullMatrix(path, linear.shape, linear.dtype, read)
-        names = {f"{path}.{suffix}" for suffix in (*_SUFFIXES, "weight")}
-        parts |= {name for name in names if files.shape(name) is not None}
-    return Found(matrices, frozenset(parts))
-
-
-def read_stored(
-    files: WeightFiles, path: str, shape: tuple[int, int], stored: StoredQuantization
-) -> QuantizedWeight:
-    """The linear at ``path`` on disk as stored; ``shape``: [out_features, in_features].
-
-    Raises ``ModelError`` naming it.
-    """
-    if shape[1] % GROUP_SIZE:
-        raise _wrong(
-            path, f"its {shape[1]} inputs are not a multiple of {GROUP_SIZE}; --quantization off "
-            "reads it in full",
-        )  # fmt: skip
-    return _StoredLinear(files, path, shape, stored).read().as_stored()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +86,30 @@ class _Integers:
         return 1 << (self.bits - 1)
 
     def as_stored(self) -> QuantizedWeight:
-        """In corun's groups; ``ModelError`` if they do not fit."""
-        width, groups = self.codes.shape[1], self.scales.shape[1]
+        """In groups of corun's sizes. Raises ``ModelError``."""
+        codes, order, (width, groups) = (
+            self.codes,
+            None,
+            (self.codes.shape[1], self.scales.shape[1]),
+        )
         if self.order is not None:
-            raise _wrong(
-                self.path, "its groups are not neighbours (act-order), which config.json does not "
-                "say; --quantization off reads it in full",
-            )  # fmt: skip
-        if width % (groups * GROUP_SIZE):
-            raise _wrong(
-                self.path, f"scales {list(self.scales.shape)} for {list(self.codes.shape)}: groups "
-                f"must be multiples of {GROUP_SIZE}; --quantization off reads it in full",
-            )  # fmt: skip
-        repeats = width // GROUP_SIZE // groups
+            if (np.bincount(self.order, minlength=groups) * groups != width).any():
+                raise _wrong(self.path, f"its groups have other sizes than {width} / {groups}")
+            order = np.argsort(self.order, kind="stable").astype(np.int32)
+            codes = codes[:, order]
+        size = SMALL_GROUP_SIZE if width // groups % GROUP_SIZE else GROUP_SIZE
+        repeats = width // size // groups
         scales = np.ascontiguousarray(np.repeat(self.scales, repeats, axis=1))
         zeros = self.zeros
         zeros = None if zeros is None or (zeros == self._middle).all() else zeros
         if self.bits == 4:
             zeros = None if zeros is None else np.repeat(zeros, repeats, axis=1)
-            return QuantizedWeight(4, np.ascontiguousarray(self.codes), scales, zeros)
+            return QuantizedWeight(4, np.ascontiguousarray(codes), scales, zeros, order=order)
         if zeros is not None:
             raise _wrong(
                 self.path, "it has 8 bits and zero points; --quantization off reads it in full"
             )
-        return QuantizedWeight(8, (self.codes ^ 128).view(np.int8), scales)
+        return QuantizedWeight(8, (codes ^ 128).view(np.int8), scales, order=order)
 
     def in_full(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows [start, stop), dequantised."""
@@ -168,8 +131,8 @@ class _Integers:
 
 
 @dataclass(frozen=True, slots=True)
-class _FullMatrix:
-    """Implements ``StoredMatrix`` for one linear."""
+class _IntegerMatrix:
+    """Implements ``CodedMatrix`` for one linear."""
 
     path: str
     shape: tuple[int, int]
@@ -179,19 +142,19 @@ class _FullMatrix:
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self.integers(self.path).in_full(start, stop, self.dtype)
 
+    def as_stored(self) -> QuantizedWeight:
+        return self.integers(self.path).as_stored()
+
 
 class _StoredLinear:
     """The tensors of one linear on disk. All methods raise ``ModelError``."""
 
-    def __init__(
-        self, files: WeightFiles, path: str, shape: tuple[int, int] | None,
-        stored: StoredQuantization,
-    ) -> None:  # fmt: skip
-        """``shape``: [out, in]; None = as the files say."""
+    def __init__(self, files: WeightFiles, path: str, stored: StoredQuantization) -> None:
+        """Read shapes."""
         self._files = files
         self._path = path
         self._stored = stored
-        self._out, self._in = self._shape_on_disk() if shape is None else shape
+        self._out, self._in = self._shape_on_disk()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -203,6 +166,13 @@ class _StoredLinear:
         """The type of the scales."""
         self._check(self._scales, tuple(_DTYPES), (1, 2))
         return _DTYPES[self._files.dtype(f"{self._path}.{self._scales}")]
+
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether each of its groups is a whole number of corun's groups."""
+        shape = self._check(self._scales, tuple(_DTYPES), (1, 2))
+        groups = shape[-1] if self._stored.layout == "compressed-tensors" else shape[0]
+        return self._in % (SMALL_GROUP_SIZE * (1 if math.prod(shape) == 1 else groups)) == 0
 
     def read(self) -> _Integers:
         """All of its tensors, checked against each other."""

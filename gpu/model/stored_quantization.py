@@ -1,7 +1,8 @@
 """Quantised checkpoints: which formats are supported, according to config.json.
 
-Integers with scales are served as stored, if their groups are multiples of corun's, or channels.
-All other formats are read in full (``full_files.py``). Only weights count: what a checkpoint says
+Integers with scales are served as stored, if their groups are multiples of corun's, or channels,
+and so are levels that the kernels have. All other formats are read in full (``full_files.py``).
+Only weights count: what a checkpoint says
 of activations has no effect. Settings that are unknown and would change the weights are refused by
 name.
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
+from ...cpu_workers.kernels.simd.layout import SMALL_GROUP_SIZE
 from ...runtime.errors import ModelError
 from ..linear.quantized import BITS
 from .source import way_to_full_weights
@@ -27,13 +28,13 @@ _AUTO_ROUND_FORMS = {
 }  # fmt: skip
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
+_MXFP4_FORMAT = "mxfp4-pack-quantized"
 _COMPRESSED_FIELDS = frozenset(
     {
         "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "version",
         "quantization_status", "sparsity_config", "transform_config", "global_compression_ratio",
     }
 )  # fmt: skip
-_NEIGHBOURS = (None, False, "static", "weight")  # orders in which groups are neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class StoredQuantization:
     bits: frozenset[int] = frozenset()  # of its integers with scales
     layout: str = ""  # of these: "gptq", "awq" or "compressed-tensors"
     zero_offset: int = 0  # added to the zero points on disk
-    in_full: bool = True  # matrices are read in full; otherwise integers are served as stored
+    in_full: bool = True  # integers are read in full; otherwise they are served as stored
+    levels: str = ""  # what its other codes of 4 bits name, if the kernels have them
     block: tuple[int, int] | None = None  # rows and columns of a scale of 8-bit floats
 
 
@@ -97,8 +99,7 @@ def _gptq(method: str, form: str, fields: dict[str, Any]) -> StoredQuantization:
             raise _refused(f"{method} with {name} {fields[name]!r}")
     bits = _checked_bits(method, fields["bits"])
     size = _checked_group_size(method, fields.get("group_size", -1))
-    in_full = bool(size % GROUP_SIZE or (bits == 8 and not fields.get("sym", True)))
-    in_full |= bool(fields.get("desc_act")) and size > 0
+    in_full = bool(size % SMALL_GROUP_SIZE or (bits == 8 and not fields.get("sym", True)))
     return StoredQuantization(method, frozenset({bits}), "gptq", _GPTQ_OFFSETS[form], in_full)
 
 
@@ -112,7 +113,7 @@ def _read_awq(fields: dict[str, Any]) -> StoredQuantization:
 
 def _awq(method: str, fields: dict[str, Any]) -> StoredQuantization:
     size = _checked_group_size(method, fields.get("group_size", fields.get("q_group_size", -1)))
-    return StoredQuantization(method, frozenset({4}), "awq", in_full=bool(size % GROUP_SIZE))
+    return StoredQuantization(method, frozenset({4}), "awq", in_full=bool(size % SMALL_GROUP_SIZE))
 
 
 def _read_auto_round(fields: dict[str, Any]) -> StoredQuantization:
@@ -136,7 +137,7 @@ def _read_compressed(fields: dict[str, Any]) -> StoredQuantization:
     if unknown:
         raise _refused(f"compressed-tensors with {', '.join(unknown)}")
     groups: dict[str, Any] = fields["config_groups"]
-    bits, blocks, in_full = set(), set(), False
+    bits, blocks, in_full, levels = set(), set(), False, ""
     for group in groups.values():
         form = group.get("format") or fields["format"]
         weights: dict[str, Any] = group["weights"]
@@ -144,22 +145,23 @@ def _read_compressed(fields: dict[str, Any]) -> StoredQuantization:
         if form in _INTEGER_FORMATS and kind == "int":
             bits.add(_checked_bits("compressed-tensors", weights["num_bits"]))
             in_full |= _has_other_groups(weights)
+        elif form == _MXFP4_FORMAT:
+            levels = "mxfp4"
         elif form in _FLOAT_FORMATS and kind == "float" and weights["num_bits"] == 8:
-            in_full = True
             if strategy == "block":
                 blocks.add(_checked_block(weights["block_structure"]))
         else:
             raise _refused(
                 f"compressed-tensors of {weights.get('num_bits')} bits of type {kind!r} in the "
-                f"format {form!r}; corun supports 'int' in {', '.join(_INTEGER_FORMATS)}, and "
-                f"'float' of 8 in {', '.join(_FLOAT_FORMATS)}"
+                f"format {form!r}; corun supports 'int' in {', '.join(_INTEGER_FORMATS)}, "
+                f"'float' of 8 in {', '.join(_FLOAT_FORMATS)}, and {_MXFP4_FORMAT}"
             )
         _warn_of_activations(group.get("input_activations") or group.get("output_activations"))
     if len(blocks) > 1:
         raise _refused("compressed-tensors with several sizes of blocks")
     return StoredQuantization(
-        "compressed-tensors", frozenset(bits), "compressed-tensors", in_full=in_full,
-        block=next(iter(blocks), None),
+        "compressed-tensors", frozenset(bits), "compressed-tensors",
+        in_full=in_full or not bits, levels=levels, block=next(iter(blocks), None),
     )  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def _has_other_groups(weights: dict[str, Any]) -> bool:
     found = weights["num_bits"] == 8 and not weights.get("symmetric", True)
     if strategy == "group":
         size = _checked_group_size("compressed-tensors", weights["group_size"])
-        found |= bool(size % GROUP_SIZE) or weights.get("actorder") not in _NEIGHBOURS
+        found |= bool(size % SMALL_GROUP_SIZE)
     return found
 
 
@@ -185,7 +187,7 @@ def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
             "a quantization_config that names neither a quant_method nor load_in_4bit nor "
             "load_in_8bit"
         )
-    return StoredQuantization(BITSANDBYTES)
+    return StoredQuantization(BITSANDBYTES, levels="nf4")
 
 
 def _read_fp8(fields: dict[str, Any]) -> StoredQuantization:

@@ -41,9 +41,9 @@ _LLVM_TYPES = {
 }
 _ATTEND = "q" * 13 + "ddq"
 _ADD_DELTAS = "q" * 13
-_MULTIPLY = "q" * 8
+_MULTIPLY = "q" * 9
 SIGNATURES = (
-    *(tag + _MULTIPLY for tag in "QiIhHcC"),
+    *(tag + _MULTIPLY for tag in "bdqQiIhHcC"),
     "qqqqqqfbq",  # norms
     "q" * 9,  # gated activations
     "q" * 17,  # rotations

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corun.cpu_workers.kernels.simd.layout import GROUP_SIZE
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -100,6 +99,21 @@ def _act_order(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     }, dense[:, back]
 
 
+def _awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, scales, zeros, dense = _groups(matrix)
+
+    def words(values: torch.Tensor) -> torch.Tensor:  # the even ones of eight before the odd ones
+        return _words(values.unflatten(1, (-1, 4, 2)).transpose(2, 3).flatten(1))
+
+    return {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T}, dense
+
+
+def _mxfp4_linear(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    stored, dense = _experts(matrix.T[None])
+    codes, exponents = stored["_blocks"][0], stored["_scales"][0]
+    return {"weight_packed": codes.flatten(1), "weight_scale": exponents}, dense[0].T
+
+
 def _experts(matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Of gpt-oss: [experts, in, out]."""
     blocks = matrices.transpose(1, 2).unflatten(2, (-1, _BLOCK))
@@ -152,17 +166,19 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
         _act_order,
         {"quant_method": "gptq", "bits": 4, "group_size": _BLOCK, "desc_act": True, "sym": False},
     ),
+    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": _BLOCK, "version": "gemm"}),
     "mxfp4": (_experts, {"quant_method": "mxfp4"}),
+    "compressed mxfp4": (
+        _mxfp4_linear, _compressed("mxfp4-pack-quantized", num_bits=4, type="float",
+                                   strategy="group", group_size=_BLOCK),
+    ),
 }  # fmt: skip
-
-_AS_STORED = ("compressed int8",)
 
 
 def store_in(form: str, directory: Path, target: Path) -> Path:
     """Write a copy of a model in a format to ``target``, and dequantised again to ``directory``.
 
-    Embeddings, heads, norms and routers stay as they are, and so do inputs of other than whole
-    groups of corun where a format is served as stored.
+    Embeddings, heads, norms and routers stay as they are.
     """
     write, config_entry = FORMATS[form]
     shutil.copytree(directory, target)
@@ -172,7 +188,6 @@ def store_in(form: str, directory: Path, target: Path) -> Path:
         path = name.rpartition(".")[0]
         stays = any(one in name for one in ("embed", "lm_head", "router", "mlp.gate."))
         is_expert = form == "mxfp4"
-        stays |= form in _AS_STORED and tensor.shape[-1] % GROUP_SIZE > 0
         if stays or tensor.ndim != (3 if is_expert else 2):
             stored[name] = tensor
             continue

@@ -24,12 +24,13 @@ from numba.extending import overload
 from ..simd.compiled import address_of, call_function, kernel, part
 from ..simd.emitter import VECTOR_BYTES
 from ..simd.isa import process_isa
-from ..simd.layout import COLUMNS_PER_GROUP, GROUP_SIZE, GROUPS_PER_LINEAR_UNIT
+from ..simd.layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
 from ..simd.memory import int64_at
 from .matrix_tiles import TOKENS_PER_TILE, product_16x4, product_32x2
 from .quantized_tiles import quantized_product
 from .rows import (
     ROW_FORMATS,
+    chunk_steps,
     is_converted,
     make_blocks,
     max_tokens,
@@ -51,7 +52,7 @@ from .tiles import (
 
 # Fields of each matrix: see ``multiply``.
 MATRIX_FIELDS = 6
-_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _ZERO_POINTS = range(MATRIX_FIELDS)
+_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _GROUP_VALUES = range(MATRIX_FIELDS)
 
 # By pairs.
 _BLOCK_TOKENS = 8
@@ -80,7 +81,7 @@ def num_row_bytes(tag: np.generic, num_tokens: int, steps: int, num_threads: int
 @part
 def _multiply_panels(
     tag: Any, weights: int, num_panels: int, x: int, steps: int, bias: int, y: int, y_stride: int,
-    num_tokens: int, following: int, zero_points: int,
+    num_tokens: int, following: int, group_values: int,
 ) -> None:  # fmt: skip
     """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
@@ -103,7 +104,7 @@ def _multiply_panels(
             _multiply_block(
                 tag, size, tile, own_panel_bytes, x + token * own_row_bytes, steps,
                 bias + panel * _LANES * 4, y + token * y_stride + panel * _LANES * 2, y_stride,
-                num_tokens - token - 1, ahead, num_blocks > 1, zero_points, panel,
+                num_tokens - token - 1, ahead, num_blocks > 1, group_values, panel,
             )  # fmt: skip
             token += size
             ahead = ahead + width * own_panel_bytes // 2 if block == 0 else tile
@@ -116,11 +117,11 @@ def _multiply_block(*arguments: Any) -> None:
 @overload(_multiply_block)
 def _choose_tile(
     tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any, y: Any,
-    y_stride: Any, last_token: Any, ahead: Any, is_half: Any, zero_points: Any, panel: Any,
+    y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any, panel: Any,
 ) -> Any:  # fmt: skip
     def in_float32(
         tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, zero_points: Any,
+        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any,
         panel: Any,
     ) -> Any:  # fmt: skip
         wide_product(
@@ -129,15 +130,15 @@ def _choose_tile(
 
     def in_integers(
         tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, zero_points: Any,
+        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any,
         panel: Any,
     ) -> Any:  # fmt: skip
-        own_zero_points = zero_points
-        if own_zero_points:
-            own_zero_points += panel * steps * _LANES * 2 // GROUP_SIZE
+        own_group_values = group_values
+        if own_group_values:
+            own_group_values += panel * (steps // chunk_steps(tag)) * _LANES
         quantized_product(
             tag, size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead,
-            is_half, own_zero_points,
+            is_half, own_group_values,
         )  # fmt: skip
 
     return in_float32 if tag == types.uint16 else in_integers
@@ -225,13 +226,13 @@ def _multiply_units(*arguments: Any) -> None:
 @overload(_multiply_units)
 def _choose_arithmetic(
     tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any, y: Any,
-    y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
+    y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
 ) -> Any:  # fmt: skip
     multiply_unit = _multiply_unit_in_tiles if tag == types.int32 else _multiply_unit
 
     def by_units(
         tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
+        y: Any, y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
     ) -> Any:  # fmt: skip
         group_bytes = panel_bytes(tag, steps)
         for unit in range(num_units):
@@ -244,12 +245,12 @@ def _choose_arithmetic(
 
     def by_panels(
         tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, num_tokens: Any, following: Any, zero_points: Any,
+        y: Any, y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
     ) -> Any:  # fmt: skip
         num_panels = num_units * _UNIT_COLUMNS // _LANES
         _multiply_panels(
             tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following,
-            zero_points,
+            group_values,
         )  # fmt: skip
 
     return by_units if tag in (types.int16, types.int32) else by_panels
@@ -264,8 +265,8 @@ def _unit_bytes(tag: Any, steps: int) -> int:
 
 @part
 def _multiply_share(
-    tag: Any, matrices: int, x: int, x_stride: int, steps: int, num_tokens: int, rows: int,
-    first: int, last: int,
+    tag: Any, matrices: int, x: int, x_stride: int, order: int, steps: int, num_tokens: int,
+    rows: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Units [first, last), counted through all matrices.
 
@@ -273,7 +274,7 @@ def _multiply_share(
     """
     if is_converted(tag) and rows:
         num_blocks = token_blocks(tag, num_tokens)[0]
-        make_blocks(tag, x, x_stride, steps, num_tokens, rows, 0, num_blocks)
+        make_blocks(tag, x, x_stride, order, steps, num_tokens, rows, 0, num_blocks)
         x = rows
     unit_bytes = _unit_bytes(tag, steps)
     unit = first
@@ -287,9 +288,9 @@ def _multiply_share(
             following = 0
             if end < last:
                 following = int64_at(matrix + 8 * MATRIX_FIELDS, _WEIGHTS)
-            zero_points = int64_at(matrix, _ZERO_POINTS)
-            if zero_points:
-                zero_points += own * steps * 2 // GROUP_SIZE * _UNIT_COLUMNS
+            group_values = int64_at(matrix, _GROUP_VALUES)
+            if group_values:
+                group_values += own * (steps // chunk_steps(tag)) * _UNIT_COLUMNS
             _multiply_units(
                 tag,
                 int64_at(matrix, _WEIGHTS) + own * unit_bytes,
@@ -302,7 +303,7 @@ def _multiply_share(
                 int64_at(matrix, _Y_STRIDE),
                 num_tokens,
                 following,
-                zero_points,
+                group_values,
             )
             unit = end
         units_before += num_units
@@ -316,6 +317,7 @@ def multiply(
     num_matrices: int,
     x: int,
     x_stride: int,
+    order: int,
     steps: int,
     num_tokens: int,
     rows: int,
@@ -323,14 +325,14 @@ def multiply(
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
-    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, ``INT8``, ``INT4``,
-        ``W8A8`` or ``NF4``.
+    tag: ``layout.BFLOAT16``, ``BFLOAT16_DOT``, ``BFLOAT16_TILES``, or one of ``layout.CODED``.
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are
-        padded; address of the result of ``pack_zero_points``, or 0.
-    x: address of bfloat16; x_stride: bytes from one token to the next; steps: pairs of values in
-        a padded row of x and of the weights.
+        padded; address of the result of ``pack_group_values``, or 0.
+    x: address of bfloat16; x_stride: bytes from one token to the next; order: address of int32,
+        the input of each column of the weights, or 0 = in order, only for ``layout.CODED``;
+        steps: pairs of values in a padded row of x and of the weights.
     rows: address of ``num_row_bytes`` of scratch.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
     """
@@ -349,10 +351,10 @@ def multiply(
             for worker in prange(workers):
                 first = num_blocks * worker // workers
                 last = num_blocks * (worker + 1) // workers
-                make_blocks(tag, x, x_stride, steps, num_tokens, rows, first, last)
+                make_blocks(tag, x, x_stride, order, steps, num_tokens, rows, first, last)
             x = rows
             rows = copy_bytes = 0
-    whole = (tag, matrices, x, x_stride, steps, num_tokens, rows, np.int64(0), num_units)
+    whole = (tag, matrices, x, x_stride, order, steps, num_tokens, rows, np.int64(0), num_units)
     share = address_of(_multiply_share, whole)
     if workers == 1:
         call_function(share, whole)
@@ -361,4 +363,6 @@ def multiply(
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
         own = rows + worker * copy_bytes
-        call_function(share, (tag, matrices, x, x_stride, steps, num_tokens, own, first, last))
+        call_function(
+            share, (tag, matrices, x, x_stride, order, steps, num_tokens, own, first, last)
+        )

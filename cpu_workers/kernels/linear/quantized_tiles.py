@@ -15,7 +15,7 @@ from numba.core import cgutils
 from ..simd.emitter import F32, I64, VECTOR_BYTES, Emitter
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
-from ..simd.layout import GROUP_SIZE, MIDDLE_CODE
+from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, CodedFormat
 from ..simd.products import choose
 from .rows import CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE, VALUE_SUM
 from .tiles import write_sums
@@ -23,13 +23,14 @@ from .tiles import write_sums
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile. Panels and float32 sums are addresses; sums are [token, panel]."""
+    """One tile; panels, sums, values of groups are addresses; float32 sums are [token, panel]."""
 
     integers: Integers
     num_tokens: int
     panels: list[ir.Value]
     x: ir.Value
     num_groups: ir.Value
+    group_values: ir.Value  # of the first panel; 0 = there are none
     sums: ir.Value
 
     @property
@@ -41,19 +42,14 @@ class _Tile:
         return self.num_tokens * len(self.panels)
 
     @property
-    def codes_bytes(self) -> int:
-        """Bytes of the codes of a panel and a group."""
-        return self.integers.lanes * GROUP_SIZE * self.integers.bits // 8
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes and of the scales behind them."""
-        return self.codes_bytes + self.emit.bytes
+    def format(self) -> CodedFormat:
+        """The format of the weights."""
+        return self.integers.format
 
     @property
     def num_products(self) -> int:
         """Products of a group with one panel."""
-        return GROUP_SIZE * self.integers.x_bits // 32
+        return self.format.group_size * self.format.x_bits // 32
 
     @property
     def num_unrolled(self) -> int:
@@ -63,7 +59,7 @@ class _Tile:
         another are split by LLVM because of their latency.
         """
         integers = self.integers
-        return 1 if integers.has_levels or (integers.x_bits == 16 and integers.has_dot) else 2
+        return 1 if self.format.levels or (integers.x_bits == 16 and integers.has_dot) else 2
 
     @property
     def num_turns(self) -> int:
@@ -81,7 +77,7 @@ class _Tile:
 
     def code(self, panel: int, group: ir.Value) -> ir.Value:
         """The address of the codes of a panel and a group."""
-        return self.emit.offset(self.panels[panel], group, self.block_bytes)
+        return self.emit.offset(self.panels[panel], group, self.format.block_bytes)
 
     @property
     def _chunk_bytes(self) -> int:
@@ -130,7 +126,7 @@ class _Tile:
         emit, integers, num_panels = self.emit, self.integers, len(self.panels)
 
         def codes(panel: int) -> ir.Value:
-            if integers.has_levels:  # four products read one vector of words
+            if self.format.levels:  # four products read one vector of words
                 own = emit.builder.add(step, I64(u))
                 words = emit.builder.lshr(own, I64(2))
                 return integers.levels(emit.offset(starts[panel], words, 4 * integers.lanes), own)
@@ -169,7 +165,7 @@ class _Tile:
         """Add the sums of a group, times its scales, to those on the stack."""
         emit, builder, num_panels = self.emit, self.emit.builder, len(self.panels)
         for p in range(num_panels):
-            scales = emit.load(emit.offset(self.code(p, group), self.codes_bytes), emit.f32s)
+            scales = self._scales(p, group)
             for t in range(self.num_tokens):
                 of_x = emit.splat(emit.load(self.tail(t, group, SCALE), F32), emit.lanes)
                 total = self.integers.total(totals[t * num_panels + p])
@@ -177,30 +173,39 @@ class _Tile:
                 before = emit.load(place, emit.f32s)
                 emit.store(emit.fma(total, builder.fmul(scales, of_x), before), place)
 
-    def begin(self, zero_points: ir.Value, panel_groups: ir.Value) -> None:
-        """Set the float32 sums to zero, or to the contribution of zero points other than 8.
+    def _scales(self, p: int, group: ir.Value) -> ir.Value:
+        emit, builder = self.emit, self.emit.builder
+        if not self.format.has_exponents:
+            return emit.load(emit.offset(self.code(p, group), self.format.codes_bytes), emit.f32s)
+        bits = builder.shl(self._group_values(p, group), emit.same(EXPONENT_SHIFT))
+        smallest = emit.same(SMALLEST_POWER)
+        bits = builder.select(builder.icmp_unsigned(">", bits, smallest), bits, smallest)
+        return builder.bitcast(bits, emit.f32s)
 
-        zero_points: address of those of the first panel, or 0; panel_groups: groups of a panel.
-        """
+    def _group_values(self, p: int, group: ir.Value) -> ir.Value:
+        """The bytes of a panel and a group, int32."""
+        emit, builder = self.emit, self.emit.builder
+        number = builder.add(builder.mul(I64(p), self.num_groups), group)
+        place = emit.offset(self.group_values, number, emit.lanes)
+        return builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
+
+    def begin(self) -> None:
+        """Set the float32 sums to zero, or to the contribution of zero points other than 8."""
         emit, builder = self.emit, self.emit.builder
         for t in range(self.num_tokens):
             for p in range(len(self.panels)):
                 emit.store(ir.Constant(emit.f32s, [0.0] * emit.lanes), self.sum_place(t, p))
-        if self.integers.bits == 8 or self.integers.has_levels:
+        if self.format.bits == 8 or self.format.levels:
             return
-        are_given = builder.icmp_unsigned("!=", zero_points, I64(0))
+        are_given = builder.icmp_unsigned("!=", self.group_values, I64(0))
         with builder.if_then(are_given), cgutils.for_range(builder, self.num_groups) as loop:
             for p in range(len(self.panels)):
-                number = builder.add(builder.mul(I64(p), panel_groups), loop.index)
-                place = emit.offset(zero_points, number, emit.lanes)
-                self._add_zero_points(p, loop.index, place)
+                self._add_zero_points(p, loop.index)
 
-    def _add_zero_points(self, p: int, group: ir.Value, place: ir.Value) -> None:
+    def _add_zero_points(self, p: int, group: ir.Value) -> None:
         emit, builder = self.emit, self.emit.builder
-        zeros = builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
-        missing = builder.sitofp(builder.sub(emit.same(MIDDLE_CODE), zeros), emit.f32s)
-        scales = emit.load(emit.offset(self.code(p, group), self.codes_bytes), emit.f32s)
-        factors = builder.fmul(missing, scales)
+        missing = builder.sub(emit.same(MIDDLE_CODE), self._group_values(p, group))
+        factors = builder.fmul(builder.sitofp(missing, emit.f32s), self._scales(p, group))
         for t in range(self.num_tokens):
             of_x = emit.splat(emit.load(self.tail(t, group, VALUE_SUM), F32), emit.lanes)
             before = emit.load(self.sum_place(t, p), emit.f32s)
@@ -209,21 +214,21 @@ class _Tile:
 
 @emits(
     "num_tokens", "weights", "panel_bytes", "x", "steps", "bias", "y", "y_stride", "last_token",
-    "ahead", "is_half", "zero_points", is_half=types.boolean,
+    "ahead", "is_half", "group_values", is_half=types.boolean,
 )  # fmt: skip
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
     For ``num_tokens`` and the number of panels in ``rows.ROW_FORMATS``. x: address of the block
-    made by ``rows.make_blocks``. zero_points: address of those of the first panel, only for 4 bits;
-    0 = 8 everywhere. The other arguments are those of ``tiles.wide_product``.
+    made by ``rows.make_blocks``. group_values: address of those of the first panel; 0 = there are
+    none. The other arguments are those of ``tiles.wide_product``.
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
-    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, zeros = (
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, octets = (
         args
     )
-    num_groups = builder.sdiv(steps, I64(GROUP_SIZE // 2))
+    num_groups = builder.sdiv(steps, I64(integers.format.group_size // 2))
     panels_of = ROW_FORMATS[emit.tag.name].panels_of
     most = max(size * panels for size, panels in panels_of.items())
     kind = ir.ArrayType(emit.f32s, most)
@@ -231,8 +236,8 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
 
     def emit_tile(size: int, *, is_half: bool) -> None:
         panels = [emit.row(weights, panel_bytes, p) for p in range(panels_of[size])]
-        tile = _Tile(integers, size, panels, x, num_groups, sums)
-        tile.begin(zeros, num_groups)
+        tile = _Tile(integers, size, panels, x, num_groups, octets, sums)
+        tile.begin()
         prefetch = _prefetch_ahead(tile, ahead, is_half=is_half)
         with cgutils.for_range(builder, num_groups) as loop:
             tile.add_group(loop.index, prefetch)
@@ -256,7 +261,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
 def _prefetch_ahead(tile: _Tile, ahead: ir.Value, *, is_half: bool) -> Callable[[ir.Value], None]:
     """Prefetch the lines of a tile, or of half of one, from ``ahead`` on: some per iteration."""
     emit = tile.emit
-    turn_bytes = len(tile.panels) * tile.block_bytes // tile.num_turns
+    turn_bytes = len(tile.panels) * tile.format.block_bytes // tile.num_turns
     if is_half:
         turn_bytes //= 2
 

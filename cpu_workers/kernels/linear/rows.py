@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import overload
 
 from ..simd.bfloat16 import WIDE_ROW_BYTES, widen
@@ -18,7 +19,7 @@ from ..simd.emitter import F32, I16, I32, I64, Emitter, bfloat16_values
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import CODED_BITS, GROUP_SIZE, NF4_LARGEST, WIDE_STEPS
+from ..simd.layout import CODED, WIDE_STEPS
 from ..simd.memory import clear_bytes
 
 # Behind the codes of a group, 4 bytes each: initial values of sums (see ``_store_sums``); the
@@ -65,11 +66,11 @@ FLOAT32_ROWS = RowFormat(WIDE_STEPS, WIDE_ROW_BYTES, _PANELS_OF)
 # By name of the format tags' types.
 ROW_FORMATS = {"uint16": FLOAT32_ROWS} | {
     name: RowFormat(
-        GROUP_SIZE // 2,
-        GROUP_SIZE * x_bits // 8 + CODED_TAIL_BYTES,
-        _PANELS_OF_LEVELS if (bits, x_bits) == (4, 16) else _PANELS_OF_CODES,
+        coded.group_size // 2,
+        coded.group_size * coded.x_bits // 8 + CODED_TAIL_BYTES,
+        _PANELS_OF_CODES if coded.levels is None else _PANELS_OF_LEVELS,
     )
-    for name, (bits, x_bits) in CODED_BITS.items()
+    for name, coded in CODED.items()
 }
 
 
@@ -134,11 +135,12 @@ def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
 
 @part
 def make_blocks(
-    tag: Any, x: int, x_stride: int, steps: int, num_tokens: int, rows: int, first: int, last: int
-) -> None:
+    tag: Any, x: int, x_stride: int, order: int, steps: int, num_tokens: int, rows: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
     """Convert blocks [first, last): block by block, chunk by chunk, then token by token.
 
-    Tokens that only pad a block become zeros.
+    Tokens that only pad a block become zeros. ``order``: see ``multiply``.
     """
     _, most, num_most = token_blocks(tag, num_tokens)
     num_before = min(first, num_most)
@@ -150,7 +152,7 @@ def make_blocks(
             num_values = 2 * min(chunk_steps(tag), steps - step)
             for index in range(token, token + size):
                 if index < num_tokens:
-                    _make_chunk(tag, x + index * x_stride + 4 * step, num_values, row)
+                    _make_chunk(tag, x + index * x_stride, order, step, num_values, row)
                 else:
                     clear_bytes(row, chunk_bytes(tag))
                 row += chunk_bytes(tag)
@@ -158,50 +160,71 @@ def make_blocks(
 
 
 def _make_chunk(*arguments: Any) -> None:
-    """One chunk of a row, for a format tag."""
+    """One chunk of a row, from pair ``step`` on, for a format tag."""
 
 
 @overload(_make_chunk)
-def _choose_chunk(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
-    def in_float32(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
-        widen(x, num_values, row, WIDE_ROW_BYTES // 2)
+def _choose_chunk(tag: Any, x: Any, order: Any, step: Any, num_values: Any, row: Any) -> Any:
+    def in_float32(tag: Any, x: Any, order: Any, step: Any, num_values: Any, row: Any) -> Any:
+        widen(x + 4 * step, num_values, row, WIDE_ROW_BYTES // 2)
 
-    def in_codes(tag: Any, x: Any, num_values: Any, row: Any) -> Any:
-        _code(tag, x, row)
+    def in_codes(tag: Any, x: Any, order: Any, step: Any, num_values: Any, row: Any) -> Any:
+        if order:
+            _code_in_order(tag, x, order + 8 * step, row)
+        else:
+            _code(tag, x + 4 * step, row)
 
-    return in_codes if tag.name in CODED_BITS else in_float32
+    return in_codes if tag.name in CODED else in_float32
 
 
 @emits("x", "row")
 def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
-    """The nearest codes of a group of bfloat16 at ``x``, their scale, and initial values of sums.
+    """Code a group of neighbours."""
+    words = ir.VectorType(I16, Integers(emit).format.group_size)
+    _code_group(emit, emit.load(x, words), row)
+
+
+@emits("x", "order", "row")
+def _code_in_order(emit: Emitter, x: ir.Value, order: ir.Value, row: ir.Value) -> None:
+    """Code a group of the inputs that ``order`` names."""
+    builder, size = emit.builder, Integers(emit).format.group_size
+    words = ir.VectorType(I16, size)
+    found = builder.ptrtoint(cgutils.alloca_once(builder, words), I64)
+    with cgutils.for_range(builder, I64(size)) as loop:
+        place = emit.load(emit.offset(order, loop.index, 4), I32)
+        value = emit.load(emit.offset(x, builder.zext(place, I64), 2), I16)
+        emit.store(value, emit.offset(found, loop.index, 2))
+    _code_group(emit, emit.load(found, words), row)
+
+
+def _code_group(emit: Emitter, halves: ir.Value, row: ir.Value) -> None:
+    """The nearest codes of a group of bfloat16, their scale, and initial values of sums.
 
     The largest magnitude gets the largest code; a group of zeros has scale 0. If a value is NaN or
     infinite the scale is NaN, so that no product of the group is a number.
     """
-    builder, bits, has_levels = emit.builder, Integers(emit).x_bits, Integers(emit).has_levels
-    words = ir.VectorType(I16, GROUP_SIZE)
-    halves = emit.load(x, words)
-    magnitudes = builder.and_(halves, ir.Constant(words, [0x7FFF] * GROUP_SIZE))
-    largest = emit.call(f"llvm.vector.reduce.umax.v{GROUP_SIZE}i16", I16, [magnitudes])
+    builder, coded = emit.builder, Integers(emit).format
+    bits, size = coded.x_bits, coded.group_size
+    magnitudes = builder.and_(halves, ir.Constant(halves.type, [0x7FFF] * size))
+    largest = emit.call(f"llvm.vector.reduce.umax.v{size}i16", I16, [magnitudes])
     inverse = builder.fdiv(F32(_LARGEST[bits]), bfloat16_values(builder, largest))
     is_small = builder.fcmp_ordered("<", inverse, F32(_LARGEST_INVERSE))
     inverse = builder.select(is_small, inverse, F32(_LARGEST_INVERSE))
-    scale = builder.fdiv(F32(1.0 / NF4_LARGEST if has_levels else 1.0), inverse)
+    scale = builder.fdiv(F32(1.0 / coded.levels.unit if coded.levels else 1.0), inverse)
     is_zero = builder.icmp_unsigned("==", largest, I16(0))
     is_finite = builder.icmp_unsigned("<", largest, I16(_INFINITY))
     scale = builder.select(is_zero, F32(0.0), scale)
     scale = builder.select(is_finite, scale, F32(float("nan")))
 
-    values = builder.fmul(bfloat16_values(builder, halves), emit.splat(inverse, GROUP_SIZE))
-    rounder = ir.Constant(values.type, [_TO_INTEGER] * GROUP_SIZE)
-    integers = builder.bitcast(builder.fadd(values, rounder), ir.VectorType(I32, GROUP_SIZE))
+    values = builder.fmul(bfloat16_values(builder, halves), emit.splat(inverse, size))
+    rounder = ir.Constant(values.type, [_TO_INTEGER] * size)
+    integers = builder.bitcast(builder.fadd(values, rounder), ir.VectorType(I32, size))
     code = I16 if bits == 16 else I8
-    emit.store(builder.trunc(integers, ir.VectorType(code, GROUP_SIZE)), row)
-    tail = emit.offset(row, GROUP_SIZE * (code.width // 8))
+    emit.store(builder.trunc(integers, ir.VectorType(code, size)), row)
+    tail = emit.offset(row, size * (code.width // 8))
     emit.store(scale, emit.offset(tail, SCALE))
     if bits == 8:
-        _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, GROUP_SIZE)), scale, tail)
+        _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, size)), scale, tail)
 
 
 def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value) -> None:
@@ -212,10 +235,11 @@ def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value)
     may wrap around meanwhile, but their final value is at most 8 * 127 * 32 and fits.
     """
     builder, integers = emit.builder, Integers(emit)
-    codes = builder.sext(codes, ir.VectorType(I16, GROUP_SIZE))
+    size = codes.type.count
+    codes = builder.sext(codes, ir.VectorType(I16, size))
     sums = []
     for first in (0, 2):
-        lanes = [lane for lane in range(GROUP_SIZE) if lane % 4 - lane % 2 == first]
+        lanes = [lane for lane in range(size) if lane % 4 - lane % 2 == first]
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
         some = builder.shuffle_vector(codes, ir.Constant(codes.type, ir.Undefined), mask)
         sums.append(emit.call(f"llvm.vector.reduce.add.v{len(lanes)}i16", I16, [some]))

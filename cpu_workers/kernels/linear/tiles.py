@@ -12,16 +12,13 @@ from numba import types
 
 from ..simd.bfloat16 import WIDE_ROW_BYTES
 from ..simd.emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
-from ..simd.integers import Integers
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
 from ..simd.layout import (
-    CODED_BITS,
+    CODED,
     COLUMNS_PER_GROUP,
-    GROUP_SIZE,
     LINEAR_STEPS_UNROLLED,
     WIDE_STEPS,
-    quantized_block_bytes,
 )
 from ..simd.products import Product, choose
 from .rows import FLOAT32_ROWS
@@ -46,10 +43,11 @@ def panel_columns(emit: Emitter) -> ir.Value:
 def panel_bytes(emit: Emitter, steps: ir.Value) -> ir.Value:
     """Bytes of a panel of weights."""
     columns = _panel_columns(emit)
-    if emit.tag.name not in CODED_BITS:
+    coded = CODED.get(emit.tag.name)
+    if coded is None:
         return emit.builder.mul(steps, I64(columns * _PAIR_BYTES))
-    num_groups = emit.builder.sdiv(steps, I64(GROUP_SIZE // 2))
-    return emit.builder.mul(num_groups, I64(quantized_block_bytes(Integers(emit).bits)))
+    num_groups = emit.builder.sdiv(steps, I64(coded.group_size // 2))
+    return emit.builder.mul(num_groups, I64(coded.block_bytes))
 
 
 def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> Any:

@@ -13,7 +13,7 @@ from .emitter import BF16X32, F32, I32, I64, Emitter
 from .integers import Integers
 from .intrinsics import emits
 from .isa import has_matrix_registers, is_forced, process_isa
-from .layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES, CODED_BITS
+from .layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES, CODED
 
 NUM_SUMS = 12  # fit 16 registers, and hide a latency of 5 cycles at two products a cycle
 _UNROLLED = 4
@@ -57,8 +57,8 @@ def describe() -> str:
 def products_per_loop(tag: np.generic) -> int:
     """Products, each with its sum, of one loop of ``spin``."""
     neighbours = 2 if tag.dtype == BFLOAT16_DOT.dtype else 1
-    if tag.dtype.name in CODED_BITS:
-        neighbours = 32 // CODED_BITS[tag.dtype.name][1]
+    if tag.dtype.name in CODED:
+        neighbours = 32 // CODED[tag.dtype.name].x_bits
     return neighbours * process_isa().lanes * NUM_SUMS * _UNROLLED
 
 
@@ -76,7 +76,7 @@ def products_per_s(tag: np.generic) -> float:
 @emits("loops", result=types.float32)
 def _multiply_in_registers(emit: Emitter, loops: ir.Value) -> ir.Value:
     """Repeated products of as many sums as registers hold; returns one of the sums."""
-    is_integer = emit.tag.name in CODED_BITS
+    is_integer = emit.tag.name in CODED
     integers = Integers(emit) if is_integer else None
     emit = emit.of_registers()
     factor = _ones(emit)

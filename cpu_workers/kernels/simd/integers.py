@@ -1,6 +1,6 @@
 """Products of small integers: codes of quantised weights times codes of x, one register at a time.
 
-Where x has 16 bits (``INT8``, ``NF4``), a product adds two neighbours to a sum of 32 bits. Where it
+Where x has 16 bits (``INT8``, levels), a product adds two neighbours to a sum of 32 bits. Where it
 has 8 (``INT4``, ``W8A8``), an instruction that multiplies and adds (``isa.has_integer_dot``) adds
 four neighbours to a sum of 32 bits. Without it there is no ``W8A8``, and ``INT4`` adds pairs to
 sums of 16 bits. These may wrap around, but the final sums of a group do not: see
@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from .emitter import I16, I32, I64, Emitter
 from .isa import has_integer_dot, process_isa
-from .layout import CODED_BITS, MIDDLE_BYTE, MIDDLE_CODE, NF4_LARGEST, NF4_LEVELS, NF4_ZERO
+from .layout import CODED, MIDDLE_BYTE, MIDDLE_CODE
 
 I8 = ir.IntType(8)
 
@@ -22,16 +22,15 @@ I8 = ir.IntType(8)
 _PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 _QUADS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _DOT_BITS = {8: 256, 16: 512}
-_LEVELS = [round(float(NF4_LEVELS[code ^ NF4_ZERO]) * NF4_LARGEST) for code in range(16)]
 
 
 class Integers:
-    """Products for a format tag of ``layout.CODED_BITS``, in the processor's registers."""
+    """Products for a format tag of ``layout.CODED``, in the processor's registers."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit.of_registers()
-        self.bits, self.x_bits = CODED_BITS[emit.tag.name]
-        self.has_levels = self.bits == 4 and self.x_bits == 16
+        self.format = CODED[emit.tag.name]
+        self.bits, self.x_bits = self.format.bits, self.format.x_bits
         self.lanes = process_isa().lanes
         self.has_dot = has_integer_dot()
         self.middle = MIDDLE_CODE if self.bits == 4 else MIDDLE_BYTE  # of codes, where x has 8 bits
@@ -64,27 +63,35 @@ class Integers:
         emit, builder = self.emit, self.emit.builder
         shift = builder.trunc(builder.shl(builder.and_(step, I64(3)), I64(2)), I32)
         words = builder.lshr(emit.load(address, emit.i32s), emit.splat(shift, self.lanes))
+        levels = self._levels
         if self.lanes == 16:  # reads the lower 5 bits of each half
-            table = ir.Constant(self._i16s, _LEVELS * 2)
+            table = ir.Constant(self._i16s, levels * 2)
             places = builder.bitcast(words, self._i16s)
             name = "llvm.x86.avx512.permvar.hi.512"
             return emit.call(name, self._i16s, [table, places])
         places = builder.and_(words, emit.same(0x000F000F))
         if self.lanes == 8:
-            return self._levels_of_bytes(places)
+            return self._levels_of_bytes(levels, places)
         places = builder.bitcast(places, self._i16s)
-        found = ir.Constant(self._i16s, [_LEVELS[0]] * self._i16s.count)
-        for pair in enumerate(_LEVELS):
+        found = ir.Constant(self._i16s, [levels[0]] * self._i16s.count)
+        for pair in enumerate(levels):
             code, level = (ir.Constant(self._i16s, [one] * self._i16s.count) for one in pair)
             found = builder.select(builder.icmp_unsigned("==", places, code), level, found)
         return found
 
-    def _levels_of_bytes(self, places: ir.Value) -> ir.Value:
+    @property
+    def _levels(self) -> list[int]:
+        """By the codes of the layout."""
+        levels = self.format.levels
+        assert levels is not None
+        return [round(float(levels.values[code ^ levels.zero]) * levels.unit) for code in range(16)]
+
+    def _levels_of_bytes(self, levels: list[int], places: ir.Value) -> ir.Value:
         """Lower and upper bytes of levels, each beside zeros: place 0 has the level 0."""
         emit, builder = self.emit, self.emit.builder
         halves = []
         for part in range(2):
-            octets = [level.to_bytes(2, "little", signed=True)[part] for level in _LEVELS]
+            octets = [level.to_bytes(2, "little", signed=True)[part] for level in levels]
             table = ir.Constant(self._i8s, octets * (self._i8s.count // len(octets)))
             index = builder.shl(places, emit.same(8 * part))
             operands = [table, builder.bitcast(index, self._i8s)]

@@ -19,20 +19,23 @@ Otherwise a panel has as many columns as a vector register holds in float32, and
 becomes [2, 4 columns]: with even and odd values apart, one instruction converts them to float32
 while loading.
 
-The same weights in 8 or 4 bits, ``in`` in groups of 64, padded to 64 columns, one panel for each
-vector register's worth of float32:
+The same weights in 8 or 4 bits, ``in`` in groups of 64 or 32, padded to 64 columns, one panel for
+each vector register's worth of float32:
 
-  W [out, in] -> [out / lanes, in / 64, block], a block of bytes: codes, then scales;
-  codes of ``INT8`` [32, lanes, 2]; of ``W8A8`` [16, lanes, 4], plus 128; of ``INT4`` [8, lanes, 4],
-  with the first four values of eight in the low halves, and the others in the high halves; scales
-  float32 [lanes]
+  W [out, in] -> [out / lanes, in / group, block], a block of bytes: codes, then scales;
+  codes of ``INT8`` [group / 2, lanes, 2]; of ``W8A8`` [group / 4, lanes, 4], plus 128; of ``INT4``
+  [group / 8, lanes, 4], with the first four values of eight in the low halves, and the others in
+  the high halves; scales float32 [lanes]
 
-Zero points of 4 bits, if they are not 8 everywhere, are uint8 [out / lanes, in / 64, lanes].
+The values of groups are uint8 [out / lanes, in / group, lanes]: zero points of 4 bits, if they are
+not 8 everywhere, or the exponents of ``MXFP4``, whose blocks have no scales.
 
-Codes of ``NF4`` name levels. [8, lanes, 4] are words of eight codes: the even ones in the low half,
-the odd ones in the high half, so that a shift aligns each pair. Codes are stored with the bits of
-``NF4_ZERO`` flipped, so that 0 names the level 0.
+Codes of ``NF4`` and ``MXFP4`` name levels. [group / 8, lanes, 4] are words of eight codes: the even
+ones in the low half, the odd ones in the high half, so that a shift aligns each pair. Codes are
+stored with the bits of ``Levels.zero`` flipped, so that 0 names the level 0.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,8 +49,11 @@ LINEAR_STEPS_UNROLLED = 4  # of 2 values each: the padding of ``in`` of a base w
 STEPS_PER_TILE = 16  # of 2 values each: the same for ``BFLOAT16_TILES``
 GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
+SMALL_GROUP_SIZE = 32  # the same in formats of other projects
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
 MIDDLE_BYTE = 128  # what bytes of ``W8A8`` count from
+EXPONENT_SHIFT = 23  # of an exponent in float32
+SMALLEST_POWER = 0x00400000  # the bits of 2**-127, a subnormal number, whose exponent is 0
 
 # Rows of x converted to float32 (``tiles.widen``) are cut into chunks of this many pairs of values,
 # even ones before odd ones; chunks of a block of rows are adjacent.
@@ -62,25 +68,78 @@ INT8 = np.int8(0)  # base weights of 8 bits, any machine; x and y are bfloat16
 INT4 = np.uint8(0)  # of 4 bits
 W8A8 = np.uint32(0)  # of 8 bits where ``isa.has_integer_dot``: twice the arithmetic of ``INT8``
 NF4 = np.uint64(0)  # of 4 bits that name ``NF4_LEVELS``
+INT8_SMALL = np.int64(0)  # of 8 bits in groups of 32
+INT4_SMALL = np.float64(0)  # of 4 bits in groups of 32
+MXFP4 = np.bool_(0)  # of 4 bits in groups of 32 that name ``MXFP4_LEVELS``
 
-# Of quantised weights, by name of their tag's type: bits of their codes, and of those of x.
-CODED_BITS = {"int8": (8, 16), "uint8": (4, 8), "uint32": (8, 8), "uint64": (4, 16)}
 
-# The levels of nf4: quantiles of a normal distribution.
-NF4_LEVELS = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-        0.7229568362236023, 1.0,
-    ],
-    np.float32,
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Numbers that codes of 4 bits name.
+
+    values: float32 [16], by code. unit: the kernel's levels are integers, values times this.
+    zero: a code of the value 0.
+    """
+
+    values: np.ndarray
+    unit: int
+    zero: int
+
+
+# Quantiles of a normal distribution. Sums of a group fit 32 bits up to a unit of 1024; with 914 all
+# levels are within 0.00035 of their values, a third of bfloat16's rounding.
+NF4_LEVELS = Levels(
+    np.array(
+        [
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+            -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+            0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        ],
+        np.float32,
+    ),
+    unit=914, zero=7,
 )  # fmt: skip
-NF4_ZERO = 7  # the place of zero
-# The kernel's levels are integers, of which the largest is this. Sums of a group fit 32 bits up to
-# 1024; at 914 all levels are within 0.00035 of their values, a third of bfloat16's rounding.
-NF4_LARGEST = 914
-_NF4_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the order of eight codes, packed like those of ``INT4``
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Floats of 4 bits, the sign first; exact in the kernel.
+MXFP4_LEVELS = Levels(np.array([*_E2M1, *(-one for one in _E2M1)], np.float32), unit=2, zero=0)
+_LEVEL_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the order of eight codes, packed like those of ``INT4``
+
+
+@dataclass(frozen=True)
+class CodedFormat:
+    """Weights of a tag: bits of their codes and of those of x, and the size of groups.
+
+    has_exponents: scales are powers of two, of which only exponents are stored.
+    """
+
+    bits: int
+    x_bits: int
+    group_size: int = GROUP_SIZE
+    levels: Levels | None = None
+    has_exponents: bool = False
+
+    @property
+    def codes_bytes(self) -> int:
+        """Bytes of the codes of a group of a panel."""
+        return quantized_panel_columns() * self.group_size * self.bits // 8
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of these codes, and of the scales behind them."""
+        return self.codes_bytes + (0 if self.has_exponents else 4 * quantized_panel_columns())
+
+
+# Of quantised weights, by name of their tag's type.
+CODED = {
+    INT8.dtype.name: CodedFormat(8, 16),
+    INT4.dtype.name: CodedFormat(4, 8),
+    W8A8.dtype.name: CodedFormat(8, 8),
+    NF4.dtype.name: CodedFormat(4, 16, levels=NF4_LEVELS),
+    INT8_SMALL.dtype.name: CodedFormat(8, 16, SMALL_GROUP_SIZE),
+    INT4_SMALL.dtype.name: CodedFormat(4, 8, SMALL_GROUP_SIZE),
+    MXFP4.dtype.name: CodedFormat(4, 16, SMALL_GROUP_SIZE, MXFP4_LEVELS, has_exponents=True),
+}
 
 
 def padded_features(in_features: int, out_features: int, itemsize: int) -> tuple[int, int]:
@@ -208,17 +267,12 @@ def quantized_panel_columns() -> int:
     return process_isa().lanes
 
 
-def quantized_block_bytes(bits: int) -> int:
-    """Bytes of codes and scales of one group of a panel of weights of 8 or 4 bits."""
-    return quantized_panel_columns() * (GROUP_SIZE * bits // 8 + 4)
-
-
 def quantized_shape(out_features: int, in_features: int, tag: np.generic) -> tuple[int, int, int]:
     """The shape of the blocks of ``pack_quantized`` for W [out, in]."""
-    bits, _ = CODED_BITS[tag.dtype.name]
+    coded = CODED[tag.dtype.name]
     _, padded_out = padded_linear_features(in_features, out_features)
     num_panels = padded_out // quantized_panel_columns()
-    return num_panels, in_features // GROUP_SIZE, quantized_block_bytes(bits)
+    return num_panels, in_features // coded.group_size, coded.block_bytes
 
 
 def pack_quantized(
@@ -226,17 +280,17 @@ def pack_quantized(
 ) -> None:
     """Lay out W for ``linear.multiply`` with ``tag``.
 
-    codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / 64].
-    blocks: zeros, uint8, of ``quantized_shape``.
+    codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / group],
+    which are left out where the format has exponents. blocks: zeros, uint8, of ``quantized_shape``.
     """
-    groups = blocks.shape[1]
-    if tag.dtype == INT8.dtype:
+    groups, coded = blocks.shape[1], CODED[tag.dtype.name]
+    if (coded.bits, coded.x_bits) == (8, 16):
         units = np.ascontiguousarray(codes).view(np.uint16)
     elif tag.dtype == W8A8.dtype:
         units = (np.ascontiguousarray(codes).view(np.uint8) ^ MIDDLE_BYTE).view(np.uint32)
     else:
-        if tag.dtype == NF4.dtype:
-            codes = codes.reshape(len(codes), -1, 8)[..., _NF4_PLACES] ^ NF4_ZERO
+        if coded.levels is not None:
+            codes = codes.reshape(len(codes), -1, 8)[..., _LEVEL_PLACES] ^ coded.levels.zero
         eights = codes.reshape(len(codes), -1, 2, 4)
         halves = eights[:, :, 0] | eights[:, :, 1] << 4
         units = halves.reshape(len(codes), -1).view(np.uint32)
@@ -245,6 +299,8 @@ def pack_quantized(
     for panel in range(-(-len(codes) // lanes)):
         rows = units[panel * lanes : (panel + 1) * lanes].reshape(-1, groups, targets.shape[2])
         targets[panel, :, :, : len(rows)] = rows.transpose(1, 2, 0)
+        if coded.has_exponents:
+            continue
         rows = scales[panel * lanes : (panel + 1) * lanes]
         scale_targets[panel, :, : len(rows)] = rows.T
 
@@ -252,21 +308,24 @@ def pack_quantized(
 def unpack_quantized(
     blocks: np.ndarray, out_features: int, tag: np.generic
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The original codes and scales of ``pack_quantized``: copies."""
-    groups = blocks.shape[1]
+    """The original codes and scales of ``pack_quantized``: copies.
+
+    Where the format has exponents there are no scales: [out, 0].
+    """
+    groups, coded = blocks.shape[1], CODED[tag.dtype.name]
     units, scales = _quantized_parts(blocks, tag)
     rows = np.ascontiguousarray(units.transpose(0, 3, 1, 2)).reshape(-1, groups * units.shape[2])
-    if tag.dtype == INT8.dtype:
+    if (coded.bits, coded.x_bits) == (8, 16):
         codes = rows.view(np.int8)
     elif tag.dtype == W8A8.dtype:
         codes = (rows.view(np.uint8) ^ MIDDLE_BYTE).view(np.int8)
     else:
         halves = rows.view(np.uint8).reshape(len(rows), -1, 1, 4)
         codes = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(len(rows), -1)
-        if tag.dtype == NF4.dtype:
-            back = np.argsort(_NF4_PLACES)
-            codes = (codes.reshape(len(rows), -1, 8)[..., back] ^ NF4_ZERO).reshape(codes.shape)
-    scales = scales.transpose(0, 2, 1).reshape(-1, groups)
+        if coded.levels is not None:
+            eights = codes.reshape(len(rows), -1, 8)[..., np.argsort(_LEVEL_PLACES)]
+            codes = (eights ^ coded.levels.zero).reshape(codes.shape)
+    scales = scales.transpose(0, 2, 1).reshape(len(rows), -1)
     return codes[:out_features], np.ascontiguousarray(scales[:out_features])
 
 
@@ -274,25 +333,37 @@ def _quantized_parts(blocks: np.ndarray, tag: np.generic) -> tuple[np.ndarray, n
     """Views: units of codes [panels, groups, units, lanes] of 2 or 4 bytes; scales of 4."""
     panels, groups, _ = blocks.shape
     lanes = quantized_panel_columns()
-    bits, _ = CODED_BITS[tag.dtype.name]
-    split = lanes * GROUP_SIZE * bits // 8
-    unit = np.uint16 if tag.dtype == INT8.dtype else np.uint32
+    coded = CODED[tag.dtype.name]
+    split = coded.codes_bytes
+    unit = np.uint16 if (coded.bits, coded.x_bits) == (8, 16) else np.uint32
     units = blocks[..., :split].view(unit).reshape(panels, groups, -1, lanes)
     scales = blocks[..., split:].view(np.float32)
     assert np.shares_memory(units, blocks)
     return units, scales
 
 
-def pack_zero_points(zero_points: np.ndarray) -> np.ndarray:
-    """Lay out zero points, uint8 [out, in / 64], in the order of ``pack_quantized``."""
-    out_features, groups = zero_points.shape
-    _, padded_out = padded_linear_features(GROUP_SIZE * groups, out_features)
-    padded = _padded(zero_points, padded_out, groups)
+def pack_group_values(values: np.ndarray) -> np.ndarray:
+    """Lay out a byte of each group, uint8 [out, groups], in the order of ``pack_quantized``."""
+    out_features, groups = values.shape
+    _, padded_out = padded_linear_features(0, out_features)
+    padded = _padded(values, padded_out, groups)
     lanes = quantized_panel_columns()
     return np.ascontiguousarray(padded.reshape(-1, lanes, groups).transpose(0, 2, 1))
 
 
-def unpack_zero_points(packed: np.ndarray, out_features: int) -> np.ndarray:
-    """Zero points [out, in / 64]: a copy."""
+def unpack_group_values(packed: np.ndarray, out_features: int) -> np.ndarray:
+    """The values of groups [out, groups]: a copy."""
     groups = packed.shape[1]
     return np.ascontiguousarray(packed.transpose(0, 2, 1)).reshape(-1, groups)[:out_features]
+
+
+def powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """The float32 of exponents, uint8, that count from -127; 255 is none of them."""
+    bits = exponents.astype(np.uint32) << EXPONENT_SHIFT
+    powers: np.ndarray = np.maximum(bits, SMALLEST_POWER).view(np.float32)
+    return powers
+
+
+def exponents_of(powers: np.ndarray) -> np.ndarray:
+    """The exponents of ``powers_of_two``."""
+    return (powers.view(np.uint32) >> EXPONENT_SHIFT).astype(np.uint8)

@@ -1,12 +1,13 @@
 """Products with quantised weights, against the dequantised ones in float64."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from corun.cpu_workers.kernels.simd.isa import has_integer_dot
-from corun.cpu_workers.kernels.simd.layout import INT4, NF4_LARGEST, NF4_LEVELS
+from corun.cpu_workers.kernels.simd.layout import INT4, MXFP4_LEVELS, NF4_LEVELS, Levels
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.forward.launcher import launching
@@ -25,6 +26,9 @@ KINDS = [
     ("int4", False),
     ("int4", True),
     ("nf4", False),
+    ("int8/32", False),
+    ("int4/32", True),
+    ("mxfp4", False),
     pytest.param(
         "w8a8",
         False,
@@ -32,8 +36,12 @@ KINDS = [
     ),
 ]
 # The error of products over that of the weights alone, with outliers in x.
-MAX_OVER_WEIGHTS = {"int8": 1.1, "int4": 1.05, "w8a8": 2.2, "nf4": 1.01}
-BITS = {"int8": 8, "int4": 4, "w8a8": 8, "nf4": 4}
+MAX_OVER_WEIGHTS = {
+    "int8": 1.1, "int4": 1.05, "w8a8": 2.2, "nf4": 1.01,
+    "int8/32": 1.1, "int4/32": 1.05, "mxfp4": 1.01,
+}  # fmt: skip
+LEVELS: dict[str, Levels] = {"nf4": NF4_LEVELS, "mxfp4": MXFP4_LEVELS}
+X_BITS_8 = ("int4", "int4/32", "w8a8")
 each_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS)
 
 
@@ -42,33 +50,63 @@ def make_weight(shape: tuple[int, int], kind: str, has_zeros: bool) -> Quantized
     weight = 0.02 * torch.randn(shape, generator=generator)
     weight[0, :GROUP] = 0
     quantized = coded_weight(weight, kind)
+    if kind == "mxfp4":  # also the smallest
+        quantized.scales[0, 0] = 2.0**-127
     if not has_zeros:
         return quantized
     zeros = np.random.default_rng(0).integers(0, 16, quantized.scales.shape).astype(np.uint8)
-    return QuantizedWeight(BITS[kind], quantized.codes, quantized.scales, zeros)
+    return replace(quantized, zero_points=zeros)
+
+
+def group_size(kind: str) -> int:
+    return 32 if kind.endswith("/32") or kind == "mxfp4" else GROUP
 
 
 def coded_weight(weight: torch.Tensor, kind: str) -> QuantizedWeight:
     """The nearest codes."""
-    if kind != "nf4":
-        return quantize(weight, BITS[kind])
-    groups = weight.unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(-1)
-    levels = torch.from_numpy(NF4_LEVELS)
-    parts = (groups / scales.clamp(min=1e-9)[..., None]).contiguous()
-    codes = torch.bucketize(parts, (levels[1:] + levels[:-1]) / 2).byte()
-    return QuantizedWeight(4, codes.flatten(1).numpy(), scales.numpy(), has_levels=True)
+    bits = 8 if kind in ("int8", "w8a8", "int8/32") else 4
+    if kind.endswith("/32"):  # every group with itself again, as one of 64
+        groups = weight.unflatten(1, (-1, 32))
+        twice = quantize(groups.repeat(1, 1, 2).flatten(1), bits)
+        first = twice.codes.reshape(len(weight), -1, GROUP)[..., :32].reshape(weight.shape)
+        return QuantizedWeight(bits, first, twice.scales)
+    if kind not in LEVELS:
+        return quantize(weight, bits)
+    groups = weight.unflatten(1, (-1, group_size(kind)))
+    scales = groups.abs().amax(-1).clamp(min=1e-9)
+    if kind == "mxfp4":
+        scales = (scales.log2().floor() - 2).exp2()
+    levels, order = torch.from_numpy(LEVELS[kind].values).sort()
+    parts = (groups / scales[..., None]).contiguous()
+    codes = order[torch.bucketize(parts, (levels[1:] + levels[:-1]) / 2)].byte()
+    return QuantizedWeight(4, codes.flatten(1).numpy(), scales.numpy(), levels=LEVELS[kind])
 
 
 def in_kernel(weight: QuantizedWeight) -> torch.Tensor:
     """The matrix with the kernel's levels, which are integers: float64."""
-    dense = torch.from_numpy(weight.dequantized()).double()
-    if not weight.has_levels:
-        return dense
-    levels = np.round(NF4_LEVELS.astype(np.float64) * NF4_LARGEST) / NF4_LARGEST
-    assert np.abs(levels - NF4_LEVELS).max() < 0.00036
-    scales = np.repeat(weight.scales.astype(np.float64), GROUP, axis=1)
-    return torch.from_numpy(levels[weight.codes] * scales)
+    if weight.levels is None:
+        return torch.from_numpy(weight.dequantized()).double()
+    unit, values = weight.levels.unit, weight.levels.values.astype(np.float64)
+    levels = Levels(np.round(values * unit) / unit, unit, weight.levels.zero)
+    assert np.abs(levels.values - values).max() < 0.00036
+    return torch.from_numpy(replace(weight, levels=levels).dequantized())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4/32", "mxfp4"])
+def test_inputs_in_any_order(kind: str) -> None:
+    """Equal to the bit to products with x in that order."""
+    weight = make_weight((70, 192), kind, kind == "int4/32")
+    order = np.random.default_rng(0).permutation(192).astype(np.int32)
+    ordered = QuantizedLinear(packed(replace(weight, order=order), kind), None)
+    plain = QuantizedLinear(packed(weight, kind), None)
+    assert torch.equal(ordered.weight[:, torch.from_numpy(order)], plain.weight)
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(600, 200, generator=generator).bfloat16()
+    for tokens in (1, 2, 7, 130, 600):  # few: each thread makes rows of x for itself
+        x = wide[:tokens, 3:195]
+        assert torch.equal(ordered(x), plain(x[:, torch.from_numpy(order).long()].contiguous()))
+    x[0, 5] = float("nan")
+    assert bool(ordered(x)[0].isnan().all())
 
 
 def packed(weight: QuantizedWeight, kind: str) -> PackedWeight:
@@ -81,8 +119,8 @@ def make_linear(shape: tuple[int, int], kind: str, has_zeros: bool) -> Quantized
 
 def coded(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The kernel's rounded x: float64."""
-    groups = x.double().unflatten(-1, (-1, GROUP))
-    steps = groups.abs().amax(dim=-1, keepdim=True) / (32767 if kind in ("int8", "nf4") else 127)
+    groups = x.double().unflatten(-1, (-1, group_size(kind)))
+    steps = groups.abs().amax(dim=-1, keepdim=True) / (127 if kind in X_BITS_8 else 32767)
     codes = (groups / torch.where(steps == 0, 1, steps)).round()
     values: torch.Tensor = (codes * steps).reshape(x.shape)
     return values
@@ -107,7 +145,7 @@ def test_products_of_any_shape(
         assert y.dtype == torch.bfloat16 and y.is_contiguous()
         truth = coded(x, kind) @ in_kernel(weight).t() + bias.double()
         # A value of x that lies between two codes may be rounded to the other one.
-        step = float(x.abs().max()) / 127 if tokens and kind not in ("int8", "nf4") else 0
+        step = float(x.abs().max()) / 127 if tokens and kind in X_BITS_8 else 0
         atol = 1e-4 + 2 * step * float(truth_weight.abs().max())
         torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=atol)
     assert torch.equal(backend.weight, truth_weight.bfloat16())
@@ -120,10 +158,10 @@ def test_the_error_is_that_of_the_weights(kind: str, has_zeros: bool) -> None:
     weight = 0.02 * torch.randn(256, 512, generator=generator)
     quantized = coded_weight(weight, kind)
     if has_zeros:  # the same matrix, counted from elsewhere where no code is at its end
-        groups = quantized.codes.reshape(256, -1, GROUP)
+        groups = quantized.codes.reshape(256, -1, group_size(kind))
         shift = (groups.max(axis=-1) < 15).astype(np.uint8)
         codes = (groups + shift[..., None]).reshape(256, 512)
-        quantized = QuantizedWeight(4, codes, quantized.scales, shift + np.uint8(8))
+        quantized = replace(quantized, codes=codes, zero_points=shift + np.uint8(8))
     sizes = torch.exp(torch.randn(512, generator=generator))
     x = (torch.randn(96, 512, generator=generator) * sizes).bfloat16()
     x[:, 7] *= 100
@@ -207,6 +245,23 @@ def test_together_is_what_each_computes_alone(tokens: int, kind: str, has_zeros:
         assert torch.equal(group.product(member, x), backend(x))
 
 
+@pytest.mark.parametrize("seeds", [(1, 1, 1), (1, 2, 1), (1, None, 1)])
+def test_a_group_may_have_several_orders(seeds: tuple[int | None, ...]) -> None:
+    backends = []
+    for width, seed in zip((70, 16, 64), seeds, strict=True):
+        weight = make_weight((width, 128), "int4", False)
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(128).astype(np.int32)
+            weight = replace(weight, order=order)
+        backends.append(QuantizedLinear(PackedWeight.of(weight), None))
+    group = InputGroup(StepContext(), "qkv")
+    for backend in backends:
+        group.join(backend, None)
+    x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for member, backend in enumerate(backends):
+        assert torch.equal(group.product(member, x), backend(x))
+
+
 @each_kind
 def test_a_replay_computes_the_same(kind: str, has_zeros: bool) -> None:
     backend = make_linear((64, 128), kind, has_zeros)
@@ -240,9 +295,9 @@ def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
 
 def test_what_was_kept_may_be_read_only(tmp_path: Path) -> None:
     packed = PackedWeight.of(make_weight((128, 192), "int4", True))
-    assert packed.zero_points is not None
+    assert packed.group_values is not None
     arrays = []
-    for name, array in (("blocks", packed.blocks), ("zeros", packed.zero_points)):
+    for name, array in (("blocks", packed.blocks), ("zeros", packed.group_values)):
         np.save(tmp_path / f"{name}.npy", array)
         arrays.append(np.load(tmp_path / f"{name}.npy", mmap_mode="r"))
     kept = PackedWeight(INT4, 128, 192, *arrays)

@@ -216,4 +216,4 @@ def test_scales_that_are_not_finite_are_refused(part: str, tmp_path: Path) -> No
     ):
         found.read(NAME)
     with pytest.raises(ModelError, match=r"layer\.weight cannot be read: .*not finite"):
-        found.levels[NAME].as_stored()
+        found.coded[NAME].as_stored()

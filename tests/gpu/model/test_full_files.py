@@ -2,19 +2,19 @@
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from corun.gpu.linear.quantized_linear import PackedWeight
+from corun.gpu.model.base_weights import StoredBaseWeights
 from corun.gpu.model.full_files import FullFiles
 from corun.gpu.model.quantization import open_files
 from corun.gpu.model.source import ModelSource
-from corun.gpu.model.stored_integers import read_stored
 from corun.gpu.model.stored_quantization import read_stored_quantization
-from corun.gpu.model.weight_files import WeightFiles
+from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import ModelError
 from safetensors.torch import save_file
 from support.four_bit import four_bit_config, quantize_in_four_bits
@@ -22,7 +22,9 @@ from support.four_bit import four_bit_config, quantize_in_four_bits
 Tensors = dict[str, torch.Tensor]
 NAME = "layer.weight"
 # Made and dequantised on a CPU by bitsandbytes 0.50.2, compressed-tensors 0.20.0, and (fp8,
-# mxfp4) transformers 5.23.0. Those of bitsandbytes in 4 bits are in test_four_bit.
+# mxfp4 of experts) transformers 5.23.0. Those of bitsandbytes in 4 bits are in test_four_bit.
+# Those whose codes the kernels compute with, by the beginnings of their names.
+AS_STORED = ("int-quantized, 8 bits by channel, bfloat16", "pack-quantized, 4 bits", "mxfp4-pack")
 RECORDED = json.loads((Path(__file__).parents[2] / "support/recorded_quantized.json").read_text())
 
 
@@ -44,16 +46,35 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     matrix, source = tensor(case["matrix"]), ModelSource(str(tmp_path))
     stored = read_stored_quantization(SimpleNamespace(quantization_config=case["config"]))
     assert stored is not None
-    if not stored.in_full:
-        out_features, in_features = matrix.shape
-        weight = read_stored(WeightFiles(source), "layer", (out_features, in_features), stored)
-        assert same_bits(torch.from_numpy(weight.dequantized()).to(matrix.dtype), matrix)
-    found = open_files(source, replace(stored, in_full=True))
+    found = open_files(source, stored)
+    assert isinstance(found, FullFiles)
+    assert bool(found.coded) == name.startswith(AS_STORED)
+    for coded in found.coded.values():
+        dense = torch.from_numpy(coded.as_stored().dequantized()).to(matrix.dtype)
+        assert same_bits(dense, matrix)
     assert set(found.names) == {NAME} and found.shape(NAME) == tuple(matrix.shape)
     assert same_bits(found.read(NAME), matrix)
     assert same_bits(found.read(NAME, slice(1, 3)), matrix[1:3])
     with found.lazily(found.names) as lazy:
         assert same_bits(lazy[NAME][...], matrix)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8, one scale", "pack-quantized, 4 bits by group of 32, float16"]
+)
+def test_copies_of_weights_are_compared_with_dequantised_ones(name: str, tmp_path: Path) -> None:
+    case = RECORDED[name]
+    config = {"model_type": "llama", "quantization_config": case["config"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"lm_head.{part}": tensor(one) for part, one in case["tensors"].items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    base = StoredBaseWeights(ModelSource(str(tmp_path)), torch.bfloat16)
+    copied = tensor(case["matrix"]).float()
+    copied[3, 5] += 1
+    raw = RawTensor("lm_head.weight", "F32", tuple(copied.shape), 0, copied.nbytes)
+    parts = [memoryview(bytearray(copied.numpy().tobytes()))]
+    differs = base.differing_rows("lm_head.weight", raw, parts)
+    assert differs.nonzero()[0].tolist() == [3]
 
 
 def test_a_tensor_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -150,12 +171,18 @@ def test_damaged_tensors_are_read_or_refused_by_name(number: int, tmp_path: Path
             tmp_path / "model.safetensors",
         )
         try:
-            found = open_files(ModelSource(str(tmp_path)), replace(stored, in_full=True))
+            found = open_files(ModelSource(str(tmp_path)), stored)
+            assert isinstance(found, FullFiles)
             matrices = {name: found.read(name) for name in found.names}
+            weights = {name: one.as_stored() for name, one in found.coded.items()}
         except ModelError as error:
             assert turn and "layer" in str(error)
             num_refused += 1
         else:
             assert all(one.isfinite().all() for one in matrices.values())
             assert all(tuple(one.shape) == found.shape(name) for name, one in matrices.items())
+            for name, weight in weights.items():
+                PackedWeight.of(weight)
+                dense = torch.from_numpy(weight.dequantized()).to(matrices[name].dtype)
+                assert torch.equal(dense, matrices[name])
     assert num_refused > 10

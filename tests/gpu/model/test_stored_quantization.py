@@ -8,20 +8,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from corun.gpu.linear.quantized_linear import PackedWeight
+from corun.gpu.model.full_files import CodedMatrix
 from corun.gpu.model.source import ModelSource
-from corun.gpu.model.stored_integers import find_stored_integers, read_stored, stored_paths
+from corun.gpu.model.stored_integers import find_stored_integers, stored_paths
 from corun.gpu.model.stored_quantization import StoredQuantization, read_stored_quantization
 from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.errors import ModelError
 from safetensors.torch import save_file
 from support.four_bit import four_bit_config
 
-OUT, IN = 16, 256
+OUT, IN = 64, 256
+MAX_OVER_FILES = 1.14  # of the memory of a matrix; the most have groups of 32 with zero points
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word has at each place
 Tensors = dict[str, torch.Tensor]
 
@@ -57,8 +60,10 @@ class Matrix:
         self.scales = rng.uniform(0.01, 0.02, (OUT, groups)).astype(np.float16)
         self.groups = np.arange(IN) // group_size  # of each input
 
-    def in_act_order(self) -> "Matrix":
-        """With inputs of all groups in any order."""
+    def in_act_order(self, *, uneven: bool = False) -> "Matrix":
+        """With inputs of all groups in any order; ``uneven``: some groups have more of them."""
+        if uneven:
+            self.groups[:5] = self.groups.max()
         self.groups = np.random.default_rng(0).permutation(self.groups)
         return self
 
@@ -114,11 +119,16 @@ def files(path: Path, tensors: Tensors) -> WeightFiles:
 def check(path: Path, matrix: Matrix, tensors: Tensors, stored: StoredQuantization) -> None:
     found = files(path, tensors)
     assert stored_paths(found) == {"layer"}
-    if not stored.in_full:
-        weight = read_stored(found, "layer", (OUT, IN), stored)
+    full = find_stored_integers(found, stored)
+    assert bool(full.coded) != stored.in_full
+    for coded in full.coded.values():
+        weight = coded.as_stored()
         assert weight.bits == matrix.bits
         assert np.array_equal(weight.dequantized(), matrix.dense)
-    full = find_stored_integers(found, stored)
+        packed = PackedWeight.of(weight)
+        arrays = (packed.blocks, packed.group_values, packed.order)
+        num_bytes = sum(array.nbytes for array in arrays if array is not None)
+        assert num_bytes <= MAX_OVER_FILES * sum(one.nbytes for one in tensors.values())
     assert full.parts == set(found.names)
     ((name, one),) = full.matrices.items()
     assert (name, one.shape) == ("layer.weight", (OUT, IN))
@@ -126,11 +136,11 @@ def check(path: Path, matrix: Matrix, tensors: Tensors, stored: StoredQuantizati
     assert torch.equal(one.read(0, OUT), dense) and torch.equal(one.read(3, 7), dense[3:7])
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, IN])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, IN])
 @pytest.mark.parametrize(("form", "offset"), [("gptq", 1), ("gptq_v2", 0)])
 def test_gptq(tmp_path: Path, form: str, offset: int, group_size: int) -> None:
     stored = read(gptq(checkpoint_format=form, group_size=group_size))
-    assert stored.in_full == (group_size == 32)
+    assert stored.in_full == (group_size == 16)
     matrix = Matrix(4, group_size)
     check(tmp_path, matrix, matrix.gptq(offset), stored)
 
@@ -142,14 +152,20 @@ def test_gptq(tmp_path: Path, form: str, offset: int, group_size: int) -> None:
 def test_auto_round(tmp_path: Path, packing: str | None, offset: int, group_size: int) -> None:
     form = packing and f"auto_round:{packing}"
     stored = read(gptq(quant_method="auto-round", packing_format=form, group_size=group_size))
-    assert stored.in_full == (group_size == 32)
+    assert not stored.in_full
     matrix = Matrix(4, group_size)
     check(tmp_path, matrix, matrix.gptq(offset), stored)
 
 
-def test_act_order(tmp_path: Path) -> None:
-    matrix = Matrix(4).in_act_order()
-    check(tmp_path, matrix, matrix.gptq(), read(gptq(desc_act=True)))
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 128), (4, 32), (8, 64)])
+def test_act_order(tmp_path: Path, bits: int, group_size: int) -> None:
+    matrix = Matrix(bits, group_size, symmetric=bits == 8).in_act_order()
+    stored = read(gptq(desc_act=True, bits=bits, group_size=group_size))
+    check(tmp_path, matrix, matrix.gptq(), stored)
+    (coded,) = find_stored_integers(files(tmp_path, matrix.gptq()), stored).coded.values()
+    weight = coded.as_stored()
+    assert weight.order is not None and weight.group_size == min(group_size, 64)
+    assert np.array_equal(matrix.groups[weight.order], np.sort(matrix.groups))
 
 
 def test_act_order_of_compressed_tensors(tmp_path: Path) -> None:
@@ -185,7 +201,7 @@ def test_compressed_tensors(tmp_path: Path, bits: int, symmetric: bool, group_si
     matrix = Matrix(bits, group_size, symmetric=symmetric)
     tensors = matrix.compressed(has_zeros=not symmetric)
     stored = read(compressed(num_bits=bits, group_size=group_size))
-    assert stored.in_full == (group_size == 32)
+    assert not stored.in_full
     check(tmp_path, matrix, tensors, stored)
 
 
@@ -233,7 +249,7 @@ def test_weights_count_and_activations_do_not(caplog: pytest.LogCaptureFixture) 
 
 def test_what_is_read_in_full() -> None:
     """The format of each matrix is in the files."""
-    full = StoredQuantization("bitsandbytes")
+    full = StoredQuantization("bitsandbytes", levels="nf4")
     assert full.in_full
     assert read(four_bit_config()) == full
     assert read({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}) == full
@@ -245,10 +261,10 @@ def test_what_is_read_in_full() -> None:
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
     )
     assert read(floats).in_full and read(floats).block == (128, 128)
-    assert (
-        read(gptq(desc_act=True)).in_full and not read(gptq(desc_act=True, group_size=-1)).in_full
+    assert read(compressed(num_bits=8, symmetric=False)).in_full
+    assert read(compressed("mxfp4-pack-quantized", type="float", group_size=32)) == (
+        StoredQuantization("compressed-tensors", layout="compressed-tensors", levels="mxfp4")
     )
-    assert not read(compressed(actorder="static")).in_full
 
 
 @pytest.mark.parametrize(
@@ -305,7 +321,7 @@ def damaged(change: Callable[[Tensors], object]) -> tuple[Tensors, StoredQuantiz
         (lambda t: t.update(g_idx=t["g_idx"][:99]), "g_idx does not name one of 2 groups"),
         (lambda t: t.pop("scales"), "no tensor scales"),
         (lambda t: t.update(scales=t["scales"][:, :5]), "scales"),
-        (lambda t: t.update(qweight=t["qweight"][:5]), "is not .16, 256. in 4 or 8 bits"),
+        (lambda t: t.update(qweight=t["qweight"][:5]), "g_idx does not name one of 2 groups"),
         (lambda t: t.update(qzeros=t["qzeros"][:1]), "zero points"),
     ],
 )
@@ -314,29 +330,36 @@ def test_damaged_matrices_are_refused(
 ) -> None:
     tensors, stored = damaged(change)
     found = files(tmp_path, tensors)
-    with pytest.raises(ModelError, match=f"linear layer cannot be read: .*{reason}"):
-        read_stored(found, "layer", (OUT, IN), stored)
-    with pytest.raises(ModelError, match="linear layer cannot be read"):
-        find_stored_integers(found, stored).matrices["layer.weight"].read(0, OUT)
+
+    def matrix() -> CodedMatrix:
+        return cast(CodedMatrix, find_stored_integers(found, stored).matrices["layer.weight"])
+
+    for read_matrix in (lambda: matrix().read(0, OUT), lambda: matrix().as_stored()):
+        with pytest.raises(ModelError, match=f"linear layer cannot be read: .*{reason}"):
+            read_matrix()
 
 
 @pytest.mark.parametrize(
     ("matrix", "bits", "reason"),
     [
-        (Matrix(8), 8, "8 bits and zero points"),
-        (Matrix(4).in_act_order(), 4, "not neighbours"),
-        (Matrix(4, 32), 4, "groups must be multiples of 64"),
+        (Matrix(8), 8, "8 bits and zero points; --quantization off reads it in full"),
+        (Matrix(4).in_act_order(uneven=True), 4, "groups have other sizes than 256 / 2"),
     ],
 )
 def test_what_config_json_does_not_say_is_refused(
     matrix: Matrix, bits: int, reason: str, tmp_path: Path
 ) -> None:
-    found = files(tmp_path, matrix.gptq())
-    with pytest.raises(ModelError, match=f"{reason}.*--quantization off reads it in full"):
-        read_stored(found, "layer", (OUT, IN), replace(GPTQ, bits=frozenset({bits})))
+    stored = replace(GPTQ, bits=frozenset({bits}))
+    found = find_stored_integers(files(tmp_path, matrix.gptq()), stored)
+    with pytest.raises(ModelError, match=reason):
+        found.coded["layer.weight"].as_stored()
+    found.matrices["layer.weight"].read(0, OUT)
 
 
-def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
-    found = files(tmp_path, Matrix(4).gptq())
-    with pytest.raises(ModelError, match="96 inputs are not a multiple of 64"):
-        read_stored(found, "layer", (OUT, 96), GPTQ)
+def test_groups_that_are_not_whole_ones_are_read_in_full(tmp_path: Path) -> None:
+    """Although config.json says otherwise."""
+    matrix = Matrix(4, 16)
+    found = find_stored_integers(files(tmp_path, matrix.gptq()), GPTQ)
+    assert not found.coded
+    dense = found.matrices["layer.weight"].read(0, OUT)
+    assert torch.equal(dense, torch.from_numpy(matrix.dense).half())

@@ -47,8 +47,14 @@ print(spills)
 """
 
 
-_WITH_DOT = {"int8": "vpdpwssd", "uint8": "vpdpbusd", "uint32": "vpdpbusd", "uint64": "vpdpwssd"}
-_WITHOUT_DOT = {"int8": "vpmaddwd", "uint8": "vpmaddubsw", "uint64": "vpmaddwd"}
+_WITH_DOT = {
+    "int8": "vpdpwssd", "uint8": "vpdpbusd", "uint32": "vpdpbusd", "uint64": "vpdpwssd",
+    "float64": "vpdpbusd", "boolean": "vpdpwssd",
+}  # fmt: skip
+_WITHOUT_DOT = {
+    "int8": "vpmaddwd", "uint8": "vpmaddubsw", "uint64": "vpmaddwd", "float64": "vpmaddubsw",
+    "boolean": "vpmaddwd",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
@@ -94,7 +100,8 @@ def product(t, a, b, c, d, e, f, g, h, i, j, k, l):
     quantized_product(t, a, b, c, d, e, f, g, h, i, j, k, l)
 
 found = {}
-for kind in (getattr(types, name) for name in kinds):
+for name in kinds:
+    kind = getattr(types, name)
     product.compile((kind, *[int64] * 10, boolean, int64))
     assembly = product.inspect_asm()[(kind, *[int64] * 10, boolean, int64)]
     lines = [line.strip().removeprefix("{vex}").strip() for line in assembly.splitlines()]
@@ -117,6 +124,6 @@ for kind in (getattr(types, name) for name in kinds):
             "products": sorted({each.split()[0] for each in products}),
             "on_stack": sum(bool(stack.search(each)) for each in body),
         })
-    found[kind.name] = loops
+    found[name] = loops
 print(json.dumps(found))
 """

@@ -1,23 +1,25 @@
-"""Experts in mxfp4, by the definition of the format; bits of transformers: test_full_files."""
+"""Matrices in mxfp4, by the format's definition; bits of its libraries: test_full_files."""
 
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from corun.gpu.linear.quantized_linear import PackedWeight
 from corun.gpu.model.full_files import FullFiles
-from corun.gpu.model.packed_experts import find_packed_experts
+from corun.gpu.model.mxfp4 import find_mxfp4
 from corun.gpu.model.source import ModelSource
 from corun.runtime.errors import ModelError
 from safetensors.torch import save_file
 
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
+LINEAR = "model.layers.0.self_attn.q_proj"
 
 
 def files(path: Path, tensors: dict[str, torch.Tensor]) -> FullFiles:
     (path / "config.json").write_text("{}")
     save_file(tensors, path / "model.safetensors")
-    return FullFiles(ModelSource(str(path)), find_packed_experts, "mxfp4")
+    return FullFiles(ModelSource(str(path)), find_mxfp4, "mxfp4")
 
 
 def experts() -> dict[str, torch.Tensor]:
@@ -47,6 +49,64 @@ def test_values_are_exact(tmp_path: Path) -> None:
     assert torch.equal(found.read(NAME).view(torch.int16), truth.contiguous().view(torch.int16))
     with found.lazily({NAME}) as lazy:
         assert torch.equal(lazy[NAME][1:], truth[1:])
+
+
+def linear() -> dict[str, torch.Tensor]:
+    """The first expert as a linear of compressed-tensors."""
+    found = experts()
+    return {
+        f"{LINEAR}.weight_packed": found[f"{NAME}_blocks"][0].flatten(1).contiguous(),
+        f"{LINEAR}.weight_scale": found[f"{NAME}_scales"][0].contiguous(),
+    }
+
+
+def test_a_linear_is_served_as_stored(tmp_path: Path) -> None:
+    """Its matrix is the expert's; its memory is that of the file and of padding."""
+    found = files(tmp_path, linear())
+    (tmp_path / "experts").mkdir()
+    truth = files(tmp_path / "experts", experts()).read(NAME)[0].T
+    assert torch.equal(found.read(f"{LINEAR}.weight"), truth)
+    assert torch.equal(found.read(f"{LINEAR}.weight", slice(3, 9)), truth[3:9])
+    weight = found.coded[f"{LINEAR}.weight"].as_stored()
+    assert torch.equal(torch.from_numpy(weight.dequantized()).bfloat16(), truth)
+    packed = PackedWeight.of(weight)
+    assert torch.equal(torch.from_numpy(packed.unpacked().dequantized()).bfloat16(), truth)
+    assert packed.group_values is not None
+    assert packed.blocks.nbytes + packed.group_values.nbytes == 64 * (128 // 2 + 128 // 32)
+
+
+@pytest.mark.parametrize("exponent", [254, 255])
+def test_exponents_of_a_linear_beyond_bfloat16_are_refused(exponent: int, tmp_path: Path) -> None:
+    tensors = linear()
+    tensors[f"{LINEAR}.weight_scale"][2, 3] = exponent
+    found = files(tmp_path, tensors)
+    reason = r"q_proj\.weight cannot be read: .*(255|not finite)"
+    with pytest.raises(ModelError, match=reason):
+        found.read(f"{LINEAR}.weight")
+    with pytest.raises(ModelError, match=reason):
+        found.coded[f"{LINEAR}.weight"].as_stored()
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("weight_packed", torch.zeros(21, 60).byte(), r"codes are \[21, 60\]"),
+        ("weight_packed", torch.zeros(21).byte(), r"codes are \[21\]"),
+        ("weight_scale", torch.zeros(21, 5).byte(), r"its scales \[21, 5\]"),
+        ("weight_scale", torch.zeros(21, 4), "its scales are not bytes"),
+        ("weight_scale", None, "its scales None"),
+        ("weight_zero_point", torch.zeros(21, 4).byte(), "floats and zero points"),
+    ],
+)
+def test_a_linear_that_does_not_fit_is_refused(
+    part: str, change: torch.Tensor | None, reason: str, tmp_path: Path
+) -> None:
+    tensors = linear()
+    tensors.pop(f"{LINEAR}.{part}", None)
+    if change is not None:
+        tensors[f"{LINEAR}.{part}"] = change
+    with pytest.raises(ModelError, match=f"q_proj.weight cannot be read: .*{reason}"):
+        files(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("exponent", [254, 255])
