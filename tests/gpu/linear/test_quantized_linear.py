@@ -26,7 +26,7 @@ KINDS = [
     ("int4", False),
     ("int4", True),
     ("nf4", False),
-    ("int8/32", False),
+    pytest.param("int8/32", False, marks=pytest.mark.full),
     ("int4/32", True),
     ("mxfp4", False),
     pytest.param(
