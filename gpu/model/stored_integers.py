@@ -37,7 +37,7 @@ _Parts = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
 
 def find_stored_integers(files: WeightFiles, stored: StoredQuantization) -> Found:
     """All linears in integers. Raises ``ModelError``."""
-    linears = {path: _StoredLinear(files, path, stored) for path in stored_paths(files)}
+    linears = {path: _StoredLinear(files, path, stored) for path in sorted(stored_paths(files))}
 
     # Rows of a matrix are read some at a time, one matrix after the other.
     @lru_cache(maxsize=1)
