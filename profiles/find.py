@@ -74,7 +74,7 @@ def find_or_measure(
         subject: The machine, options and model to predict.
         given: ``--profile``, which must exist; None = the default path.
         directory: Of the default path.
-        measure: Measures a quick profile.
+        measure: Measures a profile.
         now: With its time zone.
 
     Raises:
@@ -119,7 +119,8 @@ def find_saved(
 
 def _measured(path: Path, measure: Callable[[], Profile]) -> Profile:
     _LOG.info(
-        "measuring a quick profile, because there is none at %s (corun profile makes a better one)",
+        "measuring a profile, because there is none at %s (corun profile --budget-s 300 makes a "
+        "better one)",
         path,
     )
     profile = measure()

@@ -11,9 +11,8 @@ import msgspec
 from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
-from .server import MeasuredServer
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # A linear model is used if it explains this share of the variance. Below, it predicts little better
 # than a constant.
 MIN_USABLE_R_SQUARED = 0.5
@@ -133,7 +132,6 @@ class Profile:
 
     subject: Subject
     created_at: str  # ISO 8601, UTC
-    is_thorough: bool
     model: MachineModel
     min_group_bytes: int  # of a layer group
     coexecution_off: str  # why workers were not measured; "" = they were
@@ -147,8 +145,7 @@ class Profile:
     link_points: tuple[LinkPoint, ...]
     quality: Quality
     measured_s: float  # duration of measuring
-    free_bytes: int  # of the device's memory beside the model; of a server, for KV
-    server: MeasuredServer | None = None  # measured from outside; None = an engine
+    free_bytes: int  # of the device's memory beside the model
     format_version: int = FORMAT_VERSION
 
     @property
@@ -180,7 +177,7 @@ def check_fits(profile: Profile) -> None:
             "the profile cannot predict step times: its linear models must explain "
             f"{MIN_USABLE_R_SQUARED:g} of the variance (R^2) of held-out batches or be within "
             f"{MAX_USABLE_ERROR:.0%} of them, and {said}; measure it while nothing else computes, "
-            "or for longer (corun profile --thorough)"
+            "or for longer (corun profile --budget-s 300)"
         )
 
 

@@ -15,9 +15,8 @@ def report_lines(profile: Profile) -> Iterator[str]:
     """The main figures, one line each."""
     subject, model = profile.subject, profile.model
     machine, shape = subject.machine, subject.shape
-    kind = "thorough" if profile.is_thorough else "quick"
     yield (
-        f"{kind} profile of {shape.num_layers} layers in {shape.dtype} on {machine.device} "
+        f"profile of {shape.num_layers} layers in {shape.dtype} on {machine.device} "
         f"({machine.cpu_model}, {machine.num_cpus} CPUs), measured in {profile.measured_s:.0f} s"
     )
     yield f"  prefill      {_points(model.step_s, 'tokens')}"
@@ -46,28 +45,6 @@ def report_lines(profile: Profile) -> Iterator[str]:
     yield "  (adapters on all targets)"
 
 
-def server_lines(profile: Profile) -> Iterator[str]:
-    """The figures of a server that was measured from outside."""
-    model, shape, server = profile.model, profile.subject.shape, profile.server
-    assert model.decode_step_s is not None and server is not None
-    kind = "thorough" if profile.is_thorough else "quick"
-    yield (
-        f"{kind} profile of {server.seen.base} in {shape.dtype} on {server.kind} "
-        f"{server.seen.version}, measured from outside in {profile.measured_s:.0f} s"
-    )
-    yield f"  prefill      {_points(model.step_s, 'tokens')}"
-    yield (
-        f"  decode       {_points(model.decode_step_s, 'rows')}, "
-        f"{_time(model.decode_s_per_key)} per key, {_fit(profile.step_fit)}"
-    )
-    yield f"  KV           {server.seen.kv_tokens} tokens in blocks of {server.seen.block_size}"
-    yield f"  adapters     {_decode(profile)}"
-    yield f"               {_prefill(profile)}"
-    ranks = ", ".join(str(budget.rank) for budget in profile.budgets)
-    link = f"{model.link.bytes_per_s / 2**30:.3g} GiB/s + {_time(model.link.latency_s)}"
-    yield f"               a load takes {link}; ranks {ranks}"
-
-
 def warning_lines(profile: Profile) -> Iterator[str]:
     """Reasons for inaccurate figures; empty on a quiet machine with linear kernels."""
     quality = profile.quality
@@ -84,7 +61,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
     if quality.left_out:
         yield (
             f"the time was too short for {len(quality.left_out)} measurements, from "
-            f"{quality.left_out[0]} on (--thorough and --budget-s allow more)"
+            f"{quality.left_out[0]} on (--budget-s allows more)"
         )
 
 

@@ -29,6 +29,11 @@ class Repeats:
     min_rounds: int  # after a warm-up round; cases that do not fit this often are left out
     max_rounds: int
 
+    def scaled(self, share: float) -> "Repeats":
+        """Return ``share`` of the time, and of the most rounds if that is more."""
+        max_rounds = round(self.max_rounds * max(share, 1.0))
+        return Repeats(share * self.budget_s, self.min_rounds, max_rounds)
+
 
 @dataclass(frozen=True, slots=True)
 class CaseTimes(Generic[Value]):

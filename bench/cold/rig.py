@@ -25,7 +25,7 @@ from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import EngineAssembly, build_engine
 from corun.runtime.engine.assembly.coexecution import Coexecution
-from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
+from corun.runtime.engine.assembly.profiling import ProfileListener, run_profile
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
@@ -295,7 +295,7 @@ def with_measured_profile(
     say(f"measuring a profile for about {budget_s:.0f} s")
     allowed = os.sched_getaffinity(0)
     listener = ProfileListener(say, lambda _: None, lambda _: None)
-    profile = run_profile(config, HowMuch("quick", budget_s), listener).profile
+    profile = run_profile(config, budget_s, listener).profile
     os.sched_setaffinity(0, allowed)  # the thread was pinned, as an engine's is
     save_profile(profile, path)
     linear, attention, lora, *_ = profile.subject.settings.backends

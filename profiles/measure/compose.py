@@ -69,7 +69,6 @@ def compose(
     return Profile(
         subject=subject,
         created_at=created_at,
-        is_thorough=effort.name == "thorough",
         model=_model(subject, parts, groups, budgets),
         min_group_bytes=min_group_bytes(parts.link.model),
         coexecution_off=parts.off,

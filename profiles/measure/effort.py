@@ -1,4 +1,4 @@
-"""The effort of measuring: sizes and seconds of a quick and of a thorough profile."""
+"""The effort of measuring: sizes, and seconds of each part."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,6 @@ BATCH_RANKS = (8, 16, 32, 64, 128)
 class Effort:
     """Sizes ascend; sizes beyond the limits of model and options are cut off."""
 
-    name: str
     step_tokens: tuple[int, ...]  # of prefill rows, and of base products
     decode_rows: tuple[int, ...]
     chunk_tokens: tuple[int, ...]  # of the prefill rows of whole steps
@@ -51,12 +50,12 @@ class Effort:
         return sum(self.repeats(part).budget_s for part in self.parts)
 
     def within(self, budget_s: float) -> "Effort":
-        """The same effort within ``budget_s``, as far as a profile's minimum permits."""
+        """The same effort within ``budget_s``, as far as a profile's minimum permits.
+
+        More time is for more rounds.
+        """
         share = budget_s / self.budget_s
-        changes: dict[str, Any] = {
-            part: replace(self.repeats(part), budget_s=share * self.repeats(part).budget_s)
-            for part in self.parts
-        }
+        changes: dict[str, Any] = {part: self.repeats(part).scaled(share) for part in self.parts}
         return replace(self, **changes)
 
     def repeats(self, part: str) -> Repeats:
@@ -68,8 +67,7 @@ class Effort:
 
 _KIB, _MIB = 2**10, 2**20
 
-QUICK = Effort(
-    name="quick",
+EFFORT = Effort(
     step_tokens=(1, 4, 16, 64, 128, 256, 512),
     decode_rows=(1, 4, 8, 16, 32),
     chunk_tokens=(16, 64, 256),
@@ -93,31 +91,3 @@ QUICK = Effort(
     lora_decode=Repeats(3.5, 3, 7),
     lora_prefill=Repeats(3.5, 3, 7),
 )
-
-THOROUGH = Effort(
-    name="thorough",
-    step_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
-    decode_rows=(1, 2, 4, 8, 16, 24, 32, 48, 64),
-    chunk_tokens=(16, 32, 64, 128, 256, 512, 1024),
-    context_tokens=(64, 128, 256, 512, 1024, 2048),
-    max_kv_tokens=16384,
-    max_kv_bytes=4096 * _MIB,
-    delta_tokens=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512),
-    delta_ranks=(8, 16, 32, 64, 128, 256),
-    invocation_tokens=(1, 8, 16, 32, 64, 128, 256),
-    num_batches=12,
-    prefill_tokens=(8, 16, 32, 64, 128, 256, 512),
-    prefill_ranks=(8, 16, 32, 64, 128),
-    chunk_bytes=(16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 2 * _MIB, 4 * _MIB, 8 * _MIB),
-    concurrency=(1, 2, 4),
-    max_adapters_bytes=1024 * _MIB,
-    base=Repeats(60.0, 5, 15),
-    steps=Repeats(80.0, 5, 15),
-    deltas=Repeats(45.0, 5, 15),
-    invocation=Repeats(15.0, 7, 31),
-    link=Repeats(10.0, 7, 31),
-    lora_decode=Repeats(40.0, 5, 15),
-    lora_prefill=Repeats(40.0, 5, 15),
-)
-
-EFFORTS = {effort.name: effort for effort in (QUICK, THOROUGH)}

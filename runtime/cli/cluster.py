@@ -18,7 +18,7 @@ from typing import Any
 from ..adapters.folder_files import AdapterRoots
 from ..adapters.sources import collect_sources
 from ..cluster.division import MachineDivision
-from ..cluster.engine_types.measured import given_card
+from ..cluster.engine_types.given import given_card
 from ..cluster.launch.local import divide_this_machine
 from ..cluster.launch.supervisor import ClusterPlan, ClusterSupervisor
 from ..cluster.policy.placement.registry import check_placement

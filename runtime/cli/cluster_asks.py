@@ -5,7 +5,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 
-from ..cluster.engine_types.measured import given_card
+from ..cluster.engine_types.given import given_card
 from ..cluster.http.calls import call, make_session
 from ..cluster.state_dir import find_controller, read_key
 from ..cluster.wire import (
@@ -49,7 +49,7 @@ def _changes(
             )
         for text in cluster.engine:
             card = given_card(text)
-            yield EngineChange(action="add", url=card.url, measured=card.measured)
+            yield EngineChange(action="add", url=card.url, foreign=card.foreign)
         if cluster.engines is not None:
             yield EngineChange(action="add", num_engines=cluster.engines)
     elif action != "status":
@@ -102,9 +102,8 @@ def status_lines(url: str, status: ClusterStatus) -> Iterator[str]:
 def _engine(card: EngineCard, engine: EngineStatus | None, status: ClusterStatus) -> str:
     state = "draining" if card.is_draining else "ready" if engine is None else engine.state
     parts = [f"{card.engine_id}  {state}  {card.url}"]
-    if card.measured is not None:
-        server = card.measured.server
-        parts.append(f"{server.kind} as measured with {server.seen.version}")
+    if card.foreign is not None:
+        parts.append(card.foreign.kind)
     if engine is not None:
         parts.append(f"CPU {engine.cpu_list}" if engine.cpu_list else "shared cores")
         if engine.num_restarts:

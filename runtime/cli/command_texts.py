@@ -60,7 +60,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "adapters": (("corun adapters --url http://localhost:8000 --level device", ""),),
     "env": (("corun env", ""),),
-    "profile": (("corun profile Qwen/Qwen2.5-0.5B-Instruct --thorough", ""),),
+    "profile": (("corun profile Qwen/Qwen2.5-0.5B-Instruct", ""),),
     "plan": (("corun plan --workload S1 --slo-ttft-s 2 --rps 20", ""),),
     "simulate": (
         ("corun simulate --workload S1 --rps 4 --compare scheduling-policy=corun,fcfs", ""),

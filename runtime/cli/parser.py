@@ -142,19 +142,11 @@ def _options(command: str) -> list[OptionSpec]:
 
 
 def _add_profile_arguments(parser: CommandParser) -> None:
-    title, server = "Measuring", "A vLLM server, measured over HTTP"
-    effort = parser.add_mutually_exclusive_group()
-    parser.add(
-        title, "--quick", container=effort, dest="effort", action="store_const", const="quick",
-        default="quick", help="Measure for half a minute at most. The default.",
-    )  # fmt: skip
-    parser.add(
-        title, "--thorough", container=effort, dest="effort", action="store_const",
-        const="thorough", help="Measure for some minutes.",
-    )  # fmt: skip
+    title = "Measuring"
     parser.add(
         title, "--budget-s", metavar="X",
-        help="Measure for about X seconds; a very small X is exceeded.",
+        help="Measure for about X seconds; a very small X is exceeded. Default: half a minute at "
+        "most.",
     )  # fmt: skip
     parser.add(
         title, "--output", metavar="FILE",
@@ -163,24 +155,6 @@ def _add_profile_arguments(parser: CommandParser) -> None:
     parser.add(
         title, "--picture", metavar="FILE",
         help="PNG file to draw the curves to; default: next to the profile.",
-    )  # fmt: skip
-    parser.add(
-        server, "--url", metavar="URL",
-        help="Measure this server. Also give --output, and --max-num-batched-tokens and "
-        "--max-num-seqs with the values that the server was started with. Give MODEL if the model "
-        "is not on this machine.",
-    )  # fmt: skip
-    parser.add(
-        server, "--max-num-seqs", metavar="N", default=argparse.SUPPRESS,
-        help="Maximum number of requests that the server runs at once.",
-    )  # fmt: skip
-    parser.add(
-        server, "--adapters-dir", metavar="DIR",
-        help="Directory for adapters that the server loads for the measurement; they are deleted "
-        "afterwards. The server must see it under the same path; default: a temporary one.",
-    )  # fmt: skip
-    parser.add(
-        server, "--server-key", metavar="KEY", help="API key of the server, if it has one."
     )  # fmt: skip
 
 

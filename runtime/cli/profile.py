@@ -32,28 +32,19 @@ _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress takes the place of information
-    if arguments.url is not None:
-        from .profile_server import run_server
-
-        return run_server(arguments)
-    for flag in ("max_num_seqs", "adapters_dir", "server_key"):
-        if getattr(arguments, flag, None) is not None:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} needs --url: it is for measuring a server"
-            )
     (config,) = build_configs(
         vars(arguments), (EngineConfig,), environment=os.environ, command="profile"
     )
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_requested=arguments.picture is not None)
-    from ..engine.assembly.profiling import HowMuch, ProfileListener, run_profile
+    from ..engine.assembly.profiling import ProfileListener, run_profile
 
-    how_much = HowMuch(arguments.effort, _budget_s(arguments.budget_s))
+    budget_s = _budget_s(arguments.budget_s)
     progress = ProgressLine()
     listener = ProfileListener(progress.say, progress.estimate, progress.report)
     try:
-        done = run_profile(config, how_much, listener)
+        done = run_profile(config, budget_s, listener)
     finally:
         progress.end()
     path = Path(arguments.output or done.default_path)

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import msgspec
 
-from ...profiles.models import MachineModel
-from ...profiles.server import MeasuredServer
 from ..engine_state import (
     ENGINE_STATE_PATH,
     GATEWAY_HEADER,
@@ -76,14 +74,16 @@ def decode(data: bytes, kind: type[_T]) -> _T:
 # Controller -> gateway.
 
 
-class MeasuredEngine(Wire, frozen=True):
-    """The profile of an engine that does not report its own, such as vLLM."""
+class ForeignEngine(Wire, frozen=True):
+    """Facts about an engine of another type, such as vLLM, that it does not report."""
 
-    server: MeasuredServer
+    kind: str  # the engine type
+    base_fingerprint: str  # as an engine of corun computes it
     dtype: str
     adapter_bytes_per_rank: int
     kv_bytes_per_token: int
-    machine: MachineModel
+    max_num_batched_tokens: int
+    max_num_seqs: int
 
 
 class EngineCard(Wire, frozen=True):
@@ -93,7 +93,7 @@ class EngineCard(Wire, frozen=True):
     url: str
     agent_id: str | None = None  # None: no agent started it
     is_draining: bool = False
-    measured: MeasuredEngine | None = None  # None: it reports its own profile
+    foreign: ForeignEngine | None = None  # None: an engine of corun
 
 
 class AgentCard(Wire, frozen=True):
@@ -251,7 +251,7 @@ class EngineChange(Wire, frozen=True):
     action: str  # add | remove | drain
     engine_id: str | None = None  # for remove and drain; for drain also an agent's id
     url: str | None = None  # for add: of a running engine; None = an agent starts one
-    measured: MeasuredEngine | None = None  # for add with a URL: of another engine type
+    foreign: ForeignEngine | None = None  # for add with a URL: of another engine type
     num_engines: int = 1  # for add without a URL
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
@@ -14,9 +15,11 @@ _GATEWAY = ("cluster", "gateway")
 # Commands for a running cluster.
 _ASKING = ("cluster status", "cluster add", "cluster remove", "cluster drain")
 _KEYED = ("cluster", "gateway", *_ASKING)
+_LIMITS = ("max_num_batched_tokens", "max_num_seqs")
+_MAX_LIMIT = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
-# Types of engines. Those of the first type report their own profile, others need one in a file.
+# Types of engines. Those of the first type report their own profile.
 ENGINE_KINDS = ("corun", "vllm")
 
 # Options of ``corun serve`` that a cluster does not have, and what it has instead.
@@ -48,32 +51,50 @@ class GivenEngine:
 
     url: str
     kind: str = ENGINE_KINDS[0]
-    profile: str | None = None  # a file; None = the engine reports it
+    # For engines of other types: directory or hub id of the base model, and the limits that the
+    # server was started with, which it does not report. Defaults are those of vLLM.
+    model: str | None = None
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
 
 
 def parse_engine(text: str, flag: str = "--engine") -> GivenEngine:
-    """Read URL or URL,kind=KIND,profile=FILE. Raises ``ConfigError`` that names ``flag``."""
+    """Read URL or URL,kind=KIND,model=MODEL. Raises ``ConfigError`` that names ``flag``."""
     url, *pairs = text.split(",")
-    given = {"kind": ENGINE_KINDS[0]}
+    given: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        if key not in ("kind", "profile") or not value:
-            raise ConfigError(f"{flag} is {text!r}, must be URL or URL,kind=KIND,profile=FILE")
-        given[key] = value
+        if key == "profile":
+            raise ConfigError(
+                f"{flag} {url}: profile=FILE is not used any more: costs are learned from the "
+                "server's answers; write model=MODEL, the base model's directory or hub id"
+            )
+        if key not in ("kind", "model", *_LIMITS) or not value:
+            raise ConfigError(
+                f"{flag} is {text!r}, must be URL or URL,kind=KIND,model=MODEL, and may have "
+                f"{' and '.join(f'{name}=N' for name in _LIMITS)}"
+            )
+        given[key] = _limit(value, f"{flag} {url}: {key}") if key in _LIMITS else value
     engine = GivenEngine(check_url(url, flag), **given)
     if engine.kind not in ENGINE_KINDS:
         known = ", ".join(ENGINE_KINDS)
         raise ConfigError(f"{flag} {engine.url}: kind is {engine.kind!r}, must be one of {known}")
-    if engine.kind == ENGINE_KINDS[0] and engine.profile is not None:
+    if engine.kind == ENGINE_KINDS[0] and given.keys() - {"kind"}:
         raise ConfigError(
-            f"{flag} {engine.url}: profile is for kind=vllm; a corun engine reports its own"
+            f"{flag} {engine.url}: model and limits are for kind=vllm; a corun engine reports them"
         )
-    if engine.kind != ENGINE_KINDS[0] and engine.profile is None:
+    if engine.kind != ENGINE_KINDS[0] and engine.model is None:
         raise ConfigError(
-            f"{flag} {engine.url}: kind={engine.kind} needs profile=FILE, which corun profile "
-            f"--url {engine.url} writes"
+            f"{flag} {engine.url}: kind={engine.kind} needs model=MODEL, the directory or hub id "
+            "of its base model"
         )
     return engine
+
+
+def _limit(text: str, what: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= _MAX_LIMIT:
+        raise ConfigError(f"{what} is {text!r}, must be a whole number from 1 to {_MAX_LIMIT}")
+    return int(text)
 
 
 def _check_engines(texts: tuple[str, ...], flag: str) -> None:
@@ -133,7 +154,8 @@ class ClusterConfig:
         one_each=True,
         help="URL of an engine that runs already, with the cluster's key as its --api-key and "
         "--admin-key. It must see the directories of adapters. A vLLM server is "
-        "URL,kind=vllm,profile=FILE.",
+        "URL,kind=vllm,model=MODEL, with its base model's directory or hub id; "
+        "max_num_batched_tokens=N and max_num_seqs=N are the values that it was started with.",
         check=_check_engines,
         commands=_ADD,
     )

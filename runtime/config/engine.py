@@ -351,7 +351,7 @@ class EngineConfig:
         None,
         metavar="FILE",
         help="Profile of this machine, written by corun profile; default: the one kept for this "
-        "machine and model, otherwise a quick one that is measured at start. Not used where "
+        "machine and model, otherwise one that is measured at start. Not used where "
         "adapters are not copied to the device.",
     )
     load_strategy: str = option(

@@ -156,14 +156,13 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
 
 
 def _memory_bytes(profile: Profile, config: EngineConfig) -> int:
-    """For KV and adapters: a share of the free memory, or a server's KV memory."""
-    share = config.memory_fraction if profile.server is None else 1.0
-    return int(profile.free_bytes * share)
+    """For KV and adapters: a share of the free memory."""
+    return int(profile.free_bytes * config.memory_fraction)
 
 
 def _mixes(profile: Profile) -> bool:
     """Whether decode rows share passes with prefill rows, as in an engine on the CPU."""
-    return profile.server is not None or profile.subject.machine.device == "cpu"
+    return profile.subject.machine.device == "cpu"
 
 
 def _title(profile: Profile) -> str:

@@ -35,7 +35,7 @@ def _profile(state: Path, *options: str, where: str = "cpu") -> "subprocess.Comp
     """Run it on the demo, as short as possible."""
     command = [sys.executable, "-c", _COMMAND, "profile", "--device", where]
     return subprocess.run(
-        [*command, "--quick", "--budget-s", "1", *options],
+        [*command, "--budget-s", "1", *options],
         env=os.environ | {"XDG_STATE_HOME": str(state), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -23,7 +23,7 @@ _NAMED_FILE = re.compile(r"`([\w./-]*\w\.(?:py|md))`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 # Of commands other than serve, and of other programs that a page names.
 _OTHER_FLAGS = """
-    --config --help --help-all --level --model --output --quick --text --thorough --update --url
+    --budget-s --config --help --help-all --level --model --output --text --update --url
 """.split()
 # Pages that name other programs' options.
 _OF_OTHERS = {"coming-from-vllm.md", "coming-from-llama-cpp.md", "upgrading.md"}

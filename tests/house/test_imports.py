@@ -40,7 +40,6 @@ _ALLOWED_IMPORTS = {
         "profiles.picture",
         "profiles.profile",
         "profiles.report",
-        "profiles.server",
         "profiles.step_time",
     ),
     # Composition: only this puts policy and mechanism together.

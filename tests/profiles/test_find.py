@@ -100,7 +100,7 @@ def test_without_one_a_quick_one_is_measured_once(
     find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find(measure=lambda: PROFILE) == PROFILE
-    assert "measuring a quick profile, because there is none" in caplog.text
+    assert "measuring a profile, because there is none" in caplog.text
     assert load_profile(default_path(SUBJECT, tmp_path)) == PROFILE
     assert find() == PROFILE
     assert not _warnings(caplog)

@@ -14,7 +14,7 @@ def _text(profile: Profile) -> str:
 def test_the_table_has_every_figure_in_its_unit() -> None:
     text = _text(PROFILE)
     for part in (
-        "quick profile of 2 layers in bfloat16 on cpu (A CPU, 2 CPUs), measured in 12 s",
+        "profile of 2 layers in bfloat16 on cpu (A CPU, 2 CPUs), measured in 12 s",
         "1, 64, 512 tokens: 1 ms, 2 ms, 16 ms",
         "1, 64 rows: 500 us, 1.5 ms",
         "in addition 500 us + 20 us per row, 3 ns per prefill token and key, "

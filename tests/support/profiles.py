@@ -52,7 +52,6 @@ SUBJECT = Subject(
 PROFILE = Profile(
     subject=SUBJECT,
     created_at="2026-11-21T10:00:00+00:00",
-    is_thorough=False,
     model=MachineModel(
         num_layers=2,
         step_s=_CURVE,

@@ -20,15 +20,14 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from corun.profiles.server import MeasuredServer, SeenServer
 from corun.runtime.cluster.http.serving import serve_app
-from corun.runtime.cluster.wire import EngineCard, MeasuredEngine
+from corun.runtime.cluster.wire import EngineCard, ForeignEngine
 from corun.runtime.server.listening import bind, listen, url_of
 
 from .fake_cluster import profile_of
@@ -54,13 +53,7 @@ class VllmOptions:
     num_blocks: int = NUM_BLOCKS
     key: str = ""  # --api-key
     prefill_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    prefill_s_per_token_byte: float = 0.0  # of an adapter
     decode_s: float = 0.001
-    decode_s_per_row: float = 0.0
-    decode_s_per_byte: float = 0.0  # of the largest adapter of all rows, for each
-    load_s: float = 0.0
-    load_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +167,6 @@ class RecordedVllm:
             text = f"LoRA rank {rank} is greater than max_lora_rank {limit}."
             return _refused(400, text, "BadRequestError")
         data = weights.read_bytes()
-        await asyncio.sleep(self.options.load_s + self.options.load_s_per_byte * len(data))
         content = hashlib.sha256(data).hexdigest()[:8]
         self.loaded[name] = _Loaded(str(path), content, len(data))
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -234,10 +226,6 @@ class RecordedVllm:
         finally:
             self.running[model] -= 1
 
-    def bytes_of(self, model: str) -> int:
-        """Of an adapter's weights."""
-        return self.loaded[model].num_bytes if model in self.loaded else 0
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -249,18 +237,11 @@ class _Answer:
     num_tokens: int
 
     async def tokens(self) -> AsyncIterator[str]:
-        options, running = self.server.options, self.server.running
-        num_bytes = self.server.bytes_of(self.model)
-        await asyncio.sleep(
-            options.prefill_s
-            + self.num_prompt_tokens
-            * (options.prefill_s_per_token + options.prefill_s_per_token_byte * num_bytes)
-        )
+        options = self.server.options
+        await asyncio.sleep(options.prefill_s)
         for number in range(self.num_tokens):
             if number:
-                largest = max(map(self.server.bytes_of, +running), default=0)
-                row_s = options.decode_s_per_row + options.decode_s_per_byte * largest
-                await asyncio.sleep(options.decode_s + running.total() * row_s)
+                await asyncio.sleep(options.decode_s)
             yield self.content if not number else " t"
 
     async def whole(self) -> web.Response:
@@ -320,16 +301,18 @@ def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def vllm_card(url: str, base_fingerprint: str = "base-1", **changes: Any) -> EngineCard:
-    """A server like that, as an engine; ``changes``: of what was seen of it."""
-    profile = profile_of()
-    seen = SeenServer(VERSION, ROOT, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE, "auto")
-    server = MeasuredServer("vllm", replace(seen, **changes), base_fingerprint, 512, 16)
-    measured = MeasuredEngine(
-        server=server, dtype=profile.dtype, adapter_bytes_per_rank=1000, kv_bytes_per_token=512,
-        machine=replace(profile.machine, lora=replace(profile.machine.lora, is_padded=True)),
-    )  # fmt: skip
-    return EngineCard(engine_id=url, url=url, measured=measured)
+def vllm_card(url: str, base_fingerprint: str = "base-1") -> EngineCard:
+    """Return a server like that as an engine."""
+    foreign = ForeignEngine(
+        kind="vllm",
+        base_fingerprint=base_fingerprint,
+        dtype=profile_of().dtype,
+        adapter_bytes_per_rank=1000,
+        kv_bytes_per_token=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=16,
+    )
+    return EngineCard(engine_id=url, url=url, foreign=foreign)
 
 
 class VllmProcess:

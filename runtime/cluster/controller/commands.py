@@ -118,7 +118,7 @@ class Commands:
         async with self._lock(target, name):
             served = self._served.get((target, name))
             if served is None or served.revision < revision:
-                await engine_type_of(static.measured).adapters(self._session, target).unload(name)
+                await engine_type_of(static.foreign).adapters(self._session, target).unload(name)
                 self._served.pop((target, name), None)
 
     async def pin(self, target: str, name: str, *, pinned: bool) -> None:
@@ -128,13 +128,13 @@ class Commands:
             body = Pin(name=name, pinned=pinned)
             await self._ask(self._members.agent(target), AGENT_PIN_PATH, body, Pin)
         elif (target, name) in self._served:
-            engine = engine_type_of(static.measured).adapters(self._session, target)
+            engine = engine_type_of(static.foreign).adapters(self._session, target)
             await engine.pin(name, pinned=pinned)
 
     def check_can_pin(self) -> None:
         """Raise ``HttpError`` if an engine cannot keep an adapter on its device."""
         for url, card in self._members.static.items():
-            if not engine_type_of(card.measured).can_pin:
+            if not engine_type_of(card.foreign).can_pin:
                 raise HttpError(
                     400, f"adapters cannot be pinned: engine {url} has no route for that",
                     code="not_served", param="pinned",
@@ -160,7 +160,7 @@ class Commands:
         for engine, name in self._served:
             if engine == engine_id:
                 sent.use(name)
-        states = engine_type_of(card.measured).states(self._session, card, sent)
+        states = engine_type_of(card.foreign).states(self._session, card, sent)
         async with asyncio.timeout(_CALL_TIMEOUT_S), contextlib.aclosing(states):
             async for state in states:
                 return state
@@ -168,7 +168,7 @@ class Commands:
 
     async def _ensure_static(self, card: EngineCard, entry: AdapterEntry) -> Ensured:
         key = (card.engine_id, entry.name)
-        engine = engine_type_of(card.measured).adapters(self._session, card.url)
+        engine = engine_type_of(card.foreign).adapters(self._session, card.url)
         async with self._lock(*key):
             incarnation = await engine.incarnation()
             served = self._served.get(key)

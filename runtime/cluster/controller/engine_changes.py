@@ -48,7 +48,7 @@ class EngineChanges:
         """Make a change. Raises ``HttpError`` if it fails; then nothing has changed."""
         if change.action == "add" and change.url is not None:
             url = change.url.rstrip("/")
-            card = EngineCard(engine_id=url, url=url, measured=change.measured)
+            card = EngineCard(engine_id=url, url=url, foreign=change.foreign)
             await self._members.add_static(card)
             self._registry.add_engine(card)
         elif change.action == "add":

@@ -292,7 +292,7 @@ class Members:
         """Return the profile. Raises ``EngineRefusedError`` if it does not fit this cluster."""
         url = card.url
         try:
-            profile = await engine_type_of(card.measured).profile(self._session, card)
+            profile = await engine_type_of(card.foreign).profile(self._session, card)
         except UnreachableError:
             raise
         except HttpError as error:

@@ -1,7 +1,7 @@
 """The interface of engine types to gateways and the controller: one stateless object per type.
 
-An engine of corun reports its profile and state itself. For vLLM they are derived from a measured
-profile, its metrics, and the requests that were sent to it.
+An engine of corun reports its profile and state itself. For vLLM the state is derived from metrics
+and from the requests that were sent to it, and costs from its answers.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -81,7 +81,7 @@ class EngineType(Protocol):
     ready_path: str  # answers 200 while the engine accepts requests
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
-        """Return the engine's profile; check that a measured one still fits."""
+        """Return the engine's profile."""
         ...
 
     async def base_cards(

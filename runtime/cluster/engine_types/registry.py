@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 
-from ..wire import MeasuredEngine
+from ..wire import ForeignEngine
 from .corun import CorunEngineType
 from .engine_type import EngineType
 from .vllm import VllmEngineType
 
 _CORUN = CorunEngineType()
-_MEASURED: Mapping[str, EngineType] = {
-    "vllm": VllmEngineType()
-}  # types that need a measured profile
+_FOREIGN: Mapping[str, EngineType] = {"vllm": VllmEngineType()}
 
 
-def engine_type_of(measured: MeasuredEngine | None) -> EngineType:
-    """Return an engine's type; ``measured``: None = an engine of corun."""
-    return _CORUN if measured is None else _MEASURED[measured.server.kind]
+def engine_type_of(foreign: ForeignEngine | None) -> EngineType:
+    """Return an engine's type; ``foreign``: None = an engine of corun."""
+    return _CORUN if foreign is None else _FOREIGN[foreign.kind]

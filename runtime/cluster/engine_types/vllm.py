@@ -1,4 +1,4 @@
-"""An unmodified vLLM server as an engine: its state comes from its metrics and its profile.
+"""An unmodified vLLM server as an engine: its state comes from its metrics.
 
 Adapters have names of their own there, ``NAME@DIGEST``: versions of vLLM find the KV that they keep
 by an adapter's name, so a name with new content would be answered from KV of the former content.
@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator
 import aiohttp
 import msgspec
 
-from ....profiles.server import SeenServer
+from ....profiles.curve import Curve
+from ....profiles.models import LinkModel, LoraModel, MachineModel
 from ...server.answers import ModelCard
 from ...server.errors import HttpError
 from ..http.calls import fetch
@@ -31,10 +32,26 @@ from .vllm_translation import VllmTranslation, vllm_refusal
 
 METRICS_PATH = "/metrics"
 _HEALTH_PATH = "/health"
-_VERSION_PATH = "/version"
 _EVERY_S = 0.1
 _HEALTH_EVERY = 10  # of the states
-_IN_LINK_BYTES_PER_S = 1e12  # of files: the link of a measured profile includes their time
+_IN_LINK_BYTES_PER_S = 1e12  # of files: the assumed link includes their time
+# Costs before any are learned: a step takes 10 ms and 0.1 ms per token, and adapters are loaded at
+# 1 GB/s, after 50 ms.
+_ASSUMED_MACHINE = MachineModel(
+    num_layers=1,
+    step_s=Curve((0.0, 1.0), (0.01, 0.0101)),
+    groups=(),
+    invocation_s=0.0,
+    lora=LoraModel(
+        decode_s_per_byte=0.0,
+        decode_fixed_s=0.0,
+        prefill_s_per_token_byte=0.0,
+        prefill_fixed_s=0.0,
+    ),
+    link=LinkModel(bytes_per_s=1e9, latency_s=0.05),
+    num_workers=0,
+    tokens_per_worker=0,
+)
 _POLL_TIMEOUT_S = 3.0  # gateways eject a silent engine sooner
 
 
@@ -52,10 +69,6 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[VllmModel, ...]
 
 
-class _Version(msgspec.Struct, frozen=True):
-    version: str
-
-
 class VllmEngineType:
     """The ``EngineType`` of vLLM from 0.9 on, with ``--enable-lora`` and runtime updating."""
 
@@ -64,28 +77,30 @@ class VllmEngineType:
     ready_path = _HEALTH_PATH
 
     async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
-        """Return the measured profile, if the server still fits it."""
-        assert card.measured is not None
-        measured, server = card.measured, card.measured.server
-        name, seen = await inspect_server(session, card.url)
-        unlike = server.seen.unlike(seen)
-        if unlike is not None:
-            raise HttpError(
-                400, f"the server does not fit its profile: {unlike}", code="engine_refused",
-                param="profile",
-            )  # fmt: skip
+        """Return its profile with assumed costs; routers learn them from its answers.
+
+        Raises ``HttpError`` if it is unreachable, or cannot load adapters at run time.
+        """
+        foreign = card.foreign
+        assert foreign is not None
+        base, *_ = await base_models(session, card.url)
+        metrics = await metrics_of(session, card.url)
+        if not metrics.has_lora:
+            raise _refused("it serves no LoRA adapters: start it with --enable-lora")
+        await VllmApi(session, card.url).check_updates()
         return EngineProfile(
-            model=name,
-            base_fingerprint=server.base_fingerprint,
-            dtype=measured.dtype,
-            max_model_len=seen.max_model_len,
-            max_num_batched_tokens=server.max_num_batched_tokens,
-            max_num_seqs=server.max_num_seqs,
-            block_size=seen.block_size,
-            adapter_bytes_per_rank=measured.adapter_bytes_per_rank,
+            model=base.id,
+            base_fingerprint=foreign.base_fingerprint,
+            dtype=foreign.dtype,
+            max_model_len=base.max_model_len or 0,
+            max_num_batched_tokens=foreign.max_num_batched_tokens,
+            max_num_seqs=foreign.max_num_seqs,
+            block_size=metrics.block_size,
+            adapter_bytes_per_rank=foreign.adapter_bytes_per_rank,
             file_bytes_per_s=_IN_LINK_BYTES_PER_S,
-            kv_bytes_per_token=measured.kv_bytes_per_token,
-            machine=measured.machine,
+            kv_bytes_per_token=foreign.kv_bytes_per_token,
+            machine=_ASSUMED_MACHINE,
+            is_measured=False,
         )
 
     async def base_cards(
@@ -133,27 +148,6 @@ class VllmEngineType:
 
     def translation(self, model: str | None, asked: str | None) -> Translation:
         return VllmTranslation(model, asked)
-
-
-async def inspect_server(session: aiohttp.ClientSession, url: str) -> tuple[str, SeenServer]:
-    """Return a server's name of its base model, and its current properties.
-
-    Raises ``HttpError`` if it is unreachable, or cannot load adapters at run time.
-    """
-    base, *_ = await base_models(session, url)
-    metrics = await metrics_of(session, url)
-    if not metrics.has_lora:
-        raise _refused("it serves no LoRA adapters: start it with --enable-lora")
-    await VllmApi(session, url).check_updates()
-    version = msgspec.json.decode(await _ask(session, url + _VERSION_PATH), type=_Version)
-    return base.id, SeenServer(
-        version=version.version,
-        base=base.root or base.id,
-        max_model_len=base.max_model_len or 0,
-        block_size=metrics.block_size,
-        kv_tokens=metrics.kv_tokens,
-        kv_dtype=metrics.kv_dtype,
-    )
 
 
 async def base_models(session: aiohttp.ClientSession, url: str) -> list[VllmModel]:

@@ -27,7 +27,6 @@ class VllmMetrics:
     kv_usage: float  # share of the blocks that are in use
     kv_tokens: int
     block_size: int
-    kv_dtype: str
     has_lora: bool
     max_loras: int  # on the device at once
     running_adapters: frozenset[str]
@@ -61,7 +60,6 @@ def read_metrics(text: bytes) -> VllmMetrics:
         kv_usage=min(max(sum(usage) / len(usage), 0.0), 1.0),
         kv_tokens=kv_tokens,
         block_size=block_size,
-        kv_dtype=cache.get("cache_dtype", ""),
         has_lora=b"\n# TYPE " + _LORA + b" " in text,
         max_loras=max(int(lora.get("max_lora", "1")), 1),
         running_adapters=_names(lora.get("running_lora_adapters", "")),

@@ -58,8 +58,9 @@ class Attempt:
         self._entries = entries
         self._incarnation = link.incarnation
         self._number, self._predicted_s = state.routing.assign(route, link.server_id)
+        self._num_running = link.running_beside(entries)
         link.record_sent(self._number, entries)
-        self._sent_s = time.monotonic()
+        self._sent_s = self._first_s = time.monotonic()
         self._has_begun = False
 
     async def __aenter__(self) -> Self:
@@ -118,8 +119,20 @@ class Attempt:
 
     def on_first_token(self) -> None:
         """Count the first token of a stream."""
-        waited_s = time.monotonic() - self._sent_s
+        self._first_s = time.monotonic()
+        waited_s = self._first_s - self._sent_s
         self.link.counts.first_token(waited_s, self._predicted_s)
+        times = self.link.answer_times
+        if times is not None and self._num_running is not None:
+            times.first_token(self._route.num_prompt_tokens, self._num_running, waited_s)
+
+    def on_stream_end(self, num_tokens: int) -> None:
+        """Count a complete stream of ``num_tokens`` tokens."""
+        times = self.link.answer_times
+        if times is not None:
+            num_running = sum(self.link.state.load.num_running_by_rank.values())
+            took_s = time.monotonic() - self._first_s
+            times.other_tokens(max(num_tokens - 1, 0), max(num_running, 1), took_s)
 
     async def read_all(self) -> bytes:
         """Return the whole answer. Raises ``ElsewhereError``: the client has received nothing."""

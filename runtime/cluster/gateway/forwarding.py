@@ -155,6 +155,7 @@ class ForwardingEndpoint:
             except AttemptLostError:
                 self._state.counts.num_lost += 1
                 raise
+            attempt.on_stream_end(num_tokens)
         else:
             num_tokens = await self._forward_whole(inbound, attempt, exchange, writer, send)
         if self._generates and exchange.status < 400:

@@ -14,6 +14,7 @@ from ..engine_types.engine_type import SentRecord, Translation
 from ..engine_types.registry import engine_type_of
 from ..policy.reports import ServerId, ServerReport
 from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
+from .answer_times import AnswerTimes
 from .counts import EngineCounts
 from .engine_state import ReportedState
 from .health import EXITED, REFUSED, SILENT, EngineHealth
@@ -21,7 +22,7 @@ from .routing import Routing
 from .table import KnownTable
 from .upstream import EngineExchange, UpstreamPool
 
-_PROFILE_EVERY_S = 10.0  # until the engine has measured its profile
+_PROFILE_EVERY_S = 10.0  # where it is learned and not measured
 _AGAIN_S = 0.2
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ class EngineLink:
         self._session = session
         self._routing = routing
         self._table = table
-        self._engine_type = engine_type_of(card.measured)
+        self._engine_type = engine_type_of(card.foreign)
+        self.answer_times: AnswerTimes | None = None
+        if card.foreign is not None:
+            self.answer_times = AnswerTimes(card.foreign.max_num_batched_tokens)
         self._sent = SentRecord(gateway_id, lambda: table.adapters)
         self._on_ejected: set[Callable[[str], None]] = set()
         self._incarnation: str | None = None
@@ -91,10 +95,17 @@ class EngineLink:
             await asyncio.sleep(_AGAIN_S)
 
     async def refresh_profile(self) -> None:
-        """Ask now and then for the profile of an engine that has not been measured."""
+        """Update the costs of an engine now and then, unless they were measured.
+
+        An engine of corun is asked for them. For others the times of answers are used.
+        """
         while True:
             await asyncio.sleep(_PROFILE_EVERY_S)
             if self.profile is None or self.profile.is_measured or not self.is_usable:
+                continue
+            if self.answer_times is not None:
+                self.profile = self.answer_times.applied_to(self.profile)
+                self._routing.set_costs(self.server_id, self.profile)
                 continue
             try:
                 self.profile = await self._engine_type.profile(self._session, self.card)
@@ -145,6 +156,19 @@ class EngineLink:
         for entry in entries:
             self._sent.use(entry.name)
 
+    def running_beside(self, entries: Sequence[AdapterEntry]) -> int | None:
+        """Return the number of running requests, for a new one that can start at once.
+
+        None if requests wait, or one of its adapters is not on the device.
+        """
+        load, adapters = self.state.load, self.state.adapters
+        placed = [adapters.get(entry.name) for entry in entries]
+        if any(one is None or one.level != "device" for one in placed):
+            return None
+        if any(load.num_waiting_by_rank.values()):
+            return None
+        return sum(load.num_running_by_rank.values())
+
     def record_served(self, name: str, ensured: Ensured) -> None:
         """Record that it serves an adapter, unless a later revision is recorded."""
         if ensured.incarnation == self._incarnation:
@@ -181,7 +205,9 @@ class EngineLink:
         )
 
     async def _listen(self) -> None:
-        self.profile = await self._engine_type.profile(self._session, self.card)
+        profile = await self._engine_type.profile(self._session, self.card)
+        times = self.answer_times
+        self.profile = profile if times is None else times.applied_to(profile)
         self.base_cards = await self._engine_type.base_cards(self._session, self.card)
         state = ReportedState(self._gateway_id)
         states = self._engine_type.states(self._session, self.card, self._sent)

@@ -15,6 +15,7 @@ from .bodies import BodyFacts, TokenRatio
 from .engine_state import costs_of_engine
 
 _MAX_SESSION_CHARS = 256
+_MAX_COSTS = 1024  # kept; learned profiles change all the time
 
 
 class Routing:
@@ -116,6 +117,8 @@ class Routing:
     def _costs_of(self, profile: EngineProfile) -> ServerCosts:
         costs = self._costs.get(profile)
         if costs is None:
+            if len(self._costs) == _MAX_COSTS:
+                self._costs.clear()
             costs = self._costs[profile] = costs_of_engine(profile)
         return costs
 

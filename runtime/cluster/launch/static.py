@@ -38,7 +38,7 @@ class StaticLauncher:
         if engine_id in self._polling:
             return
         card = self._engines[engine_id]
-        await engine_type_of(card.measured).profile(self._session, card)
+        await engine_type_of(card.foreign).profile(self._session, card)
         self._board.set(
             EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
         )
@@ -64,7 +64,7 @@ class StaticLauncher:
         self._board.close()
 
     async def _poll(self, card: EngineCard) -> None:
-        url = card.url + engine_type_of(card.measured).ready_path
+        url = card.url + engine_type_of(card.foreign).ready_path
         while True:
             await asyncio.sleep(self._look_every_s)
             state, reason = await self._state_at(url)

@@ -150,7 +150,7 @@ class ClusterSupervisor:
         """Add an engine. Raises ``ConfigError`` if the server is no engine, or does not fit."""
         try:
             await static.start(card.engine_id)
-            change = EngineChange(action="add", url=card.url, measured=card.measured)
+            change = EngineChange(action="add", url=card.url, foreign=card.foreign)
             await self._ask(session, ENGINES_PATH, change)
         except HttpError as error:
             raise ConfigError(f"--engine {card.url} cannot join the cluster: {error}") from error

@@ -1,15 +1,25 @@
 """Reads facts about a base model from its configuration, without weights."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....profiles.server import BaseModel
 from ...adapters.base_names import ServedBase
 from ...config.engine import EngineConfig
 from ...errors import ModelError
 
 if TYPE_CHECKING:
     from ....gpu.model.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """Facts about a base model, by its configuration."""
+
+    fingerprint: str
+    dtype: str
+    kv_bytes_per_token: int  # over all layers
+    adapter_bytes_per_rank: int  # on the device, of an adapter on all targets
 
 
 def read_base_model(config: EngineConfig) -> BaseModel:
@@ -28,10 +38,9 @@ def read_base_model(config: EngineConfig) -> BaseModel:
     return BaseModel(
         fingerprint=model_fingerprint(source, model),
         dtype=str(dtype).removeprefix("torch."),
-        num_layers=text.num_hidden_layers,
-        vocab_size=text.vocab_size,
         kv_bytes_per_token=dtype.itemsize * text.num_hidden_layers * _kv_width(config, text),
-        targets=tuple((one.path, one.in_features, one.out_features) for one in targets),
+        adapter_bytes_per_rank=dtype.itemsize
+        * sum(one.in_features + one.out_features for one in targets),
     )
 
 

@@ -61,20 +61,14 @@ class ProfileListener:
     on_report: OnReport
 
 
-@dataclass(frozen=True, slots=True)
-class HowMuch:
-    """The extent of measuring."""
-
-    effort: str = "quick"  # or thorough
-    budget_s: float | None = None  # None = the effort's own
-
-
-def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListener) -> ProfileRun:
+def run_profile(
+    config: EngineConfig, budget_s: float | None, listener: ProfileListener
+) -> ProfileRun:
     """Load the model as an engine process would, and measure it.
 
     Args:
         config: The options; without a model, the demo.
-        how_much: The extent of measuring.
+        budget_s: About how long to measure; None = half a minute at most.
         listener: Called with progress.
 
     Raises:
@@ -109,7 +103,7 @@ def run_profile(config: EngineConfig, how_much: HowMuch, listener: ProfileListen
         )
         subject = subject_of(config, loaded, placement, facts)
         with _as_corun_error():
-            profile = _measure(config, loaded, placement, subject, how_much, listener)
+            profile = _measure(config, loaded, placement, subject, budget_s, listener)
     finally:
         loaded.close()
     return ProfileRun(profile, placement, default_path(subject, _directory()))
@@ -119,7 +113,7 @@ def profile_for(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts,
     on_progress: Callable[[str], None],
 ) -> Profile | None:  # fmt: skip
-    """Return the profile for an engine with CPU workers; measured quickly if there is none.
+    """Return the profile for an engine with CPU workers; measured if there is none.
 
     None, with a warning, if that fails for any reason: an engine can serve without predictions.
     Call it before the KV pool is made, in the thread that will run the model.
@@ -141,7 +135,7 @@ def profile_for(
         def measure() -> Profile:
             on_progress("measuring this machine with the model")
             listener = ProfileListener(_LOG.info, _log_estimate, lambda _: None)
-            return _measure(config, loaded, placement, subject, HowMuch(), listener)
+            return _measure(config, loaded, placement, subject, None, listener)
 
         return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
 
@@ -208,17 +202,15 @@ def subject_of(
 
 def _measure(
     config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
-    how_much: HowMuch, listener: ProfileListener,
+    budget_s: float | None, listener: ProfileListener,
 ) -> Profile:  # fmt: skip
     from ....gpu.device.select import DeviceOptions, make_device
     from ....gpu.execution import assemble
     from ....profiles.measure.cpu_use import CpuUseSampler
-    from ....profiles.measure.effort import EFFORTS
+    from ....profiles.measure.effort import EFFORT
     from ....profiles.measure.profiler import Bench, Listener, measure_profile
 
-    effort = EFFORTS[how_much.effort]
-    if how_much.budget_s is not None:
-        effort = effort.within(how_much.budget_s)
+    effort = EFFORT if budget_s is None else EFFORT.within(budget_s)
     plan, max_context = placement.plan, _max_context(config, loaded)
     allowed = os.sched_getaffinity(0)
     cpus = sorted(allowed.union(plan.worker_cpus))

@@ -1,7 +1,7 @@
 """The estimated duration of measuring, and the measured sizes."""
 
 import pytest
-from corun.profiles.measure.effort import EFFORTS, QUICK, THOROUGH
+from corun.profiles.measure.effort import EFFORT, Effort
 from corun.profiles.measure.estimate import cut, expected_s
 from corun.profiles.measure.step_shapes import StepShape
 
@@ -14,9 +14,8 @@ def test_a_limit_is_measured_itself() -> None:
     assert cut((1, 8), 512) == (1, 8, 512)
 
 
-@pytest.mark.parametrize("name", EFFORTS)
-def test_a_slow_model_takes_the_budget_and_what_it_needs_beyond(name: str) -> None:
-    effort = EFFORTS[name]
+@pytest.mark.parametrize("effort", [EFFORT, EFFORT.within(300.0)])
+def test_a_slow_model_takes_the_budget_and_what_it_needs_beyond(effort: Effort) -> None:
     slow = expected_s(effort, lambda n: 1.0 + n / 100, 512, _SHAPES, has_workers=True)
     assert list(slow) == list(effort.parts)
     assert slow["link"] == effort.link.budget_s
@@ -26,15 +25,17 @@ def test_a_slow_model_takes_the_budget_and_what_it_needs_beyond(name: str) -> No
 
 
 def test_a_fast_model_is_done_before_the_budget_is_spent() -> None:
-    fast = expected_s(QUICK, lambda n: 1e-4, 512, _SHAPES, has_workers=False)
-    rounds = QUICK.base.max_rounds + 1
-    assert fast["base"] == pytest.approx(rounds * len(QUICK.step_tokens) * 1e-4)
+    fast = expected_s(EFFORT, lambda n: 1e-4, 512, _SHAPES, has_workers=False)
+    rounds = EFFORT.base.max_rounds + 1
+    assert fast["base"] == pytest.approx(rounds * len(EFFORT.step_tokens) * 1e-4)
     assert fast["invocation"] == 0.0
 
 
-def test_quick_is_quick_and_thorough_takes_minutes() -> None:
-    assert QUICK.budget_s < 30
-    assert 120 < THOROUGH.budget_s < 400
-    short = THOROUGH.within(10.0)
-    assert short.budget_s == pytest.approx(10.0)
-    assert short.deltas.min_rounds == THOROUGH.deltas.min_rounds
+def test_more_time_is_for_more_rounds_and_less_time_has_the_fewest() -> None:
+    assert EFFORT.budget_s < 30
+    long, short = EFFORT.within(10 * EFFORT.budget_s), EFFORT.within(5.0)
+    assert long.budget_s == pytest.approx(10 * EFFORT.budget_s)
+    assert long.base.max_rounds == 10 * EFFORT.base.max_rounds
+    assert short.budget_s == pytest.approx(5.0)
+    assert short.base.max_rounds == EFFORT.base.max_rounds
+    assert short.deltas.min_rounds == long.deltas.min_rounds == EFFORT.deltas.min_rounds

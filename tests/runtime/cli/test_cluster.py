@@ -4,12 +4,9 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from corun.profiles.profile import save_profile
 from corun.runtime.cli.cluster_asks import status_lines
 from corun.runtime.cli.main import main
 from corun.runtime.cluster.wire import (
@@ -20,8 +17,8 @@ from corun.runtime.cluster.wire import (
     EngineStatus,
 )
 from corun.runtime.server.listening import bind, listen
+from support.architectures import save_model
 from support.clusters import KEY
-from support.profiles import PROFILE
 from support.recorded_vllm import VllmOptions, vllm_card, vllm_in_a_thread
 
 HERE = ("cluster", "--engines", "1", "--unpinned")
@@ -74,26 +71,15 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ("cluster", "--engine", f"{ONE},kind=tgi"),
             "kind is 'tgi', must be one of corun, vllm",
         ),
+        (("cluster", "--engine", VLLM), "kind=vllm needs model=MODEL, the directory or hub id"),
+        (("cluster", "--engine", f"{ONE},model=m"), "model and limits are for kind=vllm; a corun"),
+        (("cluster", "--engine", f"{ONE},speed=2"), "must be URL or URL,kind=KIND,model=MODEL"),
+        (("cluster", "--engine", f"{VLLM},profile=x"), "profile=FILE is not used any more: costs"),
+        (("cluster", "--engine", f"{VLLM},model=m,max_num_seqs=0"), "max_num_seqs is '0', must"),
+        (("cluster", "--engine", f"{VLLM},model=/nowhere"), "h:1: no such model"),
         (
-            ("cluster", "--engine", VLLM),
-            "kind=vllm needs profile=FILE, which corun",
-        ),
-        (
-            ("cluster", "--engine", f"{ONE},profile=x"),
-            "profile is for kind=vllm; a corun engine",
-        ),
-        (
-            ("cluster", "--engine", f"{ONE},speed=2"),
-            "must be URL or URL,kind=KIND,profile=FILE",
-        ),
-        (
-            ("cluster", "--engine", f"{VLLM},profile=/nowhere"),
-            "/nowhere holds no profile",
-        ),
-        (("cluster", "--engine", f"{VLLM},profile=/"), "/ holds no profile: "),
-        (
-            ("cluster", "add", "--engine", f"{VLLM},profile=/nowhere"),
-            "--engine http://h:1: /nowhere holds no profile",
+            ("cluster", "add", "--engine", f"{VLLM},model=/nowhere"),
+            "http://h:1: no such model directory",
         ),
         (("cluster", "add", "--state-dir", "x"), "nothing to add: give --engines N, or --engine"),
         (("cluster", "drain"), "the following arguments are required: ENGINE"),
@@ -252,7 +238,7 @@ def test_status_says_what_there_is() -> None:
         "controller http://c:1, 2 gateways, placement sticky",
         "engine m-0  ready  http://h:1, CPU 0-3, 1 restart, not sent to: silent",
         "engine http://o:1  draining  http://o:1",
-        "engine http://v:1  ready  http://v:1, vllm as measured with 0.32.0",
+        "engine http://v:1  ready  http://v:1, vllm",
         "engine m-1  exited: exit status 1",
         "agent m  http://h:9, 1 adapter in 1 of 2 GiB",
         "  engine 0: CPU 0-3",
@@ -262,35 +248,14 @@ def test_status_says_what_there_is() -> None:
     ]
 
 
-def test_a_profile_of_an_engine_is_none_of_a_server(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "profile.json"
-    save_profile(PROFILE, path)
-    assert main(("cluster", "--engine", f"{VLLM},profile={path}")) == 2
-    error = capsys.readouterr().err
-    assert f"{path} is a profile of cpu (A CPU), and of no vllm server; corun profile" in error
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_blocks": 100}, "room for 838784 tokens of KV there, for 12800 here"),
-        ({"root": "/models/other"}, "base model /models/tiny there, /models/other here"),
-        ({"has_lora": False}, "it serves no LoRA adapters: start it with --enable-lora"),
-    ],
-)
 def test_a_server_that_cannot_be_an_engine_ends_the_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: dict[str, Any], words: str
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    card = vllm_card(ONE)
-    assert card.measured is not None
-    path = tmp_path / "profile.json"
-    save_profile(replace(PROFILE, server=card.measured.server), path)
+    model = save_model("llama3-rope", tmp_path_factory.mktemp("model"))
     key_file = tmp_path / "key"
     key_file.write_text(KEY)
-    with vllm_in_a_thread(VllmOptions(key=KEY, **options)) as url:
-        given = f"{url},kind=vllm,profile={path}"
+    with vllm_in_a_thread(VllmOptions(key=KEY, has_lora=False)) as url:
+        given = f"{url},kind=vllm,model={model}"
         place = (
             "--state-dir",
             str(tmp_path / "state"),
@@ -300,4 +265,4 @@ def test_a_server_that_cannot_be_an_engine_ends_the_start(
         assert main(("cluster", "--port", "0", "--engine", given, *place)) == 2
     errors = [one for one in capfd.readouterr().err.splitlines() if "corun: error: " in one]
     assert len(errors) == 1 and f"--engine {url} cannot join the cluster" in errors[0]
-    assert words in errors[0]
+    assert "it serves no LoRA adapters: start it with --enable-lora" in errors[0]

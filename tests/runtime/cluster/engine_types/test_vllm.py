@@ -67,38 +67,33 @@ def test_a_name_with_other_content_has_another_name_there(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "measured", "words"),
+    ("options", "words"),
     [
-        ({"has_lora": False}, {}, "it serves no LoRA adapters: start it with --enable-lora"),
-        ({"updates_loras": False}, {}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
-        ({"root": "/models/other"}, {}, "base model /models/tiny there, /models/other here"),
-        ({"num_blocks": 1000}, {}, "room for 838784 tokens of KV there, for 128000 here"),
-        ({}, {"block_size": 16}, "KV blocks of tokens 16 there, 128 here"),
-        ({}, {"kv_dtype": "fp8"}, "KV as fp8 there, auto here"),
-        ({"key": "another"}, {}, "does not take the cluster's key as its --api-key"),
+        ({"has_lora": False}, "it serves no LoRA adapters: start it with --enable-lora"),
+        ({"updates_loras": False}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({"key": "another"}, "does not take the cluster's key as its --api-key"),
     ],
 )
-def test_what_is_not_what_was_measured_is_refused(
-    options: dict[str, Any], measured: dict[str, Any], words: str
-) -> None:
+def test_servers_that_cannot_be_engines_are_refused(options: dict[str, Any], words: str) -> None:
     async def work(server: RecordedVllm, api: VllmApi) -> None:
         async with make_session(KEY) as session:
             with pytest.raises(HttpError, match=words):
-                await ENGINE_TYPE.profile(session, vllm_card(server.url, **measured))
+                await ENGINE_TYPE.profile(session, vllm_card(server.url))
 
     with_vllm(work, **options)
 
 
-def test_a_server_like_it_is_what_was_measured() -> None:
+def test_a_profile_has_what_the_server_reports_and_what_was_given() -> None:
     async def work(server: RecordedVllm, api: VllmApi) -> None:
         card = vllm_card(server.url)
         async with make_session(KEY) as session:
             profile = await ENGINE_TYPE.profile(session, card)
             (base,) = await ENGINE_TYPE.base_cards(session, card)
         assert (profile.model, profile.max_model_len, base.id) == (BASE, 512, BASE)
-        assert card.measured is not None and profile.machine == card.measured.machine
+        assert (profile.block_size, profile.max_num_seqs) == (128, 16)
+        assert not profile.is_measured
 
-    with_vllm(work, key=KEY, num_blocks=6200)  # a little less room, as after a restart
+    with_vllm(work, key=KEY)
 
 
 def test_states_say_what_metrics_and_the_record_do() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession
+from corun.runtime.cluster.gateway import answer_times, links
 from corun.runtime.cluster.gateway.run import run_gateway
 from corun.runtime.cluster.http.calls import make_session
 from corun.runtime.cluster.settings import GatewaySettings
@@ -37,11 +39,11 @@ class Front:
         self.session = session
         self.controller = controller
 
-    async def add(self, url: str, **measured: Any) -> None:
+    async def add(self, url: str) -> None:
         """Add an engine, and wait until it gets requests."""
-        card = vllm_card(url, **measured)
+        card = vllm_card(url)
         number = await self.num_usable()
-        await self.controller.engines("add", url=url, measured=card.measured)
+        await self.controller.engines("add", url=url, foreign=card.foreign)
         await self.usable(number + 1)
 
     async def complete(self, **fields: Any) -> tuple[int, Any]:
@@ -244,9 +246,8 @@ def test_an_engine_of_another_base_than_the_others_is_refused(tmp_path: Path) ->
         async with recorded() as server, recorded() as other:
             await front.add(server.url)
             card = vllm_card(other.url, base_fingerprint="base-2")
-            assert card.measured is not None
             with pytest.raises(HttpError, match="serves the base model base-2, and the others"):
-                await front.controller.engines("add", url=other.url, measured=card.measured)
+                await front.controller.engines("add", url=other.url, foreign=card.foreign)
             assert await front.num_usable() == 1
 
     in_front(tmp_path, work)
@@ -261,6 +262,35 @@ def test_a_drained_engine_goes_when_its_requests_have_ended(tmp_path: Path) -> N
                 assert (await front.complete())[0] == 503
                 assert b'"error"' not in await response.content.read()
             await front.controller.has_engines(set())
+
+    in_front(tmp_path, work)
+
+
+def test_costs_are_learned_from_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_times, "MIN_ANSWERS", 3)
+    monkeypatch.setattr(links, "_PROFILE_EVERY_S", 0.05)
+
+    async def predicted_s(front: Front) -> float:
+        """Predicted time of the first token of one more stream."""
+        sums = []
+        for _ in range(2):
+            async with front.session.get(f"{front.url}/metrics") as response:
+                sums.append(await response.text())
+            if len(sums) == 1:
+                async with front.stream() as stream:
+                    await stream.content.read()
+        before, after = (
+            float(re.findall(r"predicted_first_token_seconds_sum\S* (\S+)", one)[0]) for one in sums
+        )
+        return after - before
+
+    async def work(front: Front) -> None:
+        async with recorded(prefill_s=0.2, decode_s=0.001) as server:
+            await front.add(server.url)
+            assert await predicted_s(front) < 0.1  # assumed
+            async with asyncio.timeout(DEADLINE_S):
+                while await predicted_s(front) < 0.15:
+                    await asyncio.sleep(0.05)
 
     in_front(tmp_path, work)
 
@@ -321,9 +351,9 @@ def test_a_controller_that_begins_again_finds_them(tmp_path: Path) -> None:
         async with recorded() as server, contextlib.AsyncExitStack() as outlive:
             async with running_controller(tmp_path / "state", outlive) as controller:
                 card = vllm_card(server.url)
-                await controller.engines("add", url=server.url, measured=card.measured)
+                await controller.engines("add", url=server.url, foreign=card.foreign)
             async with running_controller(tmp_path / "state", outlive) as controller:
                 status = await controller.until(lambda one: bool(one.engines))
-                assert status.engines[0].measured == card.measured
+                assert status.engines[0].foreign == card.foreign
 
     asyncio.run(run())

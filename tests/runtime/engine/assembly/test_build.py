@@ -16,7 +16,7 @@ from corun.gpu.execution import assemble
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build, scheduling, sizes
-from corun.runtime.engine.assembly.profiling import HowMuch, ProfileListener, run_profile
+from corun.runtime.engine.assembly.profiling import ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import AddRequest, ModelInfo
@@ -371,5 +371,5 @@ def test_a_model_that_adapters_cannot_change_is_served(
     num_threads = torch.get_num_threads()
     # It pins the thread that measures, so this runs in a thread of its own.
     with ThreadPoolExecutor(1) as alone, pytest.raises(ModelError, match="nothing to measure"):
-        alone.submit(run_profile, config, HowMuch(), listener).result()
+        alone.submit(run_profile, config, None, listener).result()
     torch.set_num_threads(num_threads)

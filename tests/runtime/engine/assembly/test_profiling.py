@@ -49,7 +49,7 @@ def loaded() -> Iterator[assemble.LoadedModel]:
 @pytest.fixture(autouse=True)
 def _short_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setitem(effort.EFFORTS, "quick", effort.QUICK.within(0.5))
+    monkeypatch.setattr(effort, "EFFORT", effort.EFFORT.within(0.5))
     # Undone with what a test sets it to, in the right order: ``any_fit`` would not be.
     monkeypatch.setattr("corun.profiles.profile.MIN_USABLE_R_SQUARED", -math.inf)
 
@@ -68,7 +68,7 @@ def test_it_is_measured_once_and_found_again(
     first = profile_of(CONFIG, loaded, steps)
     assert first is not None
     assert steps == ["measuring this machine with the model"]
-    assert "measuring a quick profile, because there is none" in caplog.text
+    assert "measuring a profile, because there is none" in caplog.text
     assert "measuring takes about" in caplog.text
     assert first.model.num_workers == 0
     assert first.coexecution_off == "a test"
