@@ -82,18 +82,20 @@ class Draws:
         random: RandomRows,
         sent: Mapping[str, torch.Tensor],
         logits: torch.Tensor,
-        best: torch.Tensor,
+        best: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Draw.
 
         ``sent``: the arrays of ``random`` on the device. logits: float32 [rows, vocabulary], is
-        changed. best: int64 [rows], the tokens of greedy rows.
+        changed. best: float32 and int64 [rows], the largest logits and their tokens.
         """
         rows = sent["random_rows"]
         is_all = random.rows == list(range(len(logits)))
-        part = logits if is_all else logits.index_select(0, rows)
+        part, maxima = logits, best[0]
+        if not is_all:
+            part, maxima = logits.index_select(0, rows), maxima.index_select(0, rows)
         # The maximum is subtracted first: a tiny temperature must not turn it into infinity.
-        part -= part.amax(dim=-1, keepdim=True)
+        part -= maxima[:, None]
         part /= sent["temperatures"]
         probs = torch.softmax(part, dim=-1)
         numbers = sent["numbers"]
@@ -112,7 +114,8 @@ class Draws:
             count = min(random.num_candidates, probs.shape[1])
             found, self.is_complete = _draw_cut(self._probs, self._cut, count)
             drawn.append(found)
-        self.tokens = best.index_copy(0, rows, torch.cat(drawn))  # int64 [rows]
+        tokens = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        self.tokens = tokens if is_all else best[1].index_copy(0, rows, tokens)  # int64 [rows]
 
     def complete(self, is_complete: Sequence[float], failed: Container[int]) -> bool:
         """Draw rows that needed more candidates from the whole vocabulary; False = there are none.
@@ -159,9 +162,9 @@ def _draw_cut(
     first_values = values * first_kept
     total = first_values.cumsum(dim=-1, dtype=torch.float64)
     # The mass that top_p refers to: of the kept tokens, or of all tokens without another limit.
-    mass = total[:, -1:].masked_fill(~cut.has_limit, 1.0)
-    # The token that crosses top_p is part of the nucleus; the first one always is.
-    kept = first_values * ((total - first_values < cut.top_p * mass) | (ranks == 0))
+    mass = torch.where(cut.has_limit, total[:, -1:], 1.0)
+    # The token that crosses top_p is part of the nucleus, and so the first one.
+    kept = first_values * (total - first_values < cut.top_p * mass)
     # Nothing is missing if the last candidate is less likely than all deciding ones: of equally
     # likely tokens, only some may be among the candidates.
     deciding = torch.where(cut.has_limit, first_values, kept)

@@ -78,14 +78,15 @@ def score(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return what ``reports`` needs of ``token_ids``, without waiting for the device.
 
     logprobs: float32 [rows, vocabulary]; token_ids: int64 [rows]. Returns float64 [rows * (2 +
-    2 n)], for each row: the token's log-probability and rank, then the n best tokens and their
-    log-probabilities. n depends on the vocabulary alone, and so a row not on its neighbours.
+    2 n)], for each row: the token's log-probability, the number of better ones, and the n best
+    tokens with their log-probabilities. n depends on the vocabulary alone, and so a row not on its
+    neighbours.
     """
     chosen = logprobs.gather(1, token_ids[:, None])
     is_better = (logprobs > chosen).view(torch.uint8)  # summed in less time than bool
-    ranks = is_better.sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
+    num_better = is_better.sum(dim=-1, keepdim=True, dtype=torch.int32)
     values, columns = largest(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
-    return torch.cat((chosen.double(), ranks, columns, values), dim=1).flatten()
+    return torch.cat((chosen.double(), num_better, columns, values), dim=1).flatten()
 
 
 def reports(scores: Sequence[float], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -99,7 +100,7 @@ def reports(scores: Sequence[float], counts: Sequence[int]) -> list[TokenLogprob
     return [
         TokenLogprobs(
             logprob=row[0],
-            rank=int(row[1]),
+            rank=int(row[1]) + 1,
             top_token_ids=tuple(int(token) for token in row[2:middle][:count]),
             top_logprobs=tuple(row[middle:][:count]),
         )

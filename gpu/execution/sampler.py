@@ -97,7 +97,7 @@ class Sampler:
         draws = None
         facts = [largest, left]
         if random is not None:
-            draws = Draws(random, sent, logits, tokens)
+            draws = Draws(random, sent, logits, (left, tokens))
             tokens = draws.tokens
             facts.append(draws.is_complete)
 

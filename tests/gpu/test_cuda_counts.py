@@ -24,11 +24,12 @@ _LLAMA_8B = {
     "one adapter": (1717, 7, 1, 11, 6160),
     "one long context": (1269, 7, 1, 8, 264196),
     "prompt": (1717, 7, 1, 11, 12472),
-    "temperature": (1269, 21, 1, 9, 6788),
-    "top_p": (1269, 47, 1, 9, 7716),
-    "penalties": (1269, 54, 1, 9, 8484),
+    "temperature": (1269, 18, 1, 9, 6788),
+    "top_p": (1269, 42, 1, 9, 7716),
+    "penalties": (1269, 49, 1, 9, 8484),
     "min_tokens": (1269, 8, 1, 9, 6916),
-    "logprobs": (1269, 19, 1, 9, 17156),
+    "logprobs": (1269, 18, 1, 9, 17156),
+    "all parameters": (1269, 61, 1, 9, 533796),
 }
 _COUNTED = ("launches", "sampling launches", "waits", "copies", "copied bytes")
 

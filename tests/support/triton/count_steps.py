@@ -96,7 +96,12 @@ SAMPLING = {
     ),
     "min_tokens": SamplingParams(temperature=0, min_tokens=7, max_tokens=8, stop_token_ids=(5,)),
     "logprobs": SamplingParams(temperature=0, logprobs=5, max_tokens=8),
-}
+    "all parameters": SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1,
+        presence_penalty=0.5, frequency_penalty=0.5, min_tokens=7, max_tokens=8, logprobs=5,
+        logit_bias={3: 1.0}, allowed_token_ids=tuple(range(9)), bad_words_ids=((7,),),
+    ),
+}  # fmt: skip
 Figures = dict[str, dict[str, int]]
 
 
