@@ -15,7 +15,7 @@ from ..adapter import AdapterFacts, Residency
 from ..adapters.registry import AdapterVersion
 from ..errors import EngineDeadError, OverloadedError
 from ..memory.loads import HostRoom
-from ..memory.namespace import kv_namespace
+from ..memory.prefix_cache import kv_namespace
 from ..memory.report import Changed, residency, take_changed
 from ..plan import (
     BASE_ADAPTER,

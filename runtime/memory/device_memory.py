@@ -15,16 +15,14 @@ from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .grant import Grant, MemoryCommands, Need, Verdict
 from .host_cache import HostCache
-from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
 from .loads import AdapterLoads, AdapterRegistrations
 from .pins import Pins
-from .policy_inputs import PolicyInputs
-from .prefix_cache import PrefixCache
+from .prefix_cache import HostSlots, PrefixCache, TiedKv
 from .relief import MemoryRelief
+from .reload_cost import PolicyInputs
 from .room import RoomMaker
 from .swapper import KvSwapper
-from .tied_kv import TiedKv
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 
 

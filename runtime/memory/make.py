@@ -13,8 +13,7 @@ from .host_cache import HostCache
 from .kv_tree import KvTree
 from .policies.facts import MemoryFacts, RankingPolicy
 from .policies.registry import make_memory_policy
-from .policy_inputs import PolicyInputs
-from .reload_cost import ReloadCosts
+from .reload_cost import PolicyInputs, ReloadCosts
 from .transfers import TransferTable
 
 MakeMemoryPolicy = Callable[[MemoryFacts], RankingPolicy]

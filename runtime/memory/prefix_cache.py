@@ -4,16 +4,95 @@ Connects the tree, which knows contents and references, with the pool, which kno
 Blocks that no request holds stay, and are evictable.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import heapq
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..plan import BASE_ADAPTER, AdapterId, BlockId
+from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostSlot
+from .adapter_cache import AdapterCache, AdapterState
 from .block_pool import BlockPool
-from .host_slots import HostSlots
 from .kv_tree import FreedKv, KvNode, KvTree
 from .policies.policy import MemoryPolicy
-from .policy_inputs import ReuseShare
+from .reload_cost import ReuseShare
 
 _MIN_NAMESPACES = 1024
+_COUNTED_EVERY_S = 0.5  # invalid blocks
+
+
+class HostSlots:
+    """Free slots, slots of transfers under way, and slots of nodes, least recently used first.
+
+    The lowest free slots are handed out first, so that adjacent slots are copied together.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """``num_slots``: number of slots; 0 = no KV is kept on the host."""
+        self.num_slots = num_slots
+        self._free: list[int] = []  # heap
+        self._num_touched = 0  # ids from here on were never handed out
+        self._nodes: OrderedDict[HostSlot, KvNode] = OrderedDict()  # oldest use first
+        self._num_moving = 0  # handed out, not yet of a node
+
+    def take(self) -> HostSlot | None:
+        """Hand out a free slot for a copy; None if there is none."""
+        if self._free:
+            slot = heapq.heappop(self._free)
+        elif self._num_touched < self.num_slots:
+            slot = self._num_touched
+            self._num_touched += 1
+        else:
+            return None
+        self._num_moving += 1
+        return HostSlot(slot)
+
+    def fill(self, slot: HostSlot, node: KvNode) -> None:
+        """Assign a slot that was handed out to a node."""
+        self._num_moving -= 1
+        self._nodes[slot] = node
+
+    def return_unused(self, slots: Iterable[HostSlot]) -> None:
+        """Free slots that were handed out and not filled."""
+        for slot in slots:
+            self._num_moving -= 1
+            heapq.heappush(self._free, slot)
+
+    def free(self, slots: Iterable[HostSlot]) -> None:
+        """Free slots that nodes have given up."""
+        for slot in slots:
+            del self._nodes[slot]
+            heapq.heappush(self._free, slot)
+
+    def use(self, path: Sequence[KvNode]) -> None:
+        """Mark the blocks of a path as used. The first one counts as the newest use."""
+        if self._nodes:
+            for node in reversed(path):
+                if node.host_slot is not None:
+                    self._nodes.move_to_end(node.host_slot)
+
+    def oldest(self, spared: Collection[KvNode]) -> KvNode | None:
+        """Return the least recently used node without references outside ``spared``, if any.
+
+        Skipped nodes count as used now, so that later calls do not visit them again.
+        """
+        for _ in range(len(self._nodes)):
+            slot, node = next(iter(self._nodes.items()))
+            if not node.num_references and node not in spared:
+                return node
+            self._nodes.move_to_end(slot)
+        return None
+
+    def check_invariants(self) -> None:
+        """Assert that each slot is counted once, and that nodes agree on their slots."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert not free & self._nodes.keys(), "a slot is free and in use"
+        assert 0 <= self._num_touched <= self.num_slots
+        assert len(free) + len(self._nodes) + self._num_moving == self._num_touched
+        for slot, node in self._nodes.items():
+            assert node.host_slot == slot, (slot, node)
 
 
 class PrefixCache:
@@ -196,3 +275,78 @@ class PrefixCache:
 
     def _mark_cached(self) -> None:
         self._pool.mark_cached(self.num_evictable_blocks)
+
+
+class TiedKv:
+    """Evicts KV together with the adapter that computed it, if the policy's rules say so.
+
+    KV that is still held is evicted later. Without this rule, KV without its adapter is only
+    counted. Source: FastLibra section 4.
+    """
+
+    def __init__(self, cache: AdapterCache, prefixes: PrefixCache) -> None:
+        self._cache = cache
+        self._prefixes = prefixes
+        self._is_on = cache.policy.rules.ties_kv_to_adapter
+        self._left: dict[AdapterId, None] = {}  # adapters that left and may have KV
+        # Blocks that no request can use, because their adapter is not on the device.
+        self.num_invalid_blocks = 0
+        self._count_at_s = -math.inf
+
+    def count(self, now_s: float) -> None:
+        """Count invalid blocks, at most every 0.5 seconds: there may be many namespaces."""
+        if not self._is_on and now_s >= self._count_at_s:
+            self.num_invalid_blocks = self._prefixes.num_blocks_without(self._is_on_device)
+            self._count_at_s = now_s + _COUNTED_EVERY_S
+
+    def adapter_left(self, adapter_id: AdapterId) -> None:
+        """Evict KV that only this adapter can use. Blocks held by copies follow later."""
+        if self._is_on and not self._prefixes.evict_behind(adapter_id, self._is_on_device):
+            self._left[adapter_id] = None
+
+    def load_failed(self, adapter_id: AdapterId) -> None:
+        """Record a failed load: KV may have been computed while the adapter was loading."""
+        self._left[adapter_id] = None
+
+    def discard(self, adapter_id: AdapterId) -> None:
+        """Drop the record of a version that is dropped with its KV."""
+        self._left.pop(adapter_id, None)
+
+    def evict_pending(self) -> None:
+        """Evict KV that was still held when its adapter left, or when its load failed."""
+        for adapter_id in tuple(self._left):
+            if not self._cache.has_failed(adapter_id):  # else a request still refers to it
+                del self._left[adapter_id]
+                self.adapter_left(adapter_id)
+
+    def check_invariants(self) -> None:
+        """Assert that all KV without its adapter is recorded."""
+        if self._is_on:
+            num_blocks = self._prefixes.num_blocks_without(
+                lambda adapter_id: adapter_id in self._left or self._is_on_device(adapter_id)
+            )
+            assert not num_blocks, "KV is on the device without its adapter"
+
+    def _is_on_device(self, adapter_id: AdapterId) -> bool:
+        """Whether an adapter is on the device, or loading."""
+        return self._cache.state(adapter_id) is not AdapterState.ABSENT
+
+
+def kv_namespace(
+    base_fingerprint: str, dtype: str, adapters: tuple[tuple[str, float], ...], cache_salt: str
+) -> bytes:
+    """Return the SHA-256 of a request's KV namespace, 32 bytes.
+
+    ``base_fingerprint`` names the base model and its revision, ``adapters`` is the ordered list of
+    (digest of configuration and tensors, scale). Two requests may share KV only if this is equal.
+    Every field is preceded by its length, so no two different inputs are encoded alike.
+    """
+    parts = [base_fingerprint.encode(), dtype.encode(), cache_salt.encode()]
+    for digest, scale in adapters:
+        parts += [digest.encode(), struct.pack(">d", scale)]
+    return hashlib.sha256(_length_prefixed(parts)).digest()
+
+
+def _length_prefixed(parts: Iterable[bytes]) -> bytes:
+    """Join ``parts``, each behind its length, so that no two lists give equal bytes."""
+    return b"".join(struct.pack(">Q", len(part)) + part for part in parts)

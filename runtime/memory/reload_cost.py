@@ -3,9 +3,11 @@
 For KV, the time to copy it back or to compute it again, whichever is less. For an adapter, the time
 for which its load occupies the link, plus the time for which cores compute its deltas meanwhile.
 This is the most by which the reload delays a first token: requests may start before the load ends.
-Costs are above 0.
+Costs are above 0. Other measurements that policies use are here, too.
 """
 
+import math
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...profiles.models import LinkModel
@@ -18,6 +20,8 @@ _FIRST_LOAD_BYTES_PER_S = 1e9  # without a measured link, before the first load
 _SMOOTHING = 0.1  # weight of the newest load
 _FIT_ASKS = 1000  # calls between updates of the time per token
 _DEEP_STEPS = 8  # steps of the long prompt from which the cost of context is derived
+_WINDOW_S = 5.0  # of the mean batch size, FastLibra section 5.2
+_FIRST_BLOCKS, _MOST_BLOCKS = 1000, 40_000  # initial counts; counts above the limit are halved
 
 
 class PrefillTimes(Protocol):
@@ -93,3 +97,51 @@ class ReloadCosts:
         slope = 2.0 * (many_s / many - few_s / few) / (many - few)
         self._token_s_per_position = max(0.0, slope)
         self._token_s = few_s / few - self._token_s_per_position * few / 2
+
+
+class RecentMean:
+    """Mean over time with exponentially decaying weight; 0 before the first value."""
+
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
+        self._newest, self._since_s = 0.0, -math.inf
+        self._mean = 0.0
+
+    def __call__(self) -> float:
+        """Return the mean up to the newest value."""
+        return self._mean
+
+    def record(self, value: float, now_s: float) -> None:
+        """Record that the value is ``value`` from now on."""
+        share = math.exp(-max(0.0, now_s - self._since_s) / self._window_s)
+        self._mean = share * self._mean + (1.0 - share) * self._newest
+        if math.isinf(self._since_s):
+            self._mean = value
+        self._newest, self._since_s = value, now_s
+
+
+class ReuseShare:
+    """Found over computed KV blocks of recent requests; at most 1."""
+
+    def __init__(self) -> None:
+        self._num_found = self._num_computed = float(_FIRST_BLOCKS)
+
+    def __call__(self) -> float:
+        return min(1.0, self._num_found / self._num_computed)
+
+    def record(self, *, num_found: int = 0, num_computed: int = 0) -> None:
+        """Count blocks that were found in the prefix cache, or computed."""
+        self._num_found += num_found
+        self._num_computed += num_computed
+        if self._num_computed > _MOST_BLOCKS:
+            self._num_found /= 2.0
+            self._num_computed /= 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Set by the memory, read by its policy; see ``policies.facts.MemoryFacts``."""
+
+    costs: ReloadCosts
+    batch_size: RecentMean = field(default_factory=RecentMean)
+    kv_reuse: ReuseShare = field(default_factory=ReuseShare)

@@ -12,10 +12,9 @@ from ..plan import BlockId, HostSlot, KvTransfer
 from .adapter_cache import DeviceCopy
 from .block_pool import BlockPool
 from .grant import Need, Verdict
-from .host_slots import HostSlots
 from .kv_tree import KvNode, KvTree
 from .policies.facts import RankingPolicy
-from .prefix_cache import PrefixCache
+from .prefix_cache import HostSlots, PrefixCache
 from .reload_cost import ReloadCosts
 from .room import RoomMaker
 from .transfers import OpenCopy, TransferTable
