@@ -43,7 +43,7 @@ def _batch(num_tokens: int, row: int, rank: int) -> LoraBatch:
         segment_starts_host=(0,),
         segment_ends_host=(num_tokens,),
         table_rows_host=(row,),
-        max_segment_tokens=num_tokens,
+        max_piece_tokens=num_tokens,
         max_rank=rank,
     )
 

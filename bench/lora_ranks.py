@@ -96,7 +96,7 @@ class Setup:
             segment_starts_host=starts,
             segment_ends_host=ends,
             table_rows_host=table_rows,
-            max_segment_tokens=tokens,
+            max_piece_tokens=tokens,
             max_rank=max(ranks),
         )
 

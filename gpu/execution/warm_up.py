@@ -1,9 +1,9 @@
 """Runs every variant of the kernels once before serving.
 
 A kernel that is compiled, or even loaded, while serving delays all requests. A variant depends on
-the model, the shape of a pass (does every row decode? how long is the longest context?) and the
-length of an adapter's segment. So a few passes of the model itself use all variants, with the
-strides and addresses of serving.
+the model and on the shape of a pass: whether every row decodes, whether it has many tokens, and how
+long the longest context is. So a few passes of the model itself use all variants, with the strides
+and addresses of serving.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from ...runtime.adapters.target_map import Target
-from ..forward.lower import PackedRows, lower
+from ..forward.lower import FEW_TOKENS, PackedRows, lower
 from ..lora.base import LoraBackend, PackedLora
 from ..lora.table import DeviceAdapter, LoraTable
 from .logit_inputs import warm_up_inputs
 from .runner import ModelRunner
 
-# More tokens than the kernels for few tokens accept: of one row, and of all rows of an adapter.
-_PREFILL_TOKENS = 64
+_PREFILL_TOKENS = 64  # of one row
 
 
 def warm_up(
@@ -36,7 +35,7 @@ def warm_up(
     scaled = table.add(_zeros(targets, backend, device=table.device))
     try:
         passes = tuple(_passes(max_model_len, runner.block_size, row))
-        # The lengths of a segment that kernels with factors (DoRA) depend on, too.
+        # Kernels with factors (DoRA) depend on the number of tokens, too.
         passes += tuple(
             replace(one, table_rows=(scaled,) * len(one.table_rows)) for one in passes[:2]
         )
@@ -60,7 +59,7 @@ def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[Pac
     row has the most.
     """
     num_tokens = min(_PREFILL_TOKENS, max_model_len)
-    num_rows = -(-_PREFILL_TOKENS // num_tokens)
+    num_rows = FEW_TOKENS // num_tokens + 1
     yield _rows(num_rows, num_tokens, num_tokens, block_size, table_row)
     context_len = 1
     while context_len <= max_model_len:

@@ -47,24 +47,25 @@ class LoraBatch:
     """Maps packed tokens to adapters.
 
     Segments are ascending and disjoint; tokens in none of them are the base model's. ``table_rows``
-    index the ``LoraTable``; an adapter may own several segments.
+    index the ``LoraTable``; an adapter may own several segments. Kernels read the tensors, in which
+    segments may be cut into pieces.
     """
 
-    segment_starts: torch.Tensor  # int32 [segments], first packed token
-    segment_ends: torch.Tensor  # int32 [segments], one past the last
-    table_rows: torch.Tensor  # int32 [segments]
+    segment_starts: torch.Tensor  # int32 [pieces], first packed token
+    segment_ends: torch.Tensor  # int32 [pieces], one past the last
+    table_rows: torch.Tensor  # int32 [pieces]
     segment_starts_host: tuple[int, ...]
     segment_ends_host: tuple[int, ...]
     table_rows_host: tuple[int, ...]
-    max_segment_tokens: int
+    max_piece_tokens: int
     max_rank: int  # over the adapters of this batch
     # Of a batch of the output head: tokens of its largest vocabulary; 0 = all use the base's rows.
     num_head_tokens: int = 0
 
     @property
-    def num_segments(self) -> int:
-        """Segments in the batch; at least one."""
-        return len(self.table_rows_host)
+    def num_pieces(self) -> int:
+        """Pieces of segments in the batch; at least one."""
+        return len(self.table_rows)
 
 
 class DeltaPass(Protocol):

@@ -12,6 +12,12 @@ from .batch import AttentionMetadata, LoraBatch
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers with less
 
 
+# On a GPU one program multiplies a piece of a segment. Pieces of few tokens are short, so that many
+# programs share the work; those of many are long, so that matrices are read less often.
+FEW_TOKENS = 1024  # of a pass
+_SHORT_PIECE, _LONG_PIECE = 16, 32
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Rows as host arrays, before they are copied to the device.
@@ -99,16 +105,32 @@ def lora_batch(
     if not segments:
         return None
     begins, ends, owners = (tuple(column) for column in zip(*segments, strict=True))
+    pieces = segments if device.type == "cpu" else cut_segments(segments, starts[-1])
+    piece_starts, piece_ends, piece_rows = (
+        np.array(column, dtype=np.int32) for column in zip(*pieces, strict=True)
+    )
     return LoraBatch(
-        segment_starts=_to(np.array(begins, dtype=np.int32), device),
-        segment_ends=_to(np.array(ends, dtype=np.int32), device),
-        table_rows=_to(np.array(owners, dtype=np.int32), device),
+        segment_starts=_to(piece_starts, device),
+        segment_ends=_to(piece_ends, device),
+        table_rows=_to(piece_rows, device),
         segment_starts_host=begins,
         segment_ends_host=ends,
         table_rows_host=owners,
-        max_segment_tokens=max(end - begin for begin, end in zip(begins, ends, strict=True)),
+        max_piece_tokens=int((piece_ends - piece_starts).max()),
         max_rank=max(ranks),
     )
+
+
+def cut_segments(
+    segments: Sequence[tuple[int, int, int]], num_tokens: int
+) -> list[tuple[int, int, int]]:
+    """Cut segments of a pass of ``num_tokens`` into pieces for one program each."""
+    length = _SHORT_PIECE if num_tokens <= FEW_TOKENS else _LONG_PIECE
+    return [
+        (first, min(first + length, end), row)
+        for begin, end, row in segments
+        for first in range(begin, end, length)
+    ]
 
 
 def upload(

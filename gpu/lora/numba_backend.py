@@ -173,7 +173,7 @@ class NumbaLora:
             self._wide = torch.empty(num_tokens * self._most_features, dtype=torch.float32)
         scratch = (self._hidden, self._wide)
         places = (batch.segment_starts, batch.segment_ends, batch.table_rows, *scratch)
-        fields = (batch.num_segments, *(tensor.data_ptr() for tensor in places))
+        fields = (batch.num_pieces, *(tensor.data_ptr() for tensor in places))
         for field, value in enumerate(fields):
             self._batch_fields[field] = value
 

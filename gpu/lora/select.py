@@ -111,6 +111,6 @@ def _probe_batch(rows: tuple[int, ...], device: torch.device) -> LoraBatch:
         segment_starts_host=starts,
         segment_ends_host=ends,
         table_rows_host=rows,
-        max_segment_tokens=17,
+        max_piece_tokens=17,
         max_rank=16,
     )

@@ -65,14 +65,14 @@ class TritonLora(TargetByTarget):
         assert x.dtype == y.dtype == self._dtype, (x.dtype, y.dtype, self._dtype)
         assert x.stride(1) == 1 and y.stride(1) == 1, (x.stride(), y.stride())
         assert batch.segment_ends_host[-1] <= min(x.shape[0], y.shape[0])
-        tiles = DECODE_TILES if batch.max_segment_tokens <= DECODE_TILES.tokens else PREFILL_TILES
+        tiles = DECODE_TILES if batch.max_piece_tokens <= DECODE_TILES.tokens else PREFILL_TILES
         num_tokens, max_rank = x.shape[0], batch.max_rank
         hidden = self._scratch(tiles.num_splits * num_tokens * max_rank)
         segments = (batch.segment_starts, batch.segment_ends, batch.table_rows)
-        token_tiles = -(-batch.max_segment_tokens // tiles.tokens)
+        token_tiles = -(-batch.max_piece_tokens // tiles.tokens)
         rank_tiles = -(-max_rank // tiles.ranks)
         table = self.table
-        shrink_kernel[(batch.num_segments, token_tiles, rank_tiles * tiles.num_splits)](
+        shrink_kernel[(batch.num_pieces, token_tiles, rank_tiles * tiles.num_splits)](
             x,
             hidden,
             *segments,
@@ -92,7 +92,7 @@ class TritonLora(TargetByTarget):
             PRECISION="ieee",
         )
         column_tiles = -(-y.shape[1] // tiles.expand_out)
-        expand_kernel[(batch.num_segments, token_tiles, column_tiles)](
+        expand_kernel[(batch.num_pieces, token_tiles, column_tiles)](
             hidden,
             y,
             *segments,

@@ -73,7 +73,7 @@ def make_batch(
         segment_starts_host=starts,
         segment_ends_host=ends,
         table_rows_host=table_rows,
-        max_segment_tokens=max(e - s for s, e in zip(starts, ends, strict=True)),
+        max_piece_tokens=max(e - s for s, e in zip(starts, ends, strict=True)),
         max_rank=max(int(table.host_ranks[row].max()) for row in table_rows),
     )
 
