@@ -14,6 +14,7 @@ from support.cold_parity import check_cold_starts, make_case, prompts
 from support.parity import (
     MAX_LOGPROBS,
     AdapterSpec,
+    HalfErrors,
     ParityCase,
     ask_turns,
     check_exact,
@@ -26,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 # Of what the weights alone have lost: the inputs of products are in 8 bits.
 MAX_OVER_WEIGHTS = {"int4": 1.1, "w8a8": 1.8}
 GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, ignore_eos=True)
-
-
-def candidates_of(choice: object) -> list[dict[int, float]]:
-    logprobs = choice.logprobs  # type: ignore[attr-defined]
-    return [{token: found.logprob for token, found in one.items()} for one in logprobs]
 
 
 def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
@@ -93,20 +89,12 @@ def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Pat
 def test_rounded_inputs_cost_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
     full = ParityCase("llama3-rope", tmp_path / "full")
     fewer = ParityCase("llama3-rope", tmp_path / "fewer", quantization=kind)
-    ours, theirs = [], []
     with Engine(
         model=str(full.directory), device="cpu", dtype="bfloat16", quantization=kind,
         lm_head_quantization="int4" if kind == "int4" else "int8", memory_gib=0.05,
     ) as engine:  # fmt: skip
         outputs = engine.generate(prompts(8, seed=11), GREEDY)
+    errors = HalfErrors(full, torch.float32, fewer)
     for output in outputs:
-        (choice,) = output.outputs
-        tokens, first = [*output.prompt_token_ids, *choice.token_ids], len(output.prompt_token_ids)
-        truth = full.truth(None, tokens, first, torch.float32)
-        dequantised = fewer.truth(None, tokens, first, torch.float32)
-        for row, found in enumerate(candidates_of(choice)):
-            ids = list(found)
-            ours.append((torch.tensor([found[i] for i in ids]) - truth[row, ids]).abs())
-            theirs.append((dequantised[row, ids] - truth[row, ids]).abs())
-    error, weight_error = float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
-    assert 0 < error <= MAX_OVER_WEIGHTS[kind] * weight_error, (error, weight_error)
+        errors.add_output(None, output)
+    errors.check(MAX_OVER_WEIGHTS[kind])

@@ -201,11 +201,18 @@ def dequantize_linears(model: PreTrainedModel, bits: int) -> None:
 
 
 class HalfErrors:
-    """Errors against float32 truth, beside those of PEFT in ``dtype`` at the same places."""
+    """Errors against float32 truth, beside those of PEFT in ``dtype`` at the same places.
 
-    def __init__(self, case: ParityCase, dtype: torch.dtype = torch.bfloat16) -> None:
+    ``control``: the case of PEFT, if it has other weights than that of the truth.
+    """
+
+    def __init__(
+        self, case: ParityCase, dtype: torch.dtype = torch.bfloat16,
+        control: ParityCase | None = None,
+    ) -> None:  # fmt: skip
         self._case = case
         self._dtype = dtype
+        self._control = control or case
         self._ours: list[torch.Tensor] = []
         self._theirs: list[torch.Tensor] = []
 
@@ -217,7 +224,7 @@ class HalfErrors:
         assert len(candidates) == len(token_ids) > 0
         tokens, first = [*prompt, *token_ids], len(prompt)
         truth = self._case.truth(adapter, tokens, first, torch.float32)
-        half = self._case.truth(adapter, tokens, first, self._dtype)
+        half = self._control.truth(adapter, tokens, first, self._dtype)
         for position, found in enumerate(candidates):
             ids = list(found)
             logprobs = torch.tensor([found[i] for i in ids])

@@ -6,6 +6,7 @@ Written element by element, as the formats are described; the nearest code of ea
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def _bitsandbytes(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, codes * largest[:, None] * (1 / 127)
 
 
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """[a, b] -> int32 [a, b / 8], the first in the lowest bits."""
-    eights = codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
-    words = eights.sum(-1)
+def _words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """[a, b] -> int32 [a, b * bits / 32], the first in the lowest bits."""
+    fields = codes.long().unflatten(1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    words = fields.sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
@@ -77,6 +78,15 @@ def _groups(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return codes.flatten(1), scales, zeros, dense.flatten(1)
 
 
+def _symmetric_groups(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same in 8 bits, with zero points of 128."""
+    blocks = matrix.unflatten(1, (-1, _BLOCK))
+    scales = blocks.abs().amax(-1).clamp(min=1e-6) / 127
+    codes = (blocks / scales[..., None]).round()
+    dense = codes * scales[..., None]
+    return (codes + 128).flatten(1), scales, torch.full_like(scales, 128), dense.flatten(1)
+
+
 def _packed(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, scales, zeros, dense = _groups(matrix)
     return {
@@ -87,13 +97,14 @@ def _packed(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     }, dense
 
 
-def _act_order(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+def _act_order(matrix: torch.Tensor, bits: int = 4) -> tuple[Tensors, torch.Tensor]:
     order = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(0))
-    codes, scales, zeros, dense = _groups(matrix[:, order])
+    in_groups = _groups if bits == 4 else _symmetric_groups
+    codes, scales, zeros, dense = in_groups(matrix[:, order])
     back = order.argsort()
     return {
-        "qweight": _words(codes[:, back]).T,
-        "qzeros": _words((zeros - 1).T),
+        "qweight": _words(codes[:, back], bits).T,
+        "qzeros": _words((zeros - 1).T, bits),
         "scales": scales.T,
         "g_idx": (torch.arange(matrix.shape[1]) // _BLOCK)[back].int(),
     }, dense[:, back]
@@ -165,6 +176,10 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
     "gptq act-order": (
         _act_order,
         {"quant_method": "gptq", "bits": 4, "group_size": _BLOCK, "desc_act": True, "sym": False},
+    ),
+    "gptq act-order, 8 bits": (
+        partial(_act_order, bits=8),
+        {"quant_method": "gptq", "bits": 8, "group_size": _BLOCK, "desc_act": True, "sym": True},
     ),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": _BLOCK, "version": "gemm"}),
     "mxfp4": (_experts, {"quant_method": "mxfp4"}),

@@ -224,6 +224,16 @@ def test_zeros_and_what_is_nearly_zero(kind: str, has_zeros: bool) -> None:
     torch.testing.assert_close(backend(x)[2].double(), truth, rtol=2**-6, atol=1e30)
 
 
+@pytest.mark.parametrize("exponent", [0, 1, 64, 127, 250])
+def test_powers_of_two_from_the_smallest_on(exponent: int) -> None:
+    codes = np.full((64, 64), 6, np.uint8)  # 4.0
+    scales = np.full((64, 2), 2.0 ** (exponent - 127), np.float32)
+    weight = QuantizedWeight(4, codes, scales, levels=MXFP4_LEVELS)
+    x = torch.full((1, 64), 2.0 ** (127 - exponent)).bfloat16()
+    y = QuantizedLinear(PackedWeight.of(weight), None)(x)
+    assert torch.equal(y, torch.full((1, 64), 64 * 4.0).bfloat16())
+
+
 @each_kind
 def test_rows_with_gaps_of_which_nothing_else_is_read(kind: str, has_zeros: bool) -> None:
     backend = make_linear((64, 64), kind, has_zeros)

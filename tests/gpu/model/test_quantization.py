@@ -29,6 +29,7 @@ from corun.runtime.errors import ConfigError, ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import save_model
 from support.four_bit import four_bit_config, store_in_four_bits
+from support.stored_formats import store_in
 from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
@@ -313,6 +314,29 @@ def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path, f
             dequantised = torch.from_numpy(found[path].packed.unpacked().dequantized())
             torch.testing.assert_close(dequantised, matrix)
         assert weights.kind == "int8"
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("gptq act-order", "int4/32"), ("awq", "int4/32"), ("compressed mxfp4", "mxfp4")],
+)
+def test_groups_of_32_are_served_as_stored(
+    model: Path, tmp_path: Path, form: str, name: str
+) -> None:
+    """Also inputs of 96; from the checkpoint, and from what is kept."""
+    stored = store_in(form, model, tmp_path / "stored")
+    planned = plan(load_config(ModelSource(str(stored))))
+    assert planned is not None
+    dense = load_file(model / "model.safetensors")
+    for _ in range(2):
+        made, weights = load(stored, planned, tmp_path / "kept")
+        found = backends(made)
+        assert {path for path, one in found.items() if one.name == name} == {
+            path for path in found if "layers" in path
+        }
+        for path, backend in found.items():
+            assert torch.equal(backend.weight, dense[f"{path}.weight"].bfloat16())
+        assert weights.kind == name.removesuffix("/32")
 
 
 def test_a_checkpoint_in_nf4_is_read_in_full(
