@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 import tempfile
 import tomllib
 from collections.abc import Generator, Iterator
@@ -111,6 +112,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        _keep_choices()
     # Thousands of tests with their imports live until the end. Garbage collections over them are
     # slow, and tests request many.
     gc.collect()
@@ -166,6 +169,25 @@ def own_logging() -> Iterator[None]:
     # Those of pytest are of other classes.
     for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
         root.removeHandler(handler)
+
+
+def _keep_choices() -> None:
+    """Let starts of tests find what they would choose on a machine that is busy.
+
+    There each of them would measure for seconds, and keep nothing.
+    """
+    import torch
+    from corun.gpu.kept_choices import choice_path
+    from corun.gpu.linear.select import BACKENDS
+    from corun.runtime.kept_records import write_record
+
+    state = Path(os.environ["XDG_STATE_HOME"], "corun")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        able = [name for name, backend in BACKENDS.items() if dtype in (backend.dtypes or (dtype,))]
+        for num_threads in range(1, (os.cpu_count() or 1) + 1):
+            path = choice_path(state, "linear", str(dtype), num_threads, able)
+            assert path is not None
+            write_record(path, able[0], "tests measure")
 
 
 def _has_cuda() -> bool:

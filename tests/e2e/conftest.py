@@ -11,5 +11,5 @@ from support.serving import Served
 def server(request: pytest.FixtureRequest) -> Iterator[Served]:
     """The demo, with adapters that may be changed while it runs."""
     environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with Served("--device", request.param, environment=environment) as served:
+    with Served("--device", request.param, "--cpu-threads", "1", environment=environment) as served:
         yield served

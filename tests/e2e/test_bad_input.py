@@ -75,7 +75,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     (directory / "template.jinja").write_text(TEMPLATE)
     options = (
         "--api-key", KEY, "--chat-template", str(directory / "template.jinja"),
-        "--max-body-mib", "1", "--allow-runtime-lora-updating",
+        "--max-body-mib", "1", "--allow-runtime-lora-updating", "--cpu-threads", "1",
     )  # fmt: skip
     with Served(*options) as served:
         guarded = Guarded(served)

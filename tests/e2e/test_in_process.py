@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).with_name("in_process_script.py")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine() as engine:
+    with Engine(cpu_threads=1) as engine:
         yield engine
 
 
@@ -159,7 +159,7 @@ def test_an_overflowing_adapter_fails_alone(tmp_path: Path) -> None:
 
     async def run() -> None:
         # So few blocks that those of the failed requests are used again.
-        async with AsyncEngine(memory_gib=0.006, max_model_len=64) as engine:
+        async with AsyncEngine(memory_gib=0.006, max_model_len=64, cpu_threads=1) as engine:
             path = make_overflowing(tmp_path / "huge")
             await engine.add_lora(LoRARequest("huge", 1, str(path)))
             for text in ("hello", "planet", "a very long road"):
@@ -215,7 +215,10 @@ def test_a_policy_of_ones_own_is_woken_when_it_wants() -> None:
     """An engine that sleeps until something happens would never admit its request."""
 
     async def ask() -> tuple[str, float]:
-        async with AsyncEngine(scheduling_policy=HeldBack) as engine, asyncio.timeout(WAIT_S):
+        async with (
+            AsyncEngine(scheduling_policy=HeldBack, cpu_threads=1) as engine,
+            asyncio.timeout(WAIT_S),
+        ):
             asked_s = time.monotonic()
             outputs = [output async for output in engine.generate(chat_prompt("hello"), GREEDY)]
             return outputs[-1].outputs[0].text, time.monotonic() - asked_s

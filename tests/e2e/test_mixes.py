@@ -45,6 +45,7 @@ def http(case: ParityCase) -> Iterator[httpx.Client]:
         Served(
             *(str(case.directory), "--device", "cpu", "--dtype", "float32", "--memory-gib", "0.05"),
             *("--lora-dir", str(folder), "--max-lora-rank", "32", "--served-model-name", "base"),
+            *("--cpu-threads", "1"),
         ) as served,
         served.client() as http,
     ):

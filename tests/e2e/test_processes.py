@@ -12,7 +12,7 @@ from support.serving import ANSWER_TIMEOUT_S
 _SERVER = """
 import sys
 from corun.runtime.cli.main import main
-status = main(["serve", "--port", "0"])
+status = main(["serve", "--port", "0", "--cpu-threads", "1"])
 print(status, sorted({"torch", "transformers"} & sys.modules.keys()))
 """
 

@@ -1,5 +1,6 @@
 """An executor over a tiny model in the calling thread, and short forms of a plan's parts."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,13 @@ class Arriving(Copied):
         """Nothing is borrowed."""
 
 
+def load_tiny(config: EngineConfig) -> assemble.LoadedModel:
+    """Load a model as a start does, with the choices that all tests keep."""
+    assert config.model is not None
+    kept = Path(os.environ["XDG_STATE_HOME"], "corun")
+    return assemble.load(ModelSource(config.model), config, lambda _: None, kept=kept)
+
+
 class ExecutorDevice:
     """An executor over a tiny model, and what its loads bring."""
 
@@ -125,7 +133,7 @@ class ExecutorDevice:
             model=str(directory), device="cpu", dtype="float32", block_size=4,
             linear_backend="plain", attention_backend="torch", lora_backend="torch",
         )  # fmt: skip
-        self.loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
+        self.loaded = load_tiny(config)
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Arriving | Exception = AdapterError("its files have changed")
         self.host_log: list[str] = []

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from corun.gpu.execution import assemble, start_probe
-from corun.gpu.model.source import ModelSource
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ModelError
 from support.architectures import save_model
 from support.bases import TEXT_MODELS, WRAPPERS
+from support.executor_device import load_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -21,7 +21,7 @@ SOON = ("llama", "mixtral", "phimoe")  # without --full
 
 def probed(directory: Path, dtype: str) -> assemble.LoadedModel:
     config = EngineConfig(model=str(directory), device="cpu", dtype=dtype)
-    loaded = assemble.load(ModelSource(str(directory)), config, lambda _: None)
+    loaded = load_tiny(config)
     try:
         return start_probe.probe(loaded, config, max_threads=None)
     finally:

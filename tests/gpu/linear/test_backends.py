@@ -1,6 +1,7 @@
 """Linear back ends against float64, and the choice between them."""
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 
@@ -165,6 +166,13 @@ def test_noise_chooses_nothing_and_is_not_kept(
     assert caplog.text.count("not measured, because other processes use the CPU cores") == 2
     assert len(count) % 2 == 0 and len(count) > 0
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_starts_of_other_tests_measure_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    state = Path(os.environ["XDG_STATE_HOME"], "corun")
+    with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):
+        select_linear_backend("auto", device="cpu", dtype=torch.bfloat16, kept=state)
+    assert "numba (measured at an earlier start" in caplog.text
 
 
 def test_a_quiet_choice_is_kept(
