@@ -4,6 +4,7 @@ Run as ``python -P quantized_start.py int8 DIR``; prints the bytes of all weight
 peak. ``nf4`` in the place of ``int8``: a checkpoint of bitsandbytes becomes a full model.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from corun.gpu.model.quantization import QuantizedLinears
 from corun.gpu.model.quantization_plan import Quantization
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import StoredQuantization
-from support.four_bit import store_in_four_bits
+from safetensors.torch import load_file, save_file
+from support.four_bit import four_bit_config, quantize_in_four_bits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -28,6 +30,19 @@ def save(directory: Path) -> None:
         num_attention_heads=8, num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def store_in_four_bits(directory: Path) -> None:
+    """Store one matrix in the place of all linears of the layers, which are as large."""
+    stored, matrix = load_file(directory / "model.safetensors"), torch.randn(1024, 1024)
+    found, _ = quantize_in_four_bits("*", matrix.bfloat16())
+    for name in [name for name in stored if name.endswith("proj.weight")]:
+        del stored[name]
+        stored |= {key.replace("*", name): tensor.clone() for key, tensor in found.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = four_bit_config(llm_int8_skip_modules=["lm_head"])
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def memory_bytes(line: str) -> int:
@@ -44,7 +59,7 @@ def main(mode: str, directory: Path) -> None:
     save(directory)
     if mode == "nf4":
         plan = Quantization(None, None, StoredQuantization("bitsandbytes"))
-        directory = store_in_four_bits(directory, directory / "nf4")
+        store_in_four_bits(directory)
     packed = PackedWeight.of(quantize(torch.randn(64, 64), 8))
     for warmed in (
         QuantizedLinear(packed, None),

@@ -1,6 +1,7 @@
 """A small copy shows up to which length packed rows are exact despite thresholds."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def mark(directory: Path) -> None:
     path.write_text(json.dumps({"outcome": "limited", "num_tokens": 7, "reason": "marked"}))
 
 
+@pytest.fixture(scope="module")
+def verdict(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the verdict on a model."""
+    folder = tmp_path_factory.mktemp("kept") / "new"
+    found = judge_thresholds(make_model("llama4"), MAX_TOKENS, folder)
+    assert (found.outcome, found.num_tokens) == ("limited", 35)
+    return folder
+
+
 class TestKept:
     """Stored verdicts are found by what they depend on."""
 
@@ -104,20 +114,22 @@ class TestKept:
     def model(self) -> PreTrainedModel:
         return make_model("llama4")
 
-    def test_it_is_found_once(self, model: PreTrainedModel, tmp_path: Path) -> None:
-        first = judge_thresholds(model, MAX_TOKENS, tmp_path / "new")
-        assert (first.outcome, first.num_tokens) == ("limited", 35)
-        mark(tmp_path / "new")
-        assert judge_thresholds(model, MAX_TOKENS, tmp_path / "new").num_tokens == 7
+    @pytest.fixture
+    def kept(self, verdict: Path, tmp_path: Path) -> Path:
+        """A copy of it."""
+        return shutil.copytree(verdict, tmp_path / "kept")
+
+    def test_it_is_found(self, model: PreTrainedModel, kept: Path) -> None:
+        mark(kept)
+        assert judge_thresholds(model, MAX_TOKENS, kept).num_tokens == 7
         other = make_model("llama4", seed=1)
-        assert judge_thresholds(other, MAX_TOKENS, tmp_path / "new").num_tokens == 7
+        assert judge_thresholds(other, MAX_TOKENS, kept).num_tokens == 7
 
     @pytest.mark.parametrize("change", ["configuration", "version", "max_tokens"])
     def test_what_it_depends_on(
-        self, model: PreTrainedModel, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+        self, model: PreTrainedModel, kept: Path, change: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        judge_thresholds(model, MAX_TOKENS, tmp_path)
-        mark(tmp_path)
+        mark(kept)
         max_tokens = MAX_TOKENS
         if change == "configuration":
             model.config.floor_scale = 40
@@ -125,17 +137,17 @@ class TestKept:
             monkeypatch.setattr(transformers, "__version__", "0")
         else:
             max_tokens -= 1
-        assert judge_thresholds(model, max_tokens, tmp_path).num_tokens in (35, 39)
+        assert judge_thresholds(model, max_tokens, kept).num_tokens in (35, 39)
 
     @pytest.mark.parametrize("content", [b"\xff", b'{"num_tokens": "many"}'])
     def test_a_damaged_file_is_made_again(
-        self, model: PreTrainedModel, tmp_path: Path, content: bytes
+        self, model: PreTrainedModel, kept: Path, content: bytes
     ) -> None:
-        first = judge_thresholds(model, MAX_TOKENS, tmp_path)
-        (path,) = tmp_path.iterdir()
+        (path,) = kept.iterdir()
+        before = path.read_bytes()
         path.write_bytes(content)
-        assert judge_thresholds(model, MAX_TOKENS, tmp_path) == first
-        assert json.loads(path.read_bytes())["num_tokens"] == 35
+        assert judge_thresholds(model, MAX_TOKENS, kept).num_tokens == 35
+        assert path.read_bytes() == before
 
     def test_a_directory_that_cannot_be_written(
         self, model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""Runs the Triton LoRA kernels in a process of their own: ``interpret`` or ``compile``."""
+"""Runs the Triton LoRA kernels in a process of their own: ``interpret``, or compiles for a card."""
 
 import re
 import sys
@@ -28,8 +28,8 @@ def interpret() -> None:
             check_factors(partial(TritonLora, dtype=dtype), dtype, num_tokens=num_tokens)
 
 
-def compile_for_gpus() -> None:
-    """Compile both kernels to machine code for A100 and H100, without a device."""
+def compile_for(capability: int) -> None:
+    """Compile both kernels to machine code for a GPU, without a device."""
     import triton
     from corun.gpu.lora.triton_kernels import expand_kernel, shrink_kernel
     from triton.backends.compiler import GPUTarget
@@ -55,14 +55,13 @@ def compile_for_gpus() -> None:
                     if name not in kernel.do_not_specialize and _is_aligned(name, constants)
                 },
             )
-            for capability in (80, 90):
-                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-                assert compiled.asm["cubin"]
-                assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
-                assert compiled.metadata.shared <= _SMALLEST_SHARED_BYTES
-                # x, y and the matrices are of 16 bits, the rest of 32 or 64.
-                single = re.findall(r"ld\.global\S*\.[bus]16\b", compiled.asm["ptx"])
-                assert not single, (kernel.__name__, "values must be read in vectors", single)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            assert compiled.asm["cubin"]
+            assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
+            assert compiled.metadata.shared <= _SMALLEST_SHARED_BYTES
+            # x, y and the matrices are of 16 bits, the rest of 32 or 64.
+            single = re.findall(r"ld\.global\S*\.[bus]16\b", compiled.asm["ptx"])
+            assert not single, (kernel.__name__, "values must be read in vectors", single)
 
 
 def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
@@ -102,4 +101,4 @@ def _is_aligned(name: str, constants: dict[str, object]) -> bool:
 
 
 if __name__ == "__main__":
-    {"interpret": interpret, "compile": compile_for_gpus}[sys.argv[1]]()
+    interpret() if sys.argv[1] == "interpret" else compile_for(int(sys.argv[1]))

@@ -2,8 +2,9 @@
 
 The interpreter accepts much that the compiler refuses, so this is the only check of the compiled
 path on a machine without a GPU. ``python -m support.triton.compile_attention CAPABILITY...``
-compiles tiles for wide heads for these cards. Prints one JSON object: for each kernel the size of
-its binary, the shared memory of one of its programs and what a card of that kind has, in bytes.
+compiles all for the first of these cards, and tiles for wide heads for the others. Prints one JSON
+object: for each kernel the size of its binary, the shared memory of one of its programs and what a
+card of that kind has, in bytes.
 """
 
 import json
@@ -95,12 +96,10 @@ def _compile_wide(capability: int, *, is_decode: bool) -> dict[str, int]:
     return _compile(triton_kernels.attend_kernel, capability, **dims, **HEADS, **options, **tiles)
 
 
-def main(*capabilities: str) -> None:
-    """Compile for A100 and H100, and what is tight for the cards that are named."""
-    compiled = {}
-    for capability in (80, 90):
-        for name, kernel in _compile_all(capability).items():
-            compiled[f"sm_{capability} {name}"] = kernel
+def main(card: str, *capabilities: str) -> None:
+    """Compile all kernels for the first card, and what is tight for the others."""
+    all_kernels = _compile_all(int(card))
+    compiled = {f"sm_{card} {name}": kernel for name, kernel in all_kernels.items()}
     for name, is_decode in (("prefill", False), ("decode", True)):
         for capability in map(int, capabilities):
             compiled[f"sm_{capability} {name} 256"] = _compile_wide(capability, is_decode=is_decode)
