@@ -13,7 +13,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..adapters.folder_files import AdapterRoots
 from ..adapters.sources import collect_sources
@@ -21,7 +20,7 @@ from ..cluster.division import MachineDivision
 from ..cluster.engine_types.given import given_card
 from ..cluster.launch.local import divide_this_machine
 from ..cluster.launch.supervisor import ClusterPlan, ClusterSupervisor
-from ..cluster.policy.placement.registry import check_placement
+from ..cluster.policy.placement.registry import check_live_placement
 from ..cluster.policy.registry import check_live_router
 from ..cluster.settings import (
     AgentSettings,
@@ -29,6 +28,7 @@ from ..cluster.settings import (
     GatewaySettings,
     NodeSettings,
     RaySettings,
+    read_operating_points,
 )
 from ..cluster.state_dir import make_state_dir
 from ..config.cluster import NOT_FOR_CLUSTERS, ClusterConfig, check_ray, parse_min_copies
@@ -151,7 +151,7 @@ def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> 
             raise ConfigError(
                 f"--min-copies is {name}={number}, but there are {num_engines} engines"
             )
-    check_placement(cluster.placement)
+    check_live_placement(cluster.placement, has_points=cluster.operating_points is not None)
     check_shared(serve, cluster)
     check_paths(engine, serve)
 
@@ -253,6 +253,7 @@ def _plan(
             num_places=None if cluster.ray is None else 0,
             roots=roots,
         )
+    points = cluster.operating_points
     return ClusterPlan(
         name=", ".join(base_names) or "a cluster",
         url=url_of(socks[0]),
@@ -269,7 +270,7 @@ def _plan(
             placement_interval_s=cluster.placement_interval_s,
             min_copies=parse_min_copies(cluster.min_copies),
             roots=roots,
-            **_given(slo_ttft_s=engine.slo_ttft_s),
+            operating_points=None if points is None else read_operating_points(points),
         ),
         agent=agent,
         ray=_ray_settings(of_engines, serve, cluster, controller_url, (str(state_dir), key), roots),
@@ -316,11 +317,6 @@ def _ray_settings(
         drain_timeout_s=serve.drain_timeout_s,
         node=node,
     )
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _cache_bytes(cluster: ClusterConfig, state_dir: Path) -> int:

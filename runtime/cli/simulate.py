@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from ...profiles.picture import check_matplotlib
 from ...profiles.profile import ProfileError
+from ..cluster.settings import OperatingPoints
 from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..sim.configure import cluster_of, machine_of
-from ..sim.operating_capacity import with_capacity
+from ..sim.operating_capacity import operating_capacity, with_capacity
 from ..sim.results import (
     RUNS_NAME,
     Cell,
@@ -32,6 +35,7 @@ from ..sim.traces import trace_directory
 from ..sim.variants import Variant, check_number, rates_of, specs_of, variants_of
 from ..sim.workload_file import read_workload
 from ..sim.workload_spec import WorkloadSpec
+from ..whole_file import write_whole
 from .main import in_order
 from .profile import ProgressLine
 
@@ -42,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     engine, config = build_configs(
         vars(arguments), (EngineConfig, SimulateConfig), environment=os.environ, command="simulate"
     )
-    cells = list(cells_of(engine, config, frozenset(vars(arguments))))
+    given = frozenset(vars(arguments))
+    if config.operating_points is not None:
+        return _write_operating_points(Path(config.operating_points), engine, config, given)
+    cells = list(cells_of(engine, config, given))
     setups = [setup for cell in cells for setup in cell.setups]
     folder = None
     if config.out is not None:
@@ -58,6 +65,40 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is not None:
         for path in write_results(folder, results, may_draw=_may_draw()):
             print(path)
+    return 0
+
+
+def _write_operating_points(
+    path: Path, engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
+) -> int:
+    """Search for the capacity of one server at each rank. Raises ``ConfigError``."""
+    others = given & {"compare", "sweep", "servers", "router", "placement", "out"}
+    if others:
+        flag = f"--{min(others).replace('_', '-')}"
+        raise ConfigError(f"--operating-points simulates one server of one kind: leave out {flag}")
+    setup = SimulatedRun(
+        name="operating points",
+        machine=machine_of(engine.profile, config.workload, engine, given),
+        config=engine,
+        workload=read_workload(config.workload),
+        traces=trace_directory(config.traces),
+        horizon_s=config.horizon_s,
+    )
+    found = operating_capacity(
+        setup,
+        "--operating-points",
+        engine.slo_ttft_s,
+        config.percentile,
+        _num_processes(config),
+        ProgressLine().say,
+    )
+    assert engine.slo_ttft_s is not None
+    points = OperatingPoints(setup.machine.name, engine.slo_ttft_s, config.percentile, dict(found))
+    try:
+        write_whole(path, msgspec.json.format(msgspec.json.encode(points), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--operating-points {path}: {error.strerror or error}") from error
+    print(path)
     return 0
 
 

@@ -5,6 +5,7 @@ They are not on the command line, which other users can list: they contain the c
 
 import sys
 import uuid
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -12,7 +13,9 @@ import msgspec
 from ..adapters.folder_files import OWN_FILES, AdapterRoots
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
+from ..errors import ConfigError
 from .division import MachineDivision
+from .policy.placement.capacity_table import CapacityTable
 from .resources import AgentResources
 
 
@@ -27,6 +30,28 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     run_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
+class OperatingPoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of ``--operating-points``: what a server holds if all its adapters have one rank."""
+
+    machine: str  # simulated
+    slo_ttft_s: float
+    percentile: float  # of times to first token within the SLO
+    tokens_per_s: dict[int, float]  # by rank; of prompts and outputs together
+
+
+def read_operating_points(path: str, flag: str = "--operating-points") -> OperatingPoints:
+    """Return the points of a file. Raises ``ConfigError`` that names ``flag``."""
+    wanted = "corun simulate --operating-points FILE writes one"
+    try:
+        points = msgspec.json.decode(Path(path).read_bytes(), type=OperatingPoints)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror or error}; {wanted}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{flag} {path} has no operating points ({error}); {wanted}") from None
+    CapacityTable(points.tokens_per_s)
+    return points
+
+
 class ControllerSettings(ProcessSettings, frozen=True):
     """Settings of ``corun.runtime.cluster.controller``."""
 
@@ -38,7 +63,7 @@ class ControllerSettings(ProcessSettings, frozen=True):
     placement: str
     placement_interval_s: float
     min_copies: dict[str, int]  # by adapter's name
-    slo_ttft_s: float = 10.0  # time to first token at which operating capacity is found
+    operating_points: OperatingPoints | None = None  # None = estimated from engines' profiles
     roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
 
 

@@ -195,6 +195,14 @@ class ClusterConfig:
         "everywhere, ...).",
         commands=_CLUSTER,
     )
+    operating_points: str | None = option(
+        None,
+        metavar="FILE",
+        help="Tokens per second that an engine holds at each rank of adapters, as corun simulate "
+        "--operating-points writes them. --placement loraserve needs them. Default for sticky: "
+        "estimated from the engines' profiles.",
+        commands=_CLUSTER,
+    )
     placement_interval_s: float = option(
         120.0,
         minimum=15,

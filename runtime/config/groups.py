@@ -92,8 +92,8 @@ _CLUSTER_GROUPS = (
         ("engines", "engine", "ray", "gateways", "router", "controller", "state_dir",
          "cluster_key_file"),
         (
-            "placement", "placement_interval_s", "min_copies", "adapter_cache_gib", "cluster_name",
-            "cluster_host", "cluster_port", "unpinned",
+            "placement", "operating_points", "placement_interval_s", "min_copies",
+            "adapter_cache_gib", "cluster_name", "cluster_host", "cluster_port", "unpinned",
         ),
     ),
 )  # fmt: skip
@@ -107,7 +107,14 @@ _SIMULATE_GROUPS = (
     OptionGroup(
         "Several servers",
         ("servers", "router", "placement"),
-        ("placement_every_s", "routers", "state_age_s", "store_bytes", "peer_gib_per_s"),
+        (
+            "placement_every_s",
+            "operating_points",
+            "routers",
+            "state_age_s",
+            "store_bytes",
+            "peer_gib_per_s",
+        ),
     ),
 )
 

@@ -98,6 +98,13 @@ class SimulateConfig:
         help="Seconds after which the placement is planned again.",
         commands=_SIMULATE,
     )
+    operating_points: str | None = option(
+        None,
+        metavar="FILE",
+        help="Write the tokens per second that a server holds within --slo-ttft-s, for each rank "
+        "of the workload's adapters alone, for corun cluster. Nothing else is simulated.",
+        commands=_SIMULATE,
+    )
     routers: int = option(
         1,
         minimum=1,

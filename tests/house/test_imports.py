@@ -7,6 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from support.product import (
     ROOT,
     Import,
@@ -227,10 +228,12 @@ def test_product_imports_itself_relatively() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_packages_import_each_other_in_no_circle() -> None:
-    """A package is a folder. Imports count wherever they stand: in functions, and for types.
+@pytest.mark.parametrize("depth", [2, None])
+def test_packages_import_each_other_in_no_circle(depth: int | None) -> None:
+    """A package is a folder, with all below ``depth``: ``runtime.cluster`` with its gateway.
 
-    Only imports of papers by registries do not: papers import the core that names them.
+    Imports count wherever they stand: in functions, and for types. Only imports of papers by
+    registries do not: papers import the core that names them.
     """
     edges: dict[str, dict[str, str]] = {}  # package: what it imports, and where
     for name, path in modules().items():
@@ -241,6 +244,7 @@ def test_packages_import_each_other_in_no_circle() -> None:
                 continue
             is_package = modules()[module].name == "__init__.py"
             other = module if is_package else module.rpartition(".")[0]
+            package, other = (".".join(name.split(".")[:depth]) for name in (package, other))
             if package and other and other != package:
                 edges.setdefault(package, {})[other] = f"{item.file}:{item.line}"
     try:

@@ -11,18 +11,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...adapters.names import READY
 from ...errors import CorunError, ResourceError
 from ...server.errors import HttpError
 from ..demand import PlacementSteps, names_at
-from ..policy.placement.capacity_table import CapacityTable
+from ..policy.placement.capacity_table import CapacityTable, estimated_tokens_per_s
 from ..policy.placement.plan import AdapterDemand, StoreServer
 from ..policy.placement.registry import PlacementFacts, goes_by_demand, make_placement
 from ..policy.reports import ServerId, Shares
 from ..wire import AdapterEntry, EngineCard, GatewayDemand
-from .capacity import CapacityTask, capacity_of
 from .commands import Commands
 from .members import Members
 from .pool import CopyPool
@@ -43,8 +41,7 @@ class PlacementSettings:
     policy: str
     every_s: float
     min_copies: Mapping[str, int]
-    slo_ttft_s: float
-    folder: Path  # of operating capacities
+    tokens_per_s: Mapping[int, float] | None  # by rank; None = estimated from engines' profiles
 
 
 class Placing:
@@ -171,7 +168,9 @@ class Placing:
         settings = self._settings
         capacity = None
         if goes_by_demand(settings.policy):
-            capacity = CapacityTable(await self._find_capacity(engines, adapters))
+            capacity = CapacityTable(
+                settings.tokens_per_s or await self._estimated(engines, adapters)
+            )
         policy = make_placement(settings.policy, PlacementFacts(capacity=capacity))
         shares = self._registry.last_shares() or self._copied(engines, adapters)
         steps = PlacementSteps(policy, min_copies=settings.min_copies, shares=shares)
@@ -179,22 +178,23 @@ class Placing:
             steps.expect(tokens_per_s)
         return steps
 
-    async def _find_capacity(
+    async def _estimated(
         self, engines: list[EngineCard], adapters: list[AdapterEntry]
     ) -> dict[int, float]:
-        """Return by rank the lowest operating capacity of all engines, from their profiles."""
-        ranks = tuple(sorted({one.rank for one in adapters}))
+        """Return by rank the lowest capacity of all engines, in tokens/s, from their profiles."""
         found: dict[int, float] = {}
         for engine in engines:
             profile = self._members.profiles.get(engine.engine_id)
             load = (await self._commands.state(engine.engine_id)).load
             if profile is None or load is None:
                 continue
-            task = CapacityTask(
-                profile, load.total_kv_tokens, ranks, self._settings.slo_ttft_s,
-                str(self._settings.folder),
-            )  # fmt: skip
-            for rank, tokens_per_s in (await capacity_of(task)).items():
+            for rank in {one.rank for one in adapters}:
+                tokens_per_s = estimated_tokens_per_s(
+                    profile.machine,
+                    profile.max_num_seqs,
+                    load.total_kv_tokens,
+                    rank * profile.adapter_bytes_per_rank,
+                )
                 found[rank] = min(tokens_per_s, found.get(rank, tokens_per_s))
         if not found:
             raise CorunError("no engine has given its profile yet")

@@ -11,7 +11,7 @@ from ...errors import ResourceError
 from ...server.listening import bind, url_of
 from ..http.calls import make_session
 from ..http.serving import serve_app
-from ..policy.placement.registry import check_placement
+from ..policy.placement.registry import check_live_placement
 from ..settings import ControllerSettings
 from ..wire import AgentCard
 from .app import ControllerParts, ControllerRoutes
@@ -27,7 +27,6 @@ from .table import RoutingTable
 
 _SWEEP_EVERY_S = 0.25
 _DRAIN_TIMEOUT_S = 2.0
-_CAPACITY_FOLDER = "operating_points"
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ async def run_controller(settings: ControllerSettings, stop: asyncio.Event) -> N
     Raises ``ConfigError`` if the port is taken, or the state directory is held by another
     controller, foreign or corrupt.
     """
-    check_placement(settings.placement)
+    check_live_placement(settings.placement, has_points=settings.operating_points is not None)
     with bind(settings.host, settings.port) as sock:
         registry = Registry(Path(settings.state_dir), time.time)
         try:
@@ -62,6 +61,7 @@ async def _parts(
     settings: ControllerSettings, registry: Registry
 ) -> AsyncIterator[ControllerParts]:
     table, pool = RoutingTable(registry.start), CopyPool()
+    points = settings.operating_points
     async with make_session(settings.cluster_key) as session:
 
         def show(base_fingerprint: str) -> None:
@@ -77,8 +77,7 @@ async def _parts(
                 policy=settings.placement,
                 every_s=settings.placement_interval_s,
                 min_copies=settings.min_copies,
-                slo_ttft_s=settings.slo_ttft_s,
-                folder=Path(settings.state_dir) / _CAPACITY_FOLDER,
+                tokens_per_s=None if points is None else points.tokens_per_s,
             ),
             registry, table, members, pool, commands, time.time,
         )  # fmt: skip

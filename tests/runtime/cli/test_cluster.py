@@ -45,6 +45,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*HERE, "--router", "predictd"), "did you mean 'predicted'?"),
         ((*HERE, "--router", "dlora"), "--router dlora is for corun simulate alone: it moves"),
         ((*HERE, "--placement", "stick"), "did you mean 'sticky'?"),
+        ((*HERE, "--placement", "loraserve"), "--placement loraserve needs --operating-points"),
         ((*HERE, "--placement-interval-s", "5"), "must be at least 15"),
         ((*HERE, "--min-copies", "a=2"), "--min-copies is a=2, but there are 1 engines"),
         ((*HERE, "--min-copies", "a"), "must be NAME=K, with K from 1 on"),

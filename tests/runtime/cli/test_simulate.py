@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from corun.profiles.profile import save_profile
 from corun.runtime.cli.main import main
+from corun.runtime.cluster.settings import read_operating_points
+from corun.runtime.errors import ConfigError
 from corun.runtime.sim import operating_capacity, pictures
 from corun.runtime.sim.pictures import SHARES, FirstTokenCurve
 from support.profiles import PROFILE
@@ -273,6 +275,34 @@ def test_placements_side_by_side(
     assert main([*arguments, "--slo-ttft-s", "2"]) == 0
     assert lines(capsys)[:3] == table[:3]
     assert list((tmp_path / "corun" / "operating_points").iterdir()) == found
+
+
+def test_operating_points_for_a_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(operating_capacity, "NUM_REQUESTS", 60)
+    workload, file = tmp_path / "two_ranks.yaml", str(tmp_path / "points.json")
+    workload.write_text(WORKLOAD)
+    search = ["simulate", "--workload", str(workload), *SMALL[:2], "--operating-points", file]
+    assert main([*search, "--slo-ttft-s", "2"]) == 0
+    points = read_operating_points(file)
+    assert (points.slo_ttft_s, points.percentile) == (2.0, 95.0)
+    assert 0 < points.tokens_per_s[64] < points.tokens_per_s[8] and len(points.tokens_per_s) == 2
+    assert lines(capsys)[-1] == file
+    assert main(search) == 2
+    assert (
+        "--operating-points needs the capacity of a server within an SLO" in capsys.readouterr().err
+    )
+    assert main([*search, "--servers", "2"]) == 2
+    assert "simulates one server of one kind: leave out --servers" in capsys.readouterr().err
+    for text, error in (('{"machine": 1}', "has no operating points"), (None, "No such file")):
+        if text is None:
+            Path(file).unlink()
+        else:
+            Path(file).write_text(text)
+        with pytest.raises(ConfigError, match=rf"--operating-points {file}.*{error}"):
+            read_operating_points(file)
 
 
 @pytest.mark.parametrize(

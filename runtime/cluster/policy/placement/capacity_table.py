@@ -3,8 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 
+from .....profiles.models import MachineModel
+from .....profiles.step_time import forward_s
 from ....errors import ConfigError
 from .plan import AdapterDemand
+
+_PROMPT_TOKENS = 5  # per output token; by hand, about those of Azure's conversations
 
 
 class CapacityTable:
@@ -25,3 +29,17 @@ class CapacityTable:
         """Return an adapter's load in servers."""
         index = min(bisect_left(self._ranks, adapter.rank), len(self._ranks) - 1)
         return adapter.tokens_per_s / self._tokens_per_s[index]
+
+
+def estimated_tokens_per_s(
+    model: MachineModel, max_num_seqs: int, total_kv_tokens: int, adapter_bytes: int
+) -> float:
+    """Return the tokens/s of a server that is full of requests for adapters of this size.
+
+    In each step all rows decode, and for each of them five prompt tokens are computed. There is no
+    limit of the time to first token, so the server holds less within an SLO.
+    """
+    rows = max_num_seqs
+    num_tokens = (*(1,) * rows, _PROMPT_TOKENS * rows)
+    starts = (*(total_kv_tokens // rows,) * rows, 0)
+    return sum(num_tokens) / forward_s(model, num_tokens, starts, (adapter_bytes,) * (rows + 1))

@@ -47,6 +47,16 @@ def check_placement(name: str) -> None:
         raise ConfigError(f"--placement is {name!r}, must be one of: {known}{hint}")
 
 
+def check_live_placement(name: str, *, has_points: bool) -> None:
+    """Raise ``ConfigError`` if the placement is unknown, or needs ``--operating-points``."""
+    check_placement(name)
+    if name in _BY_DEMAND and name != "sticky" and not has_points:
+        raise ConfigError(
+            f"--placement {name} needs --operating-points FILE, which corun simulate "
+            "--operating-points FILE writes; --placement sticky does without"
+        )
+
+
 def make_placement(name: str, facts: PlacementFacts) -> PlacementPolicy:
     """Return a new placement. Raises ``ConfigError`` if it is unknown."""
     check_placement(name)

@@ -1,11 +1,12 @@
 """Live placement: demand becomes copies, and then shares."""
 
 import asyncio
+import math
 from functools import partial
 from pathlib import Path
 
-import msgspec
-from corun.runtime.cluster.controller.capacity import CapacityTask, FoundCapacity
+from corun.runtime.cluster.policy.placement.capacity_table import estimated_tokens_per_s
+from corun.runtime.cluster.settings import OperatingPoints
 from corun.runtime.cluster.wire import Ensure
 from corun.runtime.server.errors import HttpError
 from support import fake_cluster
@@ -58,11 +59,6 @@ def test_routes_go_only_to_copies_that_have_come(tmp_path: Path) -> None:
 
 
 def test_sticky_goes_by_demand_and_by_what_engines_bear(tmp_path: Path) -> None:
-    folder = tmp_path / "state" / "operating_points"
-    folder.mkdir(parents=True)
-    task = CapacityTask(profile_of(), 1000, (8,), 10.0, str(folder))
-    task.path.write_bytes(msgspec.json.encode(FoundCapacity({8: 100.0})))
-
     async def work(cluster: RunningCluster) -> None:
         agents = [await cluster.agent(name, f"{name}-0") for name in "abc"]
         gateway = await cluster.gateway()
@@ -78,7 +74,29 @@ def test_sticky_goes_by_demand_and_by_what_engines_bear(tmp_path: Path) -> None:
         assert len(gateway.shares["x"]) == 3 and len(gateway.shares["y"]) == 1
         assert all(digest_of("x") in agent.copies for agent in agents)
 
-    in_cluster(tmp_path, work, placement="sticky", min_copies={"z": 2})
+    points = OperatingPoints("a server", 10.0, 95.0, {8: 100.0})
+    in_cluster(tmp_path, work, placement="sticky", min_copies={"z": 2}, operating_points=points)
+
+
+def test_without_operating_points_sticky_estimates_them_from_profiles(tmp_path: Path) -> None:
+    profile = profile_of()
+    bytes_of_rank_8 = 8 * profile.adapter_bytes_per_rank
+    full = estimated_tokens_per_s(profile.machine, profile.max_num_seqs, 1000, bytes_of_rank_8)
+
+    async def work(cluster: RunningCluster) -> None:
+        for name in "ab":
+            await cluster.agent(name, f"{name}-0")
+        gateway = await cluster.gateway()
+        for name in "xy":
+            await cluster.load(name, name)
+        await eventually(lambda: set(gateway.shares) == {"x", "y"})
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(gateway.shares["x"]) < 2:
+                await cluster.demand({"x": math.ceil(full)})  # ten times a second
+                await asyncio.sleep(0.03)
+        assert len(gateway.shares["y"]) == 1
+
+    in_cluster(tmp_path, work, placement="sticky")
 
 
 def test_copies_beside_a_plan_go_when_it_is_carried_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from corun.runtime.cluster.policy.placement.plan import (
 from corun.runtime.cluster.policy.placement.registry import (
     PLACEMENTS,
     PlacementFacts,
+    check_live_placement,
     make_placement,
 )
 from corun.runtime.cluster.policy.placement.relabel import least_copied
@@ -121,6 +122,9 @@ def test_a_small_server_gets_what_it_can_hold(name: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--placement is 'stick'.*did you mean 'sticky'"):
         make("stick")
+    with pytest.raises(ConfigError, match="--placement loraserve needs --operating-points FILE"):
+        check_live_placement("loraserve", has_points=False)
+    check_live_placement("loraserve", has_points=True)
     with pytest.raises(ConfigError, match="operating capacities must be above 0"):
         CapacityTable({8: 0.0})
 
