@@ -107,6 +107,7 @@ _POLICY = (
 )
 _POLICY_PACKAGES = (
     "runtime/cluster/policy",
+    "runtime/cluster/policy/papers",
     "runtime/scheduler",
     "runtime/scheduler/papers/chameleon",
     "runtime/coldstart",

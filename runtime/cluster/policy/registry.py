@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ....profiles.models import MachineModel
 from ....profiles.step_time import forward_s
 from ...errors import ConfigError
 from ...near_names import near_names
-from .by_shares import LoraServeRouter
-from .dlora import DloraRouter
 from .predicted import PredictedRouter
 from .router import Router
 from .simple import (
@@ -18,7 +17,7 @@ from .simple import (
     RandomRouter,
     TwoChoicesRouter,
 )
-from .toppings import ToppingsPaperRouter, ToppingsRouter
+from .toppings import ToppingsRouter
 
 _SLO_FACTOR = 1.5  # of the time per token without adapters: Toppings, section 7.4
 
@@ -31,18 +30,37 @@ class RouterFacts:
     slo_tpot_s: float  # target time per output token
 
 
+# Imported on use, as all of ``papers``.
+def _toppings_as_printed(facts: RouterFacts) -> Router:
+    from .papers.routers import ToppingsPaperRouter
+
+    return ToppingsPaperRouter(slo_tpot_s=facts.slo_tpot_s)
+
+
+def _loraserve(_: RouterFacts, *, is_as_printed: bool = False) -> Router:
+    from .papers.routers import LoraServeRouter
+
+    return LoraServeRouter(is_as_printed=is_as_printed)
+
+
+def _dlora(_: RouterFacts) -> Router:
+    from .papers.routers import DloraRouter
+
+    return DloraRouter()
+
+
 ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
     "predicted": lambda facts: PredictedRouter(num_routers=facts.num_routers),
     "toppings": lambda facts: ToppingsRouter(slo_tpot_s=facts.slo_tpot_s),
-    "toppings-paper": lambda facts: ToppingsPaperRouter(slo_tpot_s=facts.slo_tpot_s),
-    "loraserve": lambda _: LoraServeRouter(),
-    "loraserve-paper": lambda _: LoraServeRouter(is_as_printed=True),
+    "toppings-paper": _toppings_as_printed,
+    "loraserve": _loraserve,
+    "loraserve-paper": partial(_loraserve, is_as_printed=True),
     "least-tokens": lambda _: LeastTokensRouter(),
     "p2c": lambda _: TwoChoicesRouter(),
     "random": lambda _: RandomRouter(),
     "first-fit": lambda _: FirstFitRouter(),
     "affinity": lambda _: AffinityRouter(),
-    "dlora": lambda _: DloraRouter(),
+    "dlora": _dlora,
 }
 
 # Routers that clusters cannot run, and the reason.

@@ -1,4 +1,4 @@
-"""Toppings' rank-aware scheduler across servers (section 5, Algorithm 1), fixed and as printed.
+"""Toppings' rank-aware scheduler across servers (section 5, Algorithm 1), with its faults fixed.
 
 It predicts what one more request adds to the queued prefill and to a decode step, here with the
 models of the server's profile. Pure.
@@ -15,7 +15,7 @@ from .router import Router
 from .views import ServerView
 
 
-class _Costs:
+class AddedCosts:
     """The cost of one more request on each server."""
 
     def __init__(self, slo_tpot_s: float) -> None:
@@ -50,7 +50,7 @@ class ToppingsRouter(Router):
     """
 
     def __init__(self, *, slo_tpot_s: float) -> None:
-        self._costs = _Costs(slo_tpot_s)
+        self._costs = AddedCosts(slo_tpot_s)
 
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
@@ -67,45 +67,3 @@ class ToppingsRouter(Router):
         cost_s *= fleet.load.num_requests + 1
         penalty = costs.has_no_room(request) + costs.is_too_slow(decode_s)
         return fleet.ids(np.lexsort((fleet.ties(rng), cost_s, penalty)))
-
-
-class ToppingsPaperRouter(Router):
-    """As printed: cost x requests, an infinite penalty, one mean length, the first of equals.
-
-    So an idle server scores 0 for every request, and nan if it is beyond the SLO; a
-    comparison with nan is never true, so what ``min`` returns depends on the servers' order.
-    """
-
-    def __init__(self, *, slo_tpot_s: float) -> None:
-        self._costs = _Costs(slo_tpot_s)
-        self._num_seen = 0
-        self._mean_output_tokens = 1.0
-
-    def rank(
-        self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
-    ) -> Sequence[ServerId]:
-        """Rank the choice of line 9 first, then the others in any order (not in the paper)."""
-        costs, fleet = self._costs, self._costs.fleet
-        fleet.update(servers)
-        if not len(fleet):
-            return ()
-        padding = fleet.padding(request.num_bytes)
-        decode_s = fleet.decode_delta_s(request.num_bytes, padding)
-        added_s = costs.added_prefill_s(request, padding) / self._mean_output_tokens + decode_s
-        scores = [
-            (added + (float("inf") if is_too_slow else 0.0)) * num_requests
-            for added, is_too_slow, num_requests in zip(
-                added_s.tolist(), costs.is_too_slow(decode_s).tolist(),
-                fleet.load.num_requests.tolist(), strict=True,
-            )
-        ]  # fmt: skip
-        cells = range(len(fleet))
-        no_room = costs.has_no_room(request).tolist()
-        candidates = [cell for cell in cells if not no_room[cell]] or list(cells)
-        best = min(candidates, key=lambda cell: scores[cell])
-        return fleet.ids(np.array([best, *(cell for cell in cells if cell != best)]))
-
-    def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
-        self._num_seen += 1
-        change = request.predicted_output_tokens - self._mean_output_tokens
-        self._mean_output_tokens = max(self._mean_output_tokens + change / self._num_seen, 1.0)

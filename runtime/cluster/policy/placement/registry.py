@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from ....errors import ConfigError
 from ....near_names import near_names
-from .as_printed import LoraServePaperPlacement
 from .capacity_table import CapacityTable
-from .loraserve import LoraServePlacement
 from .plan import PlacementPolicy
-from .simple import ContiguousPlacement, EverywherePlacement, RandomPlacement
+from .simple import EverywherePlacement, RandomPlacement
 from .sticky import StickyPlacement
 
 
@@ -21,14 +19,33 @@ class PlacementFacts:
     seed: int = 0  # of random choices
 
 
+# Imported on use, as all of ``papers``.
+def _loraserve(capacity: CapacityTable) -> PlacementPolicy:
+    from ..papers.loraserve import LoraServePlacement
+
+    return LoraServePlacement(capacity)
+
+
+def _loraserve_as_printed(capacity: CapacityTable) -> PlacementPolicy:
+    from ..papers.loraserve_as_printed import LoraServePaperPlacement
+
+    return LoraServePaperPlacement(capacity)
+
+
+def _contiguous(_: PlacementFacts) -> PlacementPolicy:
+    from ..papers.loraserve import ContiguousPlacement
+
+    return ContiguousPlacement()
+
+
 _BY_DEMAND: Mapping[str, Callable[[CapacityTable], PlacementPolicy]] = {
     "sticky": StickyPlacement,
-    "loraserve": LoraServePlacement,
-    "loraserve-paper": LoraServePaperPlacement,
+    "loraserve": _loraserve,
+    "loraserve-paper": _loraserve_as_printed,
 }
 _OTHERS: Mapping[str, Callable[[PlacementFacts], PlacementPolicy]] = {
     "random": lambda facts: RandomPlacement(facts.seed),
-    "contiguous": lambda _: ContiguousPlacement(),
+    "contiguous": _contiguous,
     "everywhere": lambda _: EverywherePlacement(),
 }
 PLACEMENTS = (*_BY_DEMAND, *_OTHERS)

@@ -35,30 +35,6 @@ class RandomPlacement(PlacementPolicy):
         return plan_of(room.shares, demand, servers, previous)
 
 
-class ContiguousPlacement(PlacementPolicy):
-    """Orders adapters by rank, and cuts them into equal parts, one per server.
-
-    Source: LoRAServe, section IV-A, figure 12. What does not fit goes to other servers.
-    """
-
-    def plan(
-        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
-    ) -> PlacementPlan:
-        """See ``PlacementPolicy``."""
-        room = Room(servers)
-        ordered = sorted(demand, key=lambda one: (one.rank, one.name))
-        rest = []
-        for index, adapter in enumerate(ordered):
-            home = room.server_ids[index * len(servers) // len(ordered)]
-            if room.fits(adapter, home):
-                room.put(adapter, home, 1.0)
-            else:
-                rest.append(adapter)
-        for adapter in by_size(rest):
-            room.put(adapter, room.emptiest(adapter, room.server_ids), 1.0)
-        return plan_of(room.shares, demand, servers, previous)
-
-
 class EverywherePlacement(PlacementPolicy):
     """Puts adapters at all servers while there is room, those with most demand first.
 

@@ -4,7 +4,7 @@ import math
 import random
 from collections import Counter
 
-from corun.runtime.cluster.policy.dlora import DloraRouter
+from corun.runtime.cluster.policy.papers.routers import DloraRouter
 from corun.runtime.cluster.policy.reports import ServerId
 from corun.runtime.cluster.policy.simple import (
     AffinityRouter,

@@ -4,9 +4,10 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from corun.runtime.cluster.policy.papers.routers import ToppingsPaperRouter
 from corun.runtime.cluster.policy.reports import RouteRequest
 from corun.runtime.cluster.policy.router import Router
-from corun.runtime.cluster.policy.toppings import ToppingsPaperRouter, ToppingsRouter
+from corun.runtime.cluster.policy.toppings import ToppingsRouter
 from corun.runtime.cluster.policy.views import ServerView
 from support.routing import request_of, server_costs, server_report, servers_of
 

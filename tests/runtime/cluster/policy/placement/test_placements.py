@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import pytest
+from corun.runtime.cluster.policy.papers.loraserve import least_copied
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.plan import (
     AdapterDemand,
@@ -18,7 +19,6 @@ from corun.runtime.cluster.policy.placement.registry import (
     check_live_placement,
     make_placement,
 )
-from corun.runtime.cluster.policy.placement.relabel import least_copied
 from corun.runtime.cluster.policy.reports import ServerId
 from corun.runtime.errors import ConfigError
 from hypothesis import given

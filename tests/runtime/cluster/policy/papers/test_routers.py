@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from corun.runtime.cluster.policy.by_shares import LoraServeRouter
+from corun.runtime.cluster.policy.papers.routers import LoraServeRouter
 from corun.runtime.cluster.policy.reports import ServerId
 from support.routing import request_of, server_report, servers_of
 

@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from corun.runtime.cluster.policy.placement.as_printed import LoraServePaperPlacement
+from corun.runtime.cluster.policy.papers.loraserve import LoraServePlacement, server_budgets
+from corun.runtime.cluster.policy.papers.loraserve_as_printed import LoraServePaperPlacement
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
-from corun.runtime.cluster.policy.placement.loraserve import LoraServePlacement, server_budgets
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, PlacementPlan, StoreServer
 from corun.runtime.cluster.policy.reports import ServerId
 

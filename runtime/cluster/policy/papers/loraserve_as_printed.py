@@ -9,11 +9,17 @@ least loaded server.
 import sys
 from collections.abc import Mapping, Sequence
 
+from ..placement.capacity_table import CapacityTable
+from ..placement.plan import (
+    AdapterDemand,
+    PlacementPlan,
+    PlacementPolicy,
+    Room,
+    StoreServer,
+    plan_of,
+)
 from ..reports import Shares
-from .capacity_table import CapacityTable
-from .loraserve import LoraServePlacement, ServerPart
-from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
-from .relabel import least_copied
+from .loraserve import LoraServePlacement, ServerPart, least_copied
 
 
 class LoraServePaperPlacement(PlacementPolicy):

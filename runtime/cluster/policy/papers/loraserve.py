@@ -11,13 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....errors import ConfigError
+from ..placement.capacity_table import CapacityTable
+from ..placement.plan import (
+    AdapterDemand,
+    PlacementPlan,
+    PlacementPolicy,
+    Room,
+    StoreServer,
+    by_size,
+    plan_of,
+)
 from ..reports import ServerId, Shares
-from .capacity_table import CapacityTable
-from .plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, by_size, plan_of
-from .relabel import least_copied
 
 _MAX_OVER_TARGET = 1.1  # of the mean load, for leftovers at larger ranks
 _NOTHING = 1e-9  # of a share; smaller ones are rounding errors
+# Weight of a changed share against a byte: it only breaks ties between equal copies.
+_SHARE_WEIGHT = 1e-6
 
 
 @dataclass(slots=True)
@@ -89,6 +98,30 @@ class LoraServePlacement(PlacementPolicy):
             start += budgets[rank]
             left += _fill(by_rank[rank], loads, target, own)
         return left
+
+
+class ContiguousPlacement(PlacementPolicy):
+    """Orders adapters by rank, and cuts them into equal parts, one per server.
+
+    Source: section IV-A, figure 12. What does not fit goes to other servers.
+    """
+
+    def plan(
+        self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
+    ) -> PlacementPlan:
+        """See ``PlacementPolicy``."""
+        room = Room(servers)
+        ordered = sorted(demand, key=lambda one: (one.rank, one.name))
+        rest = []
+        for index, adapter in enumerate(ordered):
+            home = room.server_ids[index * len(servers) // len(ordered)]
+            if room.fits(adapter, home):
+                room.put(adapter, home, 1.0)
+            else:
+                rest.append(adapter)
+        for adapter in by_size(rest):
+            room.put(adapter, room.emptiest(adapter, room.server_ids), 1.0)
+        return plan_of(room.shares, demand, servers, previous)
 
 
 def server_budgets(rank_loads: Mapping[int, float], num_servers: int) -> dict[int, int]:
@@ -191,3 +224,39 @@ def _whole(row: Mapping[ServerId, float]) -> dict[ServerId, float]:
     """Return shares scaled to sum to 1, without rounding errors."""
     total = sum(row.values())
     return {server_id: share / total for server_id, share in row.items()}
+
+
+def least_copied(
+    parts: Sequence[Mapping[str, float]], servers: Sequence[StoreServer], previous: Shares,
+    num_bytes: Mapping[str, int],
+) -> list[ServerId]:  # fmt: skip
+    """Return the server of each part: one part (shares by adapter) for each server.
+
+    This is an assignment problem over the bytes to copy (LoRAServe, algorithm 1, step 5). Raises
+    ``ConfigError`` if scipy is not installed.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise ConfigError(
+            "this placement needs scipy: pip install 'corun[cluster]', or choose another by "
+            "--placement"
+        ) from None
+    costs = [[_cost(part, server, previous, num_bytes) for server in servers] for part in parts]
+    _, columns = linear_sum_assignment(costs)
+    return [servers[column].server_id for column in columns]
+
+
+def _cost(
+    part: Mapping[str, float], server: StoreServer, previous: Shares, num_bytes: Mapping[str, int]
+) -> float:
+    if sum(num_bytes[name] for name in part) > server.store_bytes:
+        return math.inf
+    cost = 0.0
+    for name, share in part.items():
+        before = previous.get(name, {}).get(server.server_id)
+        if before is None:
+            cost += num_bytes[name]
+        else:
+            cost += _SHARE_WEIGHT * abs(share - before)
+    return cost
