@@ -18,8 +18,8 @@ from corun.runtime.cluster.policy.registry import ROUTERS
 from corun.runtime.sim.cluster import replay_cluster
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions
-from corun.runtime.sim.machines import MACHINES
-from corun.runtime.sim.recipes import RECIPES
+from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workloads import Workload, draw_workload
 
 MAX_S = 600.0

@@ -33,8 +33,8 @@ from corun.runtime.memory.policies.facts import MemoryFacts, MemoryRules, Rankin
 from corun.runtime.memory.policies.policy import MemoryItem
 from corun.runtime.memory.policies.ranked_heap import RankedHeap
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES, make_memory_policy
-from corun.runtime.sim.machines import MACHINES
-from corun.runtime.sim.traces import TraceError, trace_directory
+from corun.runtime.sim.draw_inputs import TraceError, trace_directory
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workload_spec import RANKS
 from corun.runtime.sim.workloads import make_workload
 from paired import report, seconds

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from corun.runtime.errors import ConfigError
-from corun.runtime.sim.machines import MACHINES
-from corun.runtime.sim.recipes import RECIPES
-from corun.runtime.sim.traces import trace_directory
+from corun.runtime.sim.draw_inputs import trace_directory
+from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workloads import make_workload
 from paired import Ratio, report
 from replays import verdicts

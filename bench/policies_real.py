@@ -28,8 +28,8 @@ from typing import Any
 from cold.rig import engine_and_worker_cpus
 from corun.profiles.profile import Profile
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.draw_inputs import trace_directory
 from corun.runtime.sim.figures import Figures
-from corun.runtime.sim.traces import trace_directory
 from paired import Ratio, ratio_of, report
 from replays.cells import ACCURACY, BASELINE, Cell, simulate_cell, workload_of
 from replays.kept import read_figures, write_figures

@@ -42,7 +42,8 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import ProfiledTimes
 from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.executor import END_TOKEN, LatencyExecutor
-from corun.runtime.sim.machines import MACHINES, SimulatedMachine
+from corun.runtime.sim.machines import SimulatedMachine
+from corun.runtime.sim.papers.machines import MACHINES
 from paired import report
 from part_clock import PartClock
 

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.draw_inputs import trace_directory
 from corun.runtime.sim.planning import Slo, capacities
 from corun.runtime.sim.study import Study
-from corun.runtime.sim.traces import trace_directory
 from paired import report
 from replays.real import product_digest
 from routes import rows

@@ -29,7 +29,8 @@ from corun.runtime.cluster.policy.registry import ROUTERS, RouterFacts, make_rou
 from corun.runtime.cluster.policy.reports import RouteRequest, ServerId, ServerReport, Shares
 from corun.runtime.cluster.policy.views import ServerView
 from corun.runtime.sim.cluster_router import costs_of
-from corun.runtime.sim.machines import MACHINES, SimulatedMachine
+from corun.runtime.sim.machines import SimulatedMachine
+from corun.runtime.sim.papers.machines import MACHINES
 
 MAX_RANK_US = 100.0
 MAX_PLAN_S = 2.0

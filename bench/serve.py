@@ -30,7 +30,7 @@ from corun import AsyncEngine, SamplingParams
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ProcessClient
 from corun.runtime.errors import ConfigError
-from corun.runtime.sim.traces import DIRECTORY_VARIABLE, trace_directory
+from corun.runtime.sim.draw_inputs import DIRECTORY_VARIABLE, trace_directory
 from corun.runtime.sim.workload_file import read_workload
 from corun.runtime.sim.workloads import draw_workload
 from load import (

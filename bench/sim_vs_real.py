@@ -20,9 +20,9 @@ from typing import Any
 from corun.profiles.profile import load_profile
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.draw_inputs import trace_directory
 from corun.runtime.sim.figures import Figures
 from corun.runtime.sim.machines import Factors
-from corun.runtime.sim.traces import trace_directory
 from paired import Ratio, ratio_of, report
 from policies_real import RESULTS, Kept
 from replays.cells import Cell, simulate_cell, workload_of

@@ -17,7 +17,8 @@ import uvloop
 from corun.runtime.sim.cluster import replay_cluster
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions, adapter_name, request_of
-from corun.runtime.sim.machines import MACHINES, Factors, slowed
+from corun.runtime.sim.machines import Factors, slowed
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workload_spec import AdapterSpec, LengthSpec, WorkloadSpec
 from corun.runtime.sim.workloads import Workload, draw_workload
 from paired import ratio_of

@@ -22,7 +22,7 @@ from corun.runtime.engine_state import (
     EngineState,
 )
 from corun.runtime.server.answers import ModelCard, ModelList
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 
 _BEAT_S = 0.25
 _MACHINE = MACHINES["a40-llama7b"]

@@ -15,8 +15,9 @@ from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor,
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.figures import Figures, figures_of
-from corun.runtime.sim.machines import AS_MODELLED, MACHINES, Factors, SimulatedMachine
-from corun.runtime.sim.recipes import RECIPES
+from corun.runtime.sim.machines import AS_MODELLED, Factors, SimulatedMachine
+from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workloads import Workload, make_workload
 
 BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoRA does

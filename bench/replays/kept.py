@@ -27,7 +27,7 @@ _DECIDING = """
     runtime/engine/adapter_versions.py runtime/engine/core.py runtime/engine/load_state.py
     runtime/engine/messages.py runtime/engine/residency.py runtime/engine/slow_log.py
     runtime/engine/stats.py runtime/engine/updates.py runtime/memory/**/*.py
-    runtime/scheduler/**/*.py runtime/sim/*.py shm/arena_ranges.py
+    runtime/scheduler/**/*.py runtime/sim/**/*.py shm/arena_ranges.py
 """.split()
 _QUEUES = ("papers/chameleon/*.py",)
 _OWN: Mapping[str, Sequence[str]] = {

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
-from corun.runtime.sim.machines import MACHINES, Factors
-from corun.runtime.sim.recipes import RECIPES
+from corun.runtime.sim.machines import Factors
+from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.study import SimulatedRun
 from corun.runtime.sim.workload_spec import AdapterSpec, LengthSpec, WorkloadSpec
 

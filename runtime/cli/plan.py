@@ -14,6 +14,7 @@ from ..errors import ConfigError, CorunError
 from ..sim.capacity import NoLimitError
 from ..sim.cluster_spec import DEFAULT_ROUTER
 from ..sim.configure import machine_of
+from ..sim.draw_inputs import trace_directory
 from ..sim.planning import (
     FIRST_SHARE,
     ONE_MORE_SERVER,
@@ -27,7 +28,6 @@ from ..sim.planning import (
     what_ifs,
 )
 from ..sim.study import SimulatedRun, Study
-from ..sim.traces import trace_directory
 from ..sim.variants import specs_of
 from ..sim.workload_file import read_workload
 from ..sim.workload_spec import WorkloadSpec

@@ -18,6 +18,7 @@ from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..sim.configure import cluster_of, machine_of
+from ..sim.draw_inputs import trace_directory
 from ..sim.operating_capacity import operating_capacity, with_capacity
 from ..sim.results import (
     RUNS_NAME,
@@ -31,7 +32,6 @@ from ..sim.results import (
     write_results,
 )
 from ..sim.study import SimulatedRun, Study
-from ..sim.traces import trace_directory
 from ..sim.variants import Variant, check_number, rates_of, specs_of, variants_of
 from ..sim.workload_file import read_workload
 from ..sim.workload_spec import WorkloadSpec

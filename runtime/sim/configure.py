@@ -21,8 +21,8 @@ from ..near_names import near_names
 from ..scheduler.predictor import make_predictor
 from .cluster_spec import DEFAULT_ROUTER, ClusterSpec, ServerLife
 from .engine import SimulationOptions
-from .machines import MACHINES, SimulatedMachine
-from .recipes import RECIPES
+from .machines import SimulatedMachine
+from .registry import named_machines, recipes
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def machine_of(
     """The named machine, the machine of a profile's file, or this one as last measured.
 
     Args:
-        name: A name in ``MACHINES`` or a file; None = the newest profile of this machine, or
+        name: A name in ``named_machines`` or a file; None = the newest profile of this machine, or
             without one the machine that the workload is meant for.
         workload: The value of ``--workload``.
         config: Its sizes apply where they are ``given``, otherwise the machine's own.
@@ -48,13 +48,14 @@ def machine_of(
     path = _newest() if name is None else Path(name)
     if path is None:
         name = _meant_for(workload)
-    if name is not None and name in MACHINES:
-        machine = MACHINES[name]
+    machines = named_machines()
+    if name is not None and name in machines:
+        machine = machines[name]
     elif name is not None and not Path(name).is_file():
-        near = near_names(name, MACHINES, " (do you mean {}?)")
+        near = near_names(name, machines, " (do you mean {}?)")
         raise ConfigError(
             f"--profile is {name!r}, which is no file and no machine{near}; machines: "
-            f"{', '.join(MACHINES)}"
+            f"{', '.join(machines)}"
         )
     else:
         assert path is not None
@@ -178,11 +179,11 @@ def _newest() -> Path | None:
 @cache  # warns once
 def _meant_for(workload: str) -> str:
     """The machine of a recipe. Raises ``ConfigError`` for another workload, which has none."""
-    recipe = RECIPES.get(workload)
+    recipe = recipes().get(workload)
     if recipe is None:
         raise ConfigError(
             f"there is no profile of this machine in {_directory()}; run corun profile, or name a "
-            f"machine by --profile: {', '.join(MACHINES)}"
+            f"machine by --profile: {', '.join(named_machines())}"
         )
     _LOG.info(
         "there is no profile of this machine, so %s is simulated, which %s is meant for "

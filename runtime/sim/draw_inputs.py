@@ -1,5 +1,6 @@
 """Inputs and results of drawing a workload. Plain data."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigError
+
+DIRECTORY_VARIABLE = "CORUN_TRACES"
+HASHED_TOKENS = 512  # of a prompt that one id of a trace stands for
+
 Ints = NDArray[np.int64]
 Adapters = tuple[Ints, tuple[int, ...]]  # the adapter of each request; ranks by adapter
+
+
+class TraceError(ConfigError):
+    """A trace is missing, or its file is invalid."""
+
+
+def trace_directory(option: str | None = None) -> Path | None:
+    """The directory of ``option``, or else of the environment; None if neither is set."""
+    named = option or os.environ.get(DIRECTORY_VARIABLE)
+    return Path(named) if named else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..near_names import near_names
-from .draw_inputs import DrawInputs, Drawn
+from .draw_inputs import DrawInputs, Drawn, TraceError
 from .draws import scaled
 from .popularity import with_drawn_ranks
-from .traces import TraceError
 from .workload_spec import WorkloadSpec
 
 _NEEDED = ("arrival_s", "model", "prompt_tokens", "output_tokens")

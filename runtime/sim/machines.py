@@ -1,7 +1,7 @@
-"""Machines to simulate, as data: every figure has its source or was set by hand."""
+"""Machines to simulate, as data."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...profiles.curve import Curve, CurveFamily
@@ -10,12 +10,8 @@ from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..adapter import AdapterFacts, AdapterLayers
 from ..coldstart.link import group_of_layers
 from ..errors import ConfigError
-from .paper_models import TP4_KERNELS, loraserve_model, toppings_model
-from .shapes import LLAMA_7B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
 
-_GIB = 2**30
 _PAGE_BYTES = 4096
-_WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,176 +124,3 @@ def _slowed_lora(lora: LoraModel, factor: float) -> LoraModel:
 
 def _scaled(curve: Curve, factor: float) -> Curve:
     return Curve(curve.x, tuple(y * factor for y in curve.y))
-
-
-def _a40(
-    name: str, *, kv_bytes_per_token: int, adapter_bytes_per_rank: int,
-    group_targets: tuple[int, ...],
-) -> SimulatedMachine:  # fmt: skip
-    """A server with one A40 as in Chameleon, section 5.1, and no CPU workers.
-
-    All times are set by hand, in the range of that paper's section 3; none was measured here.
-    """
-    per_rank_s = 1.0 / adapter_bytes_per_rank
-    model = MachineModel(
-        num_layers=32,  # Llama 7B and 8B: config.json
-        step_s=Curve((0.0, 512.0), (0.0, 512 * 0.20e-3)),  # by hand: 0.20 ms per prefill token
-        groups=(),
-        invocation_s=0.0,
-        lora=LoraModel(
-            decode_s_per_byte=4e-6 * per_rank_s,  # by hand: 4 us per rank of decode rows
-            decode_fixed_s=0.0,
-            prefill_s_per_token_byte=1.2e-6 * per_rank_s,  # by hand: 1.2 us per token and rank
-            prefill_fixed_s=0.0,
-        ),
-        link=LinkModel(bytes_per_s=12e9, latency_s=1e-3),  # by hand: PCIe 3 x16 as it is reached
-        num_workers=0,
-        tokens_per_worker=512,
-        host_step_s=12e-3,  # by hand, as all that follow
-        host_row_s=0.05e-3,
-        prefill_s_per_token_key=7e-9,
-        decode_s_per_key=1e-6,
-        read_s=23e-3,
-        decode_token_share=0.0,
-    )
-    return SimulatedMachine(
-        name=name,
-        model=model,
-        memory_bytes=28 * _GIB,  # by hand: 48 GB without the weights and what a forward needs
-        kv_bytes_per_token=kv_bytes_per_token,
-        adapter_bytes_per_rank=adapter_bytes_per_rank,
-        group_targets=group_targets,
-        file_bytes_per_s=2e9,  # by hand: an NVMe disk
-    )
-
-
-def _with_slow_link(machine: SimulatedMachine) -> SimulatedMachine:
-    """A link at a quarter of the speed: it is shared, or has fewer lanes."""
-    model = replace(machine.model, link=LinkModel(bytes_per_s=3e9, latency_s=1e-3))  # by hand
-    return replace(machine, name=f"{machine.name}-link3", model=model)
-
-
-def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> SimulatedMachine:
-    """With 16 CPU workers that keep up with the device's own products at ranks up to 100 or so.
-
-    ``group_widths``: inputs plus outputs of each group's targets: the multiplications of a delta
-    per token and rank. Base products are assumed to be proportional to them.
-    """
-    model, max_tokens = machine.model, float(machine.max_num_batched_tokens)
-    layer_s = model.step_s.at(max_tokens) / model.num_layers
-    groups = []
-    for index, (width, num_targets) in enumerate(
-        zip(group_widths, machine.group_targets, strict=True)
-    ):
-        rank_sum = 64.0 * num_targets
-        delta_s = max_tokens * 64.0 * 2 * width / _WORKER_FLOP_PER_S
-        base_s = layer_s * width / sum(group_widths)
-        groups.append(
-            GroupModel(
-                f"group {index}",
-                Curve((0.0, max_tokens), (0.0, base_s)),
-                CurveFamily(
-                    (0.0, rank_sum),
-                    (
-                        Curve((0.0, max_tokens), (0.0, 0.0)),
-                        Curve((0.0, max_tokens), (0.0, delta_s)),
-                    ),
-                ),
-            )
-        )
-    workers = replace(
-        model, groups=tuple(groups), num_workers=16, tokens_per_worker=16,
-        invocation_s=20e-6,  # by hand
-    )  # fmt: skip
-    return replace(machine, name=f"{machine.name}-workers", model=workers)
-
-
-# 32 layers, 32 heads of 128, keys and values in 2 bytes. An adapter of rank 64 on q, k and v is
-# 96 MiB: rank x (4096 + 4096) x 3 targets x 32 layers x 2 bytes.
-_LLAMA_7B = _a40(
-    "a40-llama7b",
-    kv_bytes_per_token=2**19,
-    adapter_bytes_per_rank=3 * 2**19,
-    group_targets=(3,),
-)
-# 32 layers, 8 key and value heads of 128. Adapters on all linears: by hand, about what their shapes
-# (4096, 1024, 14336) give.
-_LLAMA_8B = _a40(
-    "a40-llama8b",
-    kv_bytes_per_token=128 * 2**10,
-    adapter_bytes_per_rank=5_100_000,
-    group_targets=(3, 1, 2, 1),
-)
-_SLOW_8B = _with_slow_link(_LLAMA_8B)
-# Widths of q, k and v; of o; of gate and up; of down.
-_ASSISTED_8B = _with_workers(_LLAMA_8B, (18432, 8192, 36864, 18432))
-
-
-def _a100(
-    name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80
-) -> SimulatedMachine:
-    """A server with one A100 as in Toppings, section 7."""
-    return SimulatedMachine(
-        name=name,
-        model=toppings_model(shape, is_padded=is_padded),
-        memory_bytes=_without_weights(memory_gb, shape),
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        adapter_bytes_per_rank=shape.qkv_bytes_per_rank,
-        group_targets=(3,),
-        file_bytes_per_s=2e9,  # by hand: an NVMe disk
-        max_num_batched_tokens=2048,  # by hand
-        max_num_seqs=64,  # Toppings, section 2.3
-        mix_decode_with_prefill=False,
-    )
-
-
-def _tp4(name: str, shape: LlamaShape, kernels: str, memory_bytes: int) -> SimulatedMachine:
-    """A server with four A100s as in LoRAServe, section V-B."""
-    return SimulatedMachine(
-        name=name,
-        model=loraserve_model(shape, kernels),
-        memory_bytes=memory_bytes,
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        adapter_bytes_per_rank=shape.attention_bytes_per_rank,
-        group_targets=(3, 1),
-        file_bytes_per_s=2e9,  # by hand: an NVMe disk
-        max_num_batched_tokens=2048,  # by hand, as the next
-        max_num_seqs=96,
-    )
-
-
-def _without_weights(memory_gb: int, shape: LlamaShape) -> int:
-    """By hand: a tenth of the memory is for activations."""
-    return memory_gb * 900_000_000 - shape.weight_bytes
-
-
-# Sizes that Chameleon runs on an A100, section 5.5.
-_A100_SCALED = (
-    (24, "7b", LLAMA_7B), (48, "7b", LLAMA_7B), (48, "13b", LLAMA_13B), (80, "13b", LLAMA_13B),
-    (80, "30b", LLAMA_30B),
-)  # fmt: skip
-_TP4_SCALED = (("30b", LLAMA_30B), ("70b", LLAMA_70B))  # LoRAServe, figure 23
-
-MACHINES: Mapping[str, SimulatedMachine] = {
-    machine.name: machine
-    for machine in (
-        *(_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B),
-        _a100("a100-llama2-7b", LLAMA_7B, is_padded=True),
-        _a100("a100-llama2-7b-exact", LLAMA_7B, is_padded=False),
-        *(
-            _a100(f"a100-{gb}gb-llama{size}-scaled", shape, is_padded=False, memory_gb=gb)
-            for gb, size, shape in _A100_SCALED
-        ),
-        *(
-            # By hand: 100,000 tokens.
-            _tp4(f"tp4-llama7b-{name}", LLAMA_7B, name, 100_000 * LLAMA_7B.kv_bytes_per_token)
-            for name in TP4_KERNELS
-        ),
-        *(
-            # With 80 GB each.
-            _tp4(f"tp4-llama{size}-{name}-scaled", shape, name, _without_weights(320, shape))
-            for size, shape in _TP4_SCALED
-            for name in TP4_KERNELS
-        ),
-    )
-}

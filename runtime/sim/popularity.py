@@ -1,4 +1,4 @@
-"""Draws the adapters of requests, and the ranks of adapters. Pure, but for reading traces."""
+"""Draws the adapters of requests, and the ranks of adapters."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .draw_inputs import Adapters, DrawInputs, Ints
-from .tenants import read_maf
-from .traces import read_gentd26_ids
+from .registry import draw_names
 from .workload_spec import AdapterSpec
 
 _SHIFTING_SHARE = 0.5  # LoRAServe, section V-E: of the largest rank at first
@@ -20,15 +19,8 @@ def draw_adapters(inputs: DrawInputs, spec: AdapterSpec, sessions: Ints | None =
         return (adapters if sessions is None else adapters[sessions]), ranks
     if spec.popularity == "zipf":
         names = _power_law(inputs, spec.number, spec.exponent, inputs.num_requests)
-    elif spec.popularity == "gentd26":
-        ids = read_gentd26_ids(inputs.traces)
-        start = int(inputs.rng.integers(len(ids)))
-        names = ids[(start + np.arange(inputs.num_requests)) % len(ids)]
     else:
-        assert spec.popularity == "maf", spec.popularity
-        calls = read_maf(inputs.traces)
-        counts = np.bincount(calls.function, weights=calls.count)
-        names = inputs.rng.choice(len(counts), inputs.num_requests, p=counts / counts.sum())
+        names = draw_names(inputs, spec.popularity)
     return with_drawn_ranks(names if sessions is None else names[sessions], inputs, spec.ranks)
 
 

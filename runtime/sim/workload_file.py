@@ -10,7 +10,7 @@ import msgspec
 from ..config.yaml_file import read_yaml_mapping
 from ..errors import ConfigError
 from ..near_names import near_names
-from .recipes import RECIPES
+from .registry import recipes
 from .workload_spec import WorkloadSpec
 
 _YAML = (".yaml", ".yml")
@@ -22,14 +22,14 @@ def read_workload(name_or_path: str, flag: str = "--workload") -> WorkloadSpec:
 
     Raises ``ConfigError`` with ``flag``, the file and the mistake.
     """
-    if name_or_path in RECIPES:
-        return RECIPES[name_or_path].spec
+    if name_or_path in recipes():
+        return recipes()[name_or_path].spec
     suffix = Path(name_or_path).suffix
     if suffix == _JSON_LINES:
         return WorkloadSpec(json_lines=name_or_path)
     if suffix in _YAML:
         return _read_yaml(name_or_path, flag)
-    hint = near_names(name_or_path, RECIPES) or f", must be one of: {', '.join(RECIPES)}"
+    hint = near_names(name_or_path, recipes()) or f", must be one of: {', '.join(recipes())}"
     raise ConfigError(
         f"{flag} is {name_or_path!r}{hint}; or a file that ends in .yaml or {_JSON_LINES}"
     )

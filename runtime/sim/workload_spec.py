@@ -197,6 +197,14 @@ class WorkloadSpec:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a workload is made, and the machine that it is meant for."""
+
+    machine: str
+    spec: WorkloadSpec
+
+
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         hint = near_names(value, choices) or f", must be one of: {', '.join(choices)}"

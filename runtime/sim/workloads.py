@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .draw_inputs import DrawInputs, Drawn
+from .draw_inputs import HASHED_TOKENS, DrawInputs, Drawn
 from .draws import draw_columns
 from .json_lines import draw_json_lines
-from .recipes import RECIPES
+from .registry import recipes
 from .sessions import CONTENT_TOKENS, shared_contents, with_follow_ups
-from .traces import HASHED_TOKENS
 from .workload_spec import WorkloadSpec
 
 _LIMIT_OVER_P99 = 4
@@ -51,10 +50,10 @@ def make_workload(
 
     Raises ``ConfigError`` if there is no such recipe, and what ``draw_workload`` raises.
     """
-    if name not in RECIPES:
-        raise ConfigError(f"the workload is {name!r}, must be one of: {', '.join(RECIPES)}")
+    if name not in recipes():
+        raise ConfigError(f"the workload is {name!r}, must be one of: {', '.join(recipes())}")
     spec = replace(
-        RECIPES[name].spec, rps=rate_rps, requests=num_requests, duration_s=None, seed=seed
+        recipes()[name].spec, rps=rate_rps, requests=num_requests, duration_s=None, seed=seed
     )
     return draw_workload(spec, traces)
 

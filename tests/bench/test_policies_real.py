@@ -18,7 +18,7 @@ from corun.runtime.plan import (
     SubBatchKind,
 )
 from corun.runtime.sim.figures import Figures
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
 from policies_real import column_name, runs_of
 from replays.cells import Cell, simulate_cell, workload_of

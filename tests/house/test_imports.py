@@ -117,6 +117,7 @@ _POLICY_PACKAGES = (
     "runtime/memory/policies",
     "runtime/config",
     "runtime/sim",
+    "runtime/sim/papers",
     "runtime/cli",
 )
 _MAX_USES_OF_MEMORY = 25  # of its parts, from outside

@@ -29,7 +29,7 @@ from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.sim.engine import SimulationOptions, simulate
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import make_workload
 from support.scheduling import loads_of, policy_facts
 

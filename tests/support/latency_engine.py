@@ -41,7 +41,8 @@ from corun.runtime.plan import HostPlaceId, RequestId
 from corun.runtime.scheduler.step_pace import StepPace
 from corun.runtime.sim.engine import SimulationOptions, make_simulated_scheduler
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
-from corun.runtime.sim.machines import MACHINES, Factors, SimulatedMachine, slowed
+from corun.runtime.sim.machines import Factors, SimulatedMachine, slowed
+from corun.runtime.sim.papers.machines import MACHINES
 from support.fake_core import FakeGrammars
 
 TESTS = Path(__file__).parents[1]

@@ -18,7 +18,8 @@ from corun.runtime.sim.engine import (
     build_simulated_parts,
     request_of,
 )
-from corun.runtime.sim.machines import AS_MODELLED, MACHINES, Factors, SimulatedMachine
+from corun.runtime.sim.machines import AS_MODELLED, Factors, SimulatedMachine
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
 from hypothesis import given, settings
 from support.profiles import PROFILE

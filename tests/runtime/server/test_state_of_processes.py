@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 from corun.runtime.engine_state import Accepted, EngineProfile, EngineState
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from support.latency_engine import LatencyServer, LatencySettings, save_tiny_adapter
 
 MACHINE = MACHINES["a40-llama7b"]

@@ -17,7 +17,8 @@ from corun.runtime.sim.cluster_server import ClusterServer
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.figures import figures_of
-from corun.runtime.sim.machines import MACHINES, Factors, SimulatedMachine
+from corun.runtime.sim.machines import Factors, SimulatedMachine
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
 
 A40 = MACHINES["a40-llama7b"]

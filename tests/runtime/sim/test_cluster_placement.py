@@ -13,7 +13,7 @@ from corun.runtime.sim.cluster import replay_cluster
 from corun.runtime.sim.cluster_placement import SimulatedPlacement
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import make_workload
 
 

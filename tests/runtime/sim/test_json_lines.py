@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corun.runtime.sim.traces import TraceError
+from corun.runtime.sim.draw_inputs import TraceError
 from corun.runtime.sim.workload_spec import AdapterSpec, WorkloadSpec
 from corun.runtime.sim.workloads import Workload, draw_workload
 

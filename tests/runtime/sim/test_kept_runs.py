@@ -23,7 +23,7 @@ from corun.runtime.sim.cluster_replayed import ClusterReplayed
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.figures import figures_of
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.replay import Replayed
 from corun.runtime.sim.workload_file import read_workload
 from corun.runtime.sim.workload_spec import LengthSpec, SessionSpec

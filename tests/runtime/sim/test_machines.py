@@ -3,7 +3,8 @@
 import pytest
 from corun.profiles.step_time import forward_s
 from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest, layer_times
-from corun.runtime.sim.machines import MACHINES, Factors, slowed
+from corun.runtime.sim.machines import Factors, slowed
+from corun.runtime.sim.papers.machines import MACHINES
 
 
 def test_the_hand_set_machines_take_what_they_are_set_to() -> None:

@@ -24,7 +24,8 @@ from corun.runtime.sim.engine import (
     requests_of,
     simulate,
 )
-from corun.runtime.sim.machines import MACHINES, Factors, slowed
+from corun.runtime.sim.machines import Factors, slowed
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.replay import Replayed, replay
 from corun.runtime.sim.workloads import Workload, WorkloadRequest, make_workload
 from support.scheduling import Guess

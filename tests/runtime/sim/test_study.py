@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.study import RunOutcome, SimulatedRun, Study
 from corun.runtime.sim.workload_spec import WorkloadSpec
 

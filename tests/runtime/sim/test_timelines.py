@@ -9,7 +9,7 @@ from corun.runtime.scheduler.events import TimePart
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.engine import SimulationOptions, build_simulated_engine, requests_of
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.replay import replay
 from corun.runtime.sim.workloads import make_workload
 from support.scheduling import Guess

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.errors import ConfigError
-from corun.runtime.sim.recipes import RECIPES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workload_file import read_workload
 from corun.runtime.sim.workload_spec import (
     AdapterSpec,

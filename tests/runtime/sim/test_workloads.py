@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corun.runtime.errors import ConfigError
+from corun.runtime.sim.draw_inputs import TraceError, trace_directory
 from corun.runtime.sim.engine import requests_of
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
-from corun.runtime.sim.machines import MACHINES
-from corun.runtime.sim.recipes import RECIPES
-from corun.runtime.sim.traces import TraceError, trace_directory
+from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workload_spec import (
     RANKS,
     AdapterSpec,

@@ -55,8 +55,9 @@ class LoraServeRouter(Router):
 class ToppingsPaperRouter(Router):
     """Toppings' (section 5, Algorithm 1) as printed.
 
-    Cost x requests, an infinite penalty, one mean length, the first of equals. So an idle server scores 0 for every request, and nan if it is beyond the SLO; a
-    comparison with nan is never true, so what ``min`` returns depends on the servers' order.
+    Cost x requests, an infinite penalty, one mean length, the first of equals. So an idle server
+    scores 0 for every request, and nan if it is beyond the SLO. A comparison with nan is never
+    true, so what ``min`` returns depends on the servers' order.
     """
 
     def __init__(self, *, slo_tpot_s: float) -> None:

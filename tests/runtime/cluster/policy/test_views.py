@@ -1,7 +1,7 @@
 """A view is the server's last report and the requests sent since."""
 
 import pytest
-from corun.runtime.sim.machines import MACHINES
+from corun.runtime.sim.papers.machines import MACHINES
 from support.routing import request_of, server_costs, server_report, servers_of
 
 

@@ -1,4 +1,4 @@
-"""Workloads by name.
+"""Workloads of papers by name.
 
 S1 is Chameleon's (section 5.1): lengths of Azure's conversations, Poisson arrivals, a hundred
 adapters of five ranks in equal numbers, small ranks more popular by a power law. prod50 and those
@@ -6,18 +6,9 @@ below it are LoRAServe's (section V-E), with Azure's lengths in place of its own
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from .workload_spec import AdapterSpec, ArrivalSpec, LengthSpec, SessionSpec, WorkloadSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a workload is made, and the machine that it is meant for."""
-
-    machine: str
-    spec: WorkloadSpec
-
+from ..workload_spec import AdapterSpec, ArrivalSpec, LengthSpec, Recipe, SessionSpec, WorkloadSpec
 
 _TRACE = ArrivalSpec(process="trace")
 _GENTD26 = AdapterSpec(popularity="gentd26")

@@ -6,7 +6,6 @@ read, so a truncated or damaged one is an error and never a shorter workload.
 
 import csv
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,14 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-
-DIRECTORY_VARIABLE = "CORUN_TRACES"
-HASHED_TOKENS = 512  # of a block of Mooncake's prompts
-
-
-class TraceError(ConfigError):
-    """A trace is missing, or its file is invalid."""
+from ..draw_inputs import DIRECTORY_VARIABLE, TraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +31,6 @@ class RequestTrace:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
-
-
-def trace_directory(option: str | None = None) -> Path | None:
-    """The directory of ``option``, or else of the environment; None if neither is set."""
-    named = option or os.environ.get(DIRECTORY_VARIABLE)
-    return Path(named) if named else None
 
 
 def read_azure(directory: Path | None, kind: str) -> RequestTrace:

@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corun.runtime.sim.tenants import read_maf, read_servegen
-from corun.runtime.sim.traces import (
-    TraceError,
-    read_azure,
-    read_gentd26_ids,
-    read_mooncake,
-    trace_directory,
-)
+from corun.runtime.sim.draw_inputs import TraceError, trace_directory
+from corun.runtime.sim.papers.tenants import read_maf, read_servegen
+from corun.runtime.sim.papers.traces import read_azure, read_gentd26_ids, read_mooncake
 
 _AZURE = "AzureLLMInferenceTrace_conv.csv"
 _AZURE_ROWS = (

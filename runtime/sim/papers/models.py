@@ -6,8 +6,8 @@ rest of a step's fixed time with the number of layers. Costs of adapters are pro
 bytes.
 """
 
-from ...profiles.curve import Curve, CurveFamily
-from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from ....profiles.curve import Curve, CurveFamily
+from ....profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from .shapes import LLAMA_7B, LlamaShape
 
 # Toppings, figure 4: 256 and 1,024 tokens of a prompt take 44 and 90 ms.

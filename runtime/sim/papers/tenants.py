@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .traces import TraceError, checked_numbers, find_trace, read_parquet
+from ..draw_inputs import TraceError
+from .traces import checked_numbers, find_trace, read_parquet
 
 _MAX_FUNCTIONS = 500  # the most called ones
 
