@@ -234,6 +234,8 @@ def _replace_linears(
     is_packed = make_linear.name != PlainLinear.name or weights.quantized_bytes > 0
     if model.device.type == "cpu" and is_packed:
         detach_from_weight_files(model)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # originals of fused weights: what is free is counted next
     return weights
 
 

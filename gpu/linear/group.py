@@ -4,7 +4,7 @@ Adds the LoRA deltas of the running pass. Knows nothing of modules; the caller d
 read the same x.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ..forward.batch import DeltaPass, StepContext
 from ..forward.launcher import current_launcher
 from .base import LinearBackend
 from .numba_backend import FusedProduct, KernelLinear, has_same_order
+from .plain import FusedPlain, PlainLinear
 
 
 class InputGroup:
@@ -31,7 +32,7 @@ class InputGroup:
         self._key = key
         self._is_head = is_head
         self._backends: list[LinearBackend] = []
-        self._fused: FusedProduct | None = None  # of all members, if they can be fused
+        self._fused: FusedProduct | FusedPlain | None = None  # of all members
         self._targets: list[tuple[int, int]] = []  # member, its target index
         self._waiting: dict[int, torch.Tensor] = {}
         self._x: torch.Tensor | None = None  # the input of the stored results
@@ -41,13 +42,26 @@ class InputGroup:
         """Add a member and return its number; it is a target if it has an index."""
         member = len(self._backends)
         self._backends.append(backend)
-        fusible = [b for b in self._backends if isinstance(b, KernelLinear)]
-        are_one = len(fusible) == len(self._backends) and len({b.tag.dtype for b in fusible}) == 1
-        are_one &= all(has_same_order(one, fusible[0]) for one in fusible)
-        self._fused = FusedProduct(fusible) if are_one else None
         if target_index is not None:
             self._targets.append((member, target_index))
         return member
+
+    def fuse(self) -> None:
+        """Compute the members in one product if their back ends can; after the last ``join``.
+
+        On CUDA their weights are copied into one.
+        """
+        num_members = len(self._backends)
+        kernels = [b for b in self._backends if isinstance(b, KernelLinear)]
+        plain = [
+            b
+            for b in self._backends
+            if isinstance(b, PlainLinear) and b.weight.device.type == "cuda"
+        ]
+        if len(kernels) == num_members and _are_of_one_form(kernels):
+            self._fused = FusedProduct(kernels)
+        elif len(plain) == num_members > 1 and len({b.weight.dtype for b in plain}) == 1:
+            self._fused = FusedPlain(plain)
 
     def product(self, member: int, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias + deltas of one member: [..., in_features] -> [..., out_features]."""
@@ -77,7 +91,7 @@ class InputGroup:
         if more > 0:  # tokens that only an adapter has
             results = [nn.functional.pad(result, (0, more)) for result in results]
         ys = [results[member] for member, _ in self._targets]
-        ys = [y.view(-1, y.shape[-1]) for y in ys]
+        ys = [_rows(y) for y in ys]
         indices = [index for _, index in self._targets]
         call(lambda: self._running_deltas().add(self._key, tokens, ys, indices))
         return results
@@ -99,3 +113,13 @@ class InputGroup:
 
 def _call_now(call: Callable[[], None]) -> None:
     call()
+
+
+def _are_of_one_form(kernels: Sequence[KernelLinear]) -> bool:
+    are_one = len({kernel.tag.dtype for kernel in kernels}) == 1
+    return are_one and all(has_same_order(kernel, kernels[0]) for kernel in kernels)
+
+
+def _rows(y: torch.Tensor) -> torch.Tensor:
+    """[1, tokens, features] -> [tokens, features]; a ``view`` of one token forgets the stride."""
+    return y[0] if y.ndim == 3 and y.shape[0] == 1 else y.view(-1, y.shape[-1])

@@ -1,5 +1,6 @@
 """Products through torch's own linear, on the weight as it was loaded."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,3 +21,23 @@ class PlainLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias; see ``LinearBackend``."""
         return F.linear(x, self.weight, self.bias)
+
+
+class FusedPlain:
+    """Products of matrices of one width with the same x, computed as the product of one matrix."""
+
+    def __init__(self, backends: Sequence[PlainLinear]) -> None:
+        """Copy the weights into one matrix, of which each back end then holds its part."""
+        self._widths = [backend.weight.shape[0] for backend in backends]
+        weight = torch.cat([backend.weight for backend in backends])
+        bias = None
+        if any(backend.bias is not None for backend in backends):
+            parts = zip(backends, self._widths, strict=True)
+            bias = torch.cat([weight.new_zeros(w) if b.bias is None else b.bias for b, w in parts])
+        self._whole = PlainLinear(weight, bias)
+        for backend, part in zip(backends, weight.split(self._widths), strict=True):
+            backend.weight = part
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """[..., in_features] -> one [..., out_features] per matrix, columns of a new tensor."""
+        return list(self._whole(x).split(self._widths, dim=-1))

@@ -88,8 +88,8 @@ def wrap_linears(
     paths of those that are output heads. Linears with the same value in ``group_of`` read the same
     x and are computed together. ``make_at`` may return the back end of a path; with None
     ``make_backend`` makes it. Weights are replaced one by one, so a packed copy and its original
-    coexist for only one linear. An embedding tied to a linear reads its rows from the packed copy
-    if possible; otherwise it keeps the weight alive.
+    coexist for only one linear, and weights that are fused for only one group. An embedding tied to
+    a linear reads its rows from the packed copy if possible; otherwise it keeps the weight alive.
     """
     missing = set(target_of)
     groups: dict[Hashable, InputGroup] = {}
@@ -114,6 +114,8 @@ def wrap_linears(
                 _put(model, path, TiedEmbedding(wrapper.backend))
         missing.difference_update(paths)
         num_wrapped += 1
+    for group in groups.values():
+        group.fuse()
     assert not missing, f"no nn.Linear at {sorted(missing)[:3]}"
     return num_wrapped
 

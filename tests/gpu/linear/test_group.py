@@ -10,7 +10,7 @@ from corun.gpu.linear.base import LinearBackend, MakeLinear
 from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
-from corun.gpu.linear.plain import PlainLinear
+from corun.gpu.linear.plain import FusedPlain, PlainLinear
 from corun.gpu.linear.wrapper import wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
@@ -39,6 +39,7 @@ class Counting:
 def make_group(backends: Sequence[LinearBackend]) -> InputGroup:
     group = InputGroup(StepContext(), "qkv")
     assert [group.join(backend, None) for backend in backends] == list(range(len(backends)))
+    group.fuse()
     return group
 
 
@@ -100,6 +101,20 @@ def test_together_is_what_each_computes_alone(
         assert result.shape == (1, tokens, WIDTHS[member])
         assert result.is_contiguous()
         assert torch.equal(result, backend(x))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_plain_weights_become_parts_of_one(with_bias: bool) -> None:
+    biases = [None, torch.randn(16) if with_bias else None, None]
+    backends = [PlainLinear(torch.randn(w, 37), b) for w, b in zip(WIDTHS, biases, strict=True)]
+    x = torch.randn(1, 5, 37)
+    alone = [backend(x) for backend in backends]
+    together = FusedPlain(backends)(x)
+    assert len({y.untyped_storage().data_ptr() for y in together}) == 1
+    assert len({backend.weight.untyped_storage().data_ptr() for backend in backends}) == 1
+    for backend, before, y in zip(backends, alone, together, strict=True):
+        torch.testing.assert_close(y, before)
+        torch.testing.assert_close(backend(x), before)  # it also serves alone
 
 
 class Attention(nn.Module):
