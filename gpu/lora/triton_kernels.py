@@ -4,12 +4,15 @@ Both read base pointers, rank and scaling per (table row, target) from the ``Lor
 [rank, in_features] and B, transposed, [rank, out_features], both contiguous. So rows are read in
 vectors for every rank, which is padded only inside a tile. A program of a segment or rank tile that
 does not exist returns at once, so the grid may be the largest one of a batch.
+
+One launch serves all targets of an input group: hidden is float32 [splits, tokens, group_size,
+rank_stride].
 """
 
 import triton
 import triton.language as tl
 
-_NOT_SPECIALIZED = ["target_index", "rank_stride", "split_stride"]
+_NOT_SPECIALIZED = ["group_size", "rank_stride", "split_stride"]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -22,7 +25,8 @@ def shrink_kernel(
     a_pointers: tl.tensor,
     ranks: tl.tensor,
     scalings: tl.tensor,
-    target_index: tl.tensor,
+    members: tl.tensor,
+    group_size: tl.tensor,
     num_targets: tl.tensor,
     in_features: tl.tensor,
     x_stride: tl.tensor,
@@ -34,14 +38,16 @@ def shrink_kernel(
     BLOCK_IN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """hidden[split, token, rank] = scaling * x[token, part of in] A[rank, part of in]^T.
+    """hidden[split, token, member, rank] = scaling * x[token, part of in] A[rank, part of in]^T.
 
-    Grid: (segments, token tiles, rank tiles * NUM_SPLITS). hidden: float32.
+    Grid: (segments, token tiles, rank tiles * NUM_SPLITS * group_size). members: int32
+    [group_size], the targets' indices.
     """
     segment = tl.program_id(0)
-    rank_tile = tl.program_id(2) // NUM_SPLITS
-    split = tl.program_id(2) % NUM_SPLITS
-    entry = tl.load(table_rows + segment) * num_targets + target_index
+    member = tl.program_id(2) % group_size
+    rank_tile = tl.program_id(2) // group_size // NUM_SPLITS
+    split = tl.program_id(2) // group_size % NUM_SPLITS
+    entry = tl.load(table_rows + segment) * num_targets + tl.load(members + member)
     rank = tl.load(ranks + entry)
     start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
     end = tl.load(segment_ends + segment)
@@ -73,7 +79,8 @@ def shrink_kernel(
         )
         total = tl.dot(values, weights, total, input_precision=PRECISION)
     total *= tl.load(scalings + entry)
-    target = hidden + split * split_stride + token.to(tl.int64)[:, None] * rank_stride + r[None, :]
+    h_row = token.to(tl.int64) * group_size + member
+    target = hidden + split * split_stride + h_row[:, None] * rank_stride + r[None, :]
     tl.store(target, total, mask=token_ok[:, None] & rank_ok[None, :])
 
 
@@ -87,9 +94,9 @@ def expand_kernel(
     b_pointers: tl.tensor,
     factor_pointers: tl.tensor,
     ranks: tl.tensor,
-    target_index: tl.tensor,
+    tiles: tl.tensor,
+    group_size: tl.tensor,
     num_targets: tl.tensor,
-    out_features: tl.tensor,
     y_stride: tl.tensor,
     rank_stride: tl.tensor,
     split_stride: tl.tensor,
@@ -99,15 +106,25 @@ def expand_kernel(
     BLOCK_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ) -> None:
     """y[token, column] += sum over splits and ranks of hidden[split, token, rank] B[column, rank].
+
+    tiles: int32 [column tiles, 5], of each the member of the group, its target's index, the
+    columns of that target, the first one of the tile, and the place of the target's first column in
+    a row of y. All columns and places are multiples of ALIGNMENT.
 
     With HAS_FACTORS, the sum of an entry with factors is then multiplied by the first row of them,
     and the second is added: float32 [2, out_features].
     Grid: (segments, token tiles, column tiles). The sum is rounded to y's type once.
     """
     segment = tl.program_id(0)
-    entry = tl.load(table_rows + segment) * num_targets + target_index
+    tile = tiles + tl.program_id(2) * 5
+    member = tl.load(tile)
+    entry = tl.load(table_rows + segment) * num_targets + tl.load(tile + 1)
+    out_features = tl.multiple_of(tl.load(tile + 2), ALIGNMENT)
+    first_column = tl.multiple_of(tl.load(tile + 3), BLOCK_OUT)
+    place = tl.multiple_of(tl.load(tile + 4), ALIGNMENT)
     rank = tl.load(ranks + entry)
     start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
     end = tl.load(segment_ends + segment)
@@ -118,10 +135,10 @@ def expand_kernel(
     b = tl.load(b_pointers + entry).to(tl.pointer_type(y.dtype.element_ty))
     b = tl.multiple_of(b, 16)
     token = start + tl.arange(0, BLOCK_TOKENS)
-    column = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = first_column + tl.arange(0, BLOCK_OUT)
     token_ok = token < end
     column_ok = column < out_features
-    h_rows = hidden + token.to(tl.int64)[:, None] * rank_stride
+    h_rows = hidden + (token.to(tl.int64) * group_size + member)[:, None] * rank_stride
     total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
     for first in range(0, rank, BLOCK_RANKS):
         r = first + tl.arange(0, BLOCK_RANKS)
@@ -138,7 +155,7 @@ def expand_kernel(
             b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
         )
         total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
-    target = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
+    target = y + token.to(tl.int64)[:, None] * y_stride + (place + column)[None, :]
     mask = token_ok[:, None] & column_ok[None, :]
     total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
     if HAS_FACTORS:

@@ -172,3 +172,49 @@ def check_factors(
         eps = max(torch.finfo(dtype).eps, 1e-6)
         assert bool(((y - truth).abs() <= eps * (before_factors + truth.abs() + 100)).all())
         assert torch.equal(y[-1], old[-1]), "a token of no segment changed"
+
+
+def check_group(
+    make_backend: Callable[[LoraTable], LoraBackend],
+    dtype: torch.dtype,
+    *,
+    in_features: int = 64,
+    max_rank: int = 130,
+) -> None:
+    """Targets of one x together, and alone; their ys are tensors, or columns of one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    widths = (80, 16, 29)
+    table = LoraTable(4, 3, "cpu")
+    backend = make_backend(table)
+    # Targets 3, 0 and 2 of the table; the second adapter lacks one, the third has only another.
+    held = [{3: 8, 0: 24, 2: 5}, {3: 3, 2: max_rank}, {1: 8}]
+    rows = [
+        table.add(
+            DeviceAdapter(
+                {
+                    target: backend.pack(draw(rank, in_features), draw(width, rank), 0.5 + target)
+                    for target, width in zip((3, 0, 2, 1), (*widths, 7), strict=True)
+                    for rank in [ranks.get(target)]
+                    if rank is not None
+                }
+            )
+        )
+        for ranks in held
+    ]
+    batch = make_batch([(0, 1, 1), (1, 12, 0), (12, 13, 2), (14, 16, 1)], table, rows)
+    x = draw(17, in_features)
+    before = draw(17, sum(widths))
+    expected = [y.clone() for y in before.split(widths, dim=1)]
+    for y, target in zip(expected, (3, 0, 2), strict=True):
+        backend.add_delta(x, y, target, batch)
+    whole = before.clone()
+    for ys in ([y.clone() for y in before.split(widths, dim=1)], whole.split(widths, dim=1)):
+        backend.add_deltas(x, ys, (3, 0, 2), batch)
+        for y, alone in zip(ys, expected, strict=True):
+            # Sums of another order where the work is cut elsewhere.
+            rtol = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+            torch.testing.assert_close(y, alone, rtol=rtol, atol=1e-3)

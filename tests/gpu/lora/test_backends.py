@@ -13,7 +13,7 @@ from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.lora import CASES, LoraCase, check_case, make_batch
+from support.lora import CASES, LoraCase, check_case, check_group, make_batch
 from support.triton.program import run_triton_program
 
 BACKENDS: dict[str, tuple[Callable[..., LoraBackend], torch.dtype]] = {
@@ -77,40 +77,7 @@ def test_rows_of_wider_tensors() -> None:
 @pytest.mark.parametrize("in_features", [64, 37])
 def test_targets_of_one_input_together(name: str, in_features: int) -> None:
     make, dtype = BACKENDS[name]
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    widths = (80, 16, 29)
-    table = LoraTable(4, 3, "cpu")
-    backend = make(table, dtype=dtype)
-    # Targets 3, 0 and 2 of the table; the second adapter lacks one, the third has only another.
-    held = [{3: 8, 0: 24, 2: 5}, {3: 3, 2: 130}, {1: 8}]
-    rows = [
-        table.add(
-            DeviceAdapter(
-                {
-                    target: backend.pack(draw(rank, in_features), draw(width, rank), 0.5 + target)
-                    for target, width in zip((3, 0, 2, 1), (*widths, 7), strict=True)
-                    for rank in [ranks.get(target)]
-                    if rank is not None
-                }
-            )
-        )
-        for ranks in held
-    ]
-    batch = make_batch([(0, 1, 1), (1, 12, 0), (12, 13, 2), (14, 16, 1)], table, rows)
-    x = draw(17, in_features)
-    ys = [draw(17, width) for width in widths]
-    expected = [y.clone() for y in ys]
-    for y, target in zip(expected, (3, 0, 2), strict=True):
-        backend.add_delta(x, y, target, batch)
-    backend.add_deltas(x, ys, (3, 0, 2), batch)
-    for y, alone in zip(ys, expected, strict=True):
-        # Sums of another order where the work is cut elsewhere.
-        rtol = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-        torch.testing.assert_close(y, alone, rtol=rtol, atol=1e-3)
+    check_group(lambda table: make(table, dtype=dtype), dtype, in_features=in_features)
 
 
 def test_triton_in_the_interpreter() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
-from support.lora import CASES, LoraCase, check_case, check_factors
+from support.lora import CASES, LoraCase, check_case, check_factors, check_group
 
 _SMALLEST_SHARED_BYTES = 99 << 10  # of a block, on sm_86 and sm_89
 
@@ -24,6 +24,7 @@ def interpret() -> None:
     for dtype in (torch.float32, torch.float16):
         for case in (*SMALL, *quick):
             check_case(case, partial(TritonLora, dtype=dtype), dtype)
+        check_group(partial(TritonLora, dtype=dtype), dtype, max_rank=24)
         for num_tokens in (7, 60):
             check_factors(partial(TritonLora, dtype=dtype), dtype, num_tokens=num_tokens)
 
@@ -72,7 +73,7 @@ def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
     }
     if is_shrink:
         return {**common, "BLOCK_IN": tiles.shrink_in, "PRECISION": "ieee"}
-    return {**common, "BLOCK_OUT": tiles.expand_out, "PRECISION": "tf32x3"}
+    return {**common, "BLOCK_OUT": tiles.expand_out, "PRECISION": "tf32x3", "ALIGNMENT": 16}
 
 
 def _type_of(name: str, constants: dict[str, object]) -> str:
@@ -89,6 +90,8 @@ def _type_of(name: str, constants: dict[str, object]) -> str:
         "segment_starts": "*i32",
         "segment_ends": "*i32",
         "table_rows": "*i32",
+        "members": "*i32",
+        "tiles": "*i32",
         "ranks": "*i32",
     }
     return pointers.get(name, "i32")
@@ -96,7 +99,7 @@ def _type_of(name: str, constants: dict[str, object]) -> str:
 
 def _is_aligned(name: str, constants: dict[str, object]) -> bool:
     """What a launch finds to be a multiple of 16 for every usual model."""
-    is_width = name in {"in_features", "out_features", "x_stride", "y_stride"}
+    is_width = name in {"in_features", "x_stride", "y_stride"}
     return is_width or _type_of(name, constants).startswith("*")
 
 
