@@ -7,6 +7,7 @@ Rows of several tokens are computed one at a time.
 import torch
 
 from ..forward.batch import AttentionMetadata
+from ..fused.triton_backend import resolved
 from .base import AttentionParams
 from .dense import accumulation_dtype, causal_mask, masked_attention
 
@@ -30,6 +31,7 @@ class TorchAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``; the result has the dtype of ``query``."""
+        query, key, value = map(resolved, (query, key, value))
         write_kv(key, value, key_blocks, value_blocks, metadata)
         if metadata.max_query_len == 1:
             return _decode(query, key_blocks, value_blocks, metadata, params)

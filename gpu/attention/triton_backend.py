@@ -7,6 +7,7 @@ without Triton can therefore import everything else.
 import torch
 
 from ..forward.batch import AttentionMetadata
+from ..fused.triton_backend import pending_rotation, resolved
 from .base import AttentionParams
 
 # Programs that keep a large device busy: a decode batch with fewer is split along the context.
@@ -52,11 +53,12 @@ class TritonAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``; float32, float16 or bfloat16."""
-        # The kernels assume a last stride of 1.
-        query, key, value = (
-            part if part.stride(2) == 1 else part.contiguous() for part in (query, key, value)
-        )
-        self._write_kv(key, value, key_blocks, value_blocks, metadata)
+        rotation = pending_rotation(query, key)
+        if rotation is not None:
+            query = rotation.write(_in_rows(value), key_blocks, value_blocks, metadata)
+        else:
+            query, key, value = (_in_rows(resolved(part)) for part in (query, key, value))
+            self._write_kv(key, value, key_blocks, value_blocks, metadata)
         num_tokens, heads, _ = query.shape
         attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
         num_splits = _num_splits(metadata, key_blocks.shape[1], params.sliding_window)
@@ -170,6 +172,11 @@ class TritonAttention:
                 NUM_SPLITS=num_splits,
                 num_warps=1,
             )
+
+
+def _in_rows(part: torch.Tensor) -> torch.Tensor:
+    """With a last stride of 1, which the kernels assume."""
+    return part if part.stride(2) == 1 else part.contiguous()
 
 
 def _next_power_of_2(number: int) -> int:

@@ -6,8 +6,7 @@ It is replaced only if the kernel gives the same bits, but for the last place of
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -15,33 +14,30 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from .activation import ActivationTables, is_gated, mlp_candidates
-from .norm import is_weighted_norm, norm_candidates
+from . import triton_backend
+from .activation import ActivationTables, gated_product, is_gated, mlp_candidates
+from .compare import Forward, FusedCounts, FusedKernels, Input, Inputs, agree
+from .norm import FusedNorm, is_weighted_norm, norm_candidates
 from .rope import Rotate, is_rotary_embedding, is_servable, rotate, rotation_of, with_rotation
+from .sums import install_sums, let_norms_wait
+from .triton_backend import Normed, TritonNorm, resolved
 
 _LOG = logging.getLogger(__name__)
 
 _NUM_TOKENS = (1, 41)
 _MLP_NUM_TOKENS = (1, 11)  # products of many are slow
-# Another order of the sums in a norm occasionally moves a value over the boundary between two
-# bfloat16 values; where the result is rounded twice, over two boundaries.
-_MAX_STEPS_APART = 2
-_MIN_EQUAL_SHARE = 0.99
 # Magnitudes of inputs: squares that overflow float32, squares that underflow, and common ones.
 _SCALES = (1.0, 30.0, 1e-3, 1e25, 1e-30, 0.0)
 # Only the structure of gated feed-forwards is unknown; their activations are tables.
 _MLP_SCALES = (1.0, 30.0)
 
-Forward = Callable[..., Any]
+NUMBA = FusedKernels("numba", FusedNorm, gated_product, rotate, torch.bfloat16, torch.device("cpu"))
 
 
-@dataclass(slots=True)
-class FusedCounts:
-    """How many modules of a kind were found, and how many use a kernel of corun."""
-
-    found: int = 0
-    replaced: int = 0
-    unknown: set[str] = field(default_factory=set)  # classes of the kind, of another form
+def triton_kernels(dtype: torch.dtype, device: torch.device) -> FusedKernels:
+    """Those of a GPU, for float16 or bfloat16."""
+    one = triton_backend
+    return FusedKernels("triton", TritonNorm, one.gated_product, one.rotate, dtype, device)
 
 
 def select_fused_kernels(name: str, model: PreTrainedModel, run: Callable[[], object]) -> str:
@@ -49,31 +45,52 @@ def select_fused_kernels(name: str, model: PreTrainedModel, run: Callable[[], ob
 
     ``run``: see ``install_fused_kernels``.
     """
+    device, dtype = model.device, model.dtype
+    is_cpu = device.type == "cpu"
+    kernels = NUMBA if is_cpu else triton_kernels(dtype, device)
     if name == "off":
-        reason = "configured"
-    elif model.device.type != "cpu":
-        reason = f"they are for the CPU, the model runs on {model.device.type}"
-    elif model.dtype != torch.bfloat16:
-        reason = f"they compute bfloat16, the model is {model.dtype}"
+        reason: str | None = "configured"
+    elif is_cpu and dtype != torch.bfloat16:
+        reason = f"they compute bfloat16, the model is {dtype}"
+    elif dtype not in {torch.bfloat16, torch.float16}:
+        reason = f"they compute bfloat16 and float16, the model is {dtype}"
     else:
-        counts = install_fused_kernels(model, run)
-        return "numba" if any(kind.replaced for kind in counts.values()) else "off"
-    _LOG.info("fused kernels: off (%s)", reason)
-    return "off"
+        reason = None if is_cpu else _failure_of(kernels)
+    if reason is not None:
+        _LOG.info("fused kernels: off (%s)", reason)
+        return "off"
+    counts = install_fused_kernels(model, run, kernels)
+    return kernels.name if any(kind.replaced for kind in counts.values()) else "off"
 
 
-def install_fused_kernels(model: nn.Module, run: Callable[[], object]) -> dict[str, FusedCounts]:
-    """Replace ``forward`` of modules of a bfloat16 model on the CPU; returns counts by kind.
+def _failure_of(kernels: FusedKernels) -> str | None:
+    """Why kernels cannot be compiled or run here, if they cannot."""
+    x = kernels.draw((1, 16), 1.0)
+    try:
+        kernels.norm(torch.ones_like(x[0]), 1e-6, rounds_twice=False)(x)
+    except Exception as error:  # any error of a compiler or a driver
+        reason = f"they do not work here: {type(error).__name__}: {error}"
+        _LOG.warning("fused kernels: the model's own code is slower, but %s", reason)
+        return reason
+    return None
+
+
+def install_fused_kernels(
+    model: nn.Module, run: Callable[[], object], kernels: FusedKernels = NUMBA
+) -> dict[str, FusedCounts]:
+    """Replace ``forward`` of modules of a model of the kernels' type; returns counts by kind.
 
     ``run`` computes a short pass through the model's attention: rotary embeddings are compared on
     its inputs. The first call compiles kernels.
     """
     with torch.inference_mode():
         counts = {
-            "norms": _install_norms(model),
-            "gated activations": _install_mlps(model),
-            "rotary embeddings": _install_rotations(model, run),
+            "norms": _install_norms(model, kernels),
+            "gated activations": _install_mlps(model, kernels),
+            "rotary embeddings": _install_rotations(model, run, kernels),
         }
+        if kernels.norm is TritonNorm:
+            counts["sums of layers"] = install_sums(model, run)
     described = ", ".join(f"{n.replaced} of {n.found} {kind}" for kind, n in counts.items())
     _LOG.info("fused kernels: %s", described)
     for kind, found in counts.items():
@@ -86,11 +103,11 @@ def install_fused_kernels(model: nn.Module, run: Callable[[], object]) -> dict[s
     return counts
 
 
-def _install_norms(model: nn.Module) -> FusedCounts:
+def _install_norms(model: nn.Module, kernels: FusedKernels) -> FusedCounts:
     counts = FusedCounts()
-    inputs = _Inputs(_NUM_TOKENS, _SCALES)
+    inputs = Inputs(_NUM_TOKENS, _SCALES, kernels)
     for module in model.modules():
-        candidates = list(norm_candidates(module))
+        candidates = list(norm_candidates(module, kernels.dtype, kernels.norm))
         if candidates:
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
@@ -100,12 +117,12 @@ def _install_norms(model: nn.Module) -> FusedCounts:
     return counts
 
 
-def _install_mlps(model: nn.Module) -> FusedCounts:
+def _install_mlps(model: nn.Module, kernels: FusedKernels) -> FusedCounts:
     counts = FusedCounts()
-    tables = ActivationTables()
-    inputs = _Inputs(_MLP_NUM_TOKENS, _MLP_SCALES)
+    tables = ActivationTables(kernels.dtype, kernels.device)
+    inputs = Inputs(_MLP_NUM_TOKENS, _MLP_SCALES, kernels)
     for module in list(model.modules()):
-        candidates = list(mlp_candidates(module, tables))
+        candidates = list(mlp_candidates(module, tables, kernels.product))
         if candidates:
             first: Any = next(module.children())
             _install_first_equal(module, candidates, inputs.of(first.in_features), counts)
@@ -114,43 +131,15 @@ def _install_mlps(model: nn.Module) -> FusedCounts:
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Tokens [1, parts * tokens of a part, features]; each part must agree by itself."""
-
-    x: torch.Tensor
-    num_parts: int
-
-
-class _Inputs:
-    """Inputs of the comparison: one token of each scale, and many of all scales at once."""
-
-    def __init__(self, num_tokens: tuple[int, int], scales: Sequence[float]) -> None:
-        self._num_tokens = num_tokens
-        self._scales = scales
-        self._drawn: dict[int, list[_Input]] = {}
-
-    def of(self, features: int) -> list[_Input]:
-        """Drawn once for all modules of a width."""
-        if features not in self._drawn:
-            one, many = (
-                [_draw((1, num, features), scale) for scale in self._scales]
-                for num in self._num_tokens
-            )
-            parts = _Input(torch.cat(many, dim=1), len(many))
-            self._drawn[features] = [*(_Input(x, 1) for x in one), parts]
-        return self._drawn[features]
-
-
 def _install_first_equal(
-    module: nn.Module, candidates: Iterable[Forward], inputs: list[_Input], counts: FusedCounts
+    module: nn.Module, candidates: Iterable[Forward], inputs: list[Input], counts: FusedCounts
 ) -> None:
     counts.found += 1
     forward: Forward = module.forward
     expected = [forward(given.x) for given in inputs]
     for candidate in candidates:
         if all(
-            _agree(candidate(given.x), y, given.num_parts)
+            agree(candidate(given.x), y, given.num_parts)
             for given, y in zip(inputs, expected, strict=True)
         ):
             module.forward = candidate
@@ -162,7 +151,9 @@ def _install_first_equal(
     )
 
 
-def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCounts:
+def _install_rotations(
+    model: nn.Module, run: Callable[[], object], kernels: FusedKernels
+) -> FusedCounts:
     counts = FusedCounts()
     watched: list[tuple[nn.Module, _WatchedRotation]] = []
     known: dict[Hashable, bool] = {}
@@ -170,8 +161,9 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
     for module in model.modules():
         rotation = rotation_of(module)
         if rotation is not None:
-            watch = _WatchedRotation(rotation, known)
+            watch = _WatchedRotation(rotation, kernels, known)
             module.forward = with_rotation(module, watch)
+            let_norms_wait(module, True)
             watched.append((module, watch))
     run()
     if not any(watch.is_of_known_form for _, watch in watched):
@@ -180,9 +172,10 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
         counts.found += 1
         del module.forward
         if watch.is_equal:
-            module.forward = with_rotation(module, rotate)
+            module.forward = with_rotation(module, kernels.rotate)
             counts.replaced += 1
         else:
+            let_norms_wait(module, False)
             _LOG.info(
                 "fused kernels: no rotary embedding for %s, because results differ from the "
                 "module's own", type(module).__name__,
@@ -193,9 +186,12 @@ def _install_rotations(model: nn.Module, run: Callable[[], object]) -> FusedCoun
 class _WatchedRotation:
     """Applies the model's own function, and compares corun's on inputs like those of the call."""
 
-    def __init__(self, rotation: Rotate, known: dict[Hashable, bool]) -> None:
+    def __init__(
+        self, rotation: Rotate, kernels: FusedKernels, known: dict[Hashable, bool]
+    ) -> None:
         """``known``: results by function and sizes, as most layers share both."""
         self._rotation = rotation
+        self._kernels = kernels
         self._known = known
         self._verdicts: list[bool] = []
         self._has_other_arguments = False
@@ -220,7 +216,8 @@ class _WatchedRotation:
     def _verdict(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> bool:
-        key = (self._rotation, q.shape[1], q.shape[3], k.shape[1], cos.shape[2])
+        norms = [one.norm if isinstance(one, Normed) else None for one in (q, k)]
+        key = (self._rotation, q.shape[1], q.shape[3], k.shape[1], cos.shape[2], *norms)
         if key not in self._known:
             self._known[key] = self._compare(q, k, cos)
         return self._known[key]
@@ -229,41 +226,17 @@ class _WatchedRotation:
         for num_tokens in _NUM_TOKENS:
             for scale in _SCALES:
                 # Heads and tokens are in memory as in the model: tokens first.
-                q_new, k_new = (
-                    _draw((1, num_tokens, t.shape[1], t.shape[3]), scale).transpose(1, 2)
-                    for t in (q, k)
-                )
+                q_new, k_new = (self._drawn_like(t, num_tokens, scale) for t in (q, k))
                 # No pairs of equal cosines: they would hide a wrong pairing.
-                angles = _draw((1, num_tokens, cos.shape[2]), 1.0)
+                angles = self._kernels.draw((1, num_tokens, cos.shape[2]), 1.0)
                 tables = (angles.cos(), angles.sin())
                 expected = self._rotation(q_new, k_new, *tables)
-                actual = rotate(q_new, k_new, *tables)
-                if not all(map(_agree, actual, expected)):
+                actual = map(resolved, self._kernels.rotate(q_new, k_new, *tables))
+                if not all(map(agree, actual, expected)):
                     return False
         return True
 
-
-def _draw(shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=generator) * scale).bfloat16()
-
-
-def _agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> bool:
-    """Whether the same numbers are NaN, and the others equal or adjacent.
-
-    Each part, of equal size in memory, must have enough equal numbers.
-    """
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    is_nan = expected.isnan()
-    if not torch.equal(actual.isnan(), is_nan):
-        return False
-    apart = (_place(actual) - _place(expected)).masked_fill(is_nan, 0).abs()
-    equal_shares = (apart == 0).reshape(num_parts, -1).float().mean(dim=1)
-    return float(equal_shares.min()) >= _MIN_EQUAL_SHARE and int(apart.max()) <= _MAX_STEPS_APART
-
-
-def _place(values: torch.Tensor) -> torch.Tensor:
-    """The index of each bfloat16 in ascending order; both zeros have the same one."""
-    bits = values.contiguous().view(torch.int16).int()
-    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    def _drawn_like(self, like: Any, num_tokens: int, scale: float) -> Any:
+        shape = (1, num_tokens, like.shape[1], like.shape[3])
+        x = self._kernels.draw(shape, scale).transpose(1, 2)
+        return Normed(x, like.norm) if isinstance(like, Normed) else x

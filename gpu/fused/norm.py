@@ -1,6 +1,7 @@
 """RMS norms of transformers' decoders in one pass, in bfloat16."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from ...cpu_workers.kernels import fused as kernels
 from ..forward.kernel_threads import num_kernel_threads
 from ..forward.launcher import current_launcher
+
+Norm = TypeVar("Norm")
 
 
 class FusedNorm:
@@ -45,8 +48,13 @@ def is_weighted_norm(module: nn.Module) -> bool:
     return is_norm and any(True for _ in module.parameters(recurse=False))
 
 
-def norm_candidates(module: nn.Module) -> Iterator[FusedNorm]:
-    """Possible kernels for a module that looks like an RMS norm; a check decides."""
+def norm_candidates(
+    module: nn.Module, dtype: torch.dtype, make: Callable[..., Norm]
+) -> Iterator[Norm]:
+    """Possible kernels for a module that looks like an RMS norm; a check decides.
+
+    ``make``: ``FusedNorm``, or a class with the same arguments.
+    """
     if not is_weighted_norm(module):
         return
     # Only of norms: a linear's weight may be packed, and unpacking a model takes half a second.
@@ -54,8 +62,8 @@ def norm_candidates(module: nn.Module) -> Iterator[FusedNorm]:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
         return
-    if weight.ndim == 1 and weight.dtype == torch.bfloat16:
+    if weight.ndim == 1 and weight.dtype == dtype:
         # Llama and later families; OLMo 2 and gpt-oss; Gemma.
-        yield FusedNorm(weight, epsilon, rounds_twice=True)
-        yield FusedNorm(weight, epsilon, rounds_twice=False)
-        yield FusedNorm(1.0 + weight.float(), epsilon, rounds_twice=False)
+        yield make(weight, epsilon, rounds_twice=True)
+        yield make(weight, epsilon, rounds_twice=False)
+        yield make(1.0 + weight.float(), epsilon, rounds_twice=False)

@@ -18,7 +18,7 @@ from ..forward.launcher import current_launcher
 
 _NAME = "apply_rotary_pos_emb"
 
-Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Rotate = Callable[..., tuple[Any, Any]]  # queries and keys
 
 
 def rotate(
@@ -30,6 +30,7 @@ def rotate(
     [1, tokens, rotary dim], of pairs (i, i + rotary dim / 2). Returns the same shapes, laid out
     as [1, tokens, heads, dim].
     """
+    assert q.dtype == torch.bfloat16, q.dtype
     assert is_servable(q, k, cos, sin), (q.shape, k.shape, cos.shape, sin.shape)
     _, q_heads, num_tokens, dim = q.shape
     k_heads = k.shape[1]
@@ -47,10 +48,11 @@ def rotate(
 
 
 def is_servable(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether ``rotate`` supports these tensors."""
+    """Whether ``rotate``, on CUDA also for float16, supports these tensors."""
     tensors = (q, k, cos, sin)
     return (
-        all(t.dtype == torch.bfloat16 and t.shape[0] == 1 and t.stride(-1) == 1 for t in tensors)
+        all(t.dtype == q.dtype and t.shape[0] == 1 and t.stride(-1) == 1 for t in tensors)
+        and q.dtype.itemsize == 2
         and q.ndim == k.ndim == 4
         and cos.ndim == 3
         and cos.shape == sin.shape

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...runtime.errors import ModelError
 from ..attention.base import AttentionBackend, AttentionParams
 from ..forward.batch import StepContext
+from ..fused.triton_backend import Rotated
 from .kv_pool import KvPool, LayerKvShape
 from .mask import MaskFunction, Sight, read_mask
 
@@ -103,7 +104,7 @@ class PagedAttentionHook:
     ) -> tuple[torch.Tensor, None]:
         """Called by every attention layer; query is [1, heads, tokens, dim]."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+        query, key, value = map(_by_token, (query, key, value))
         if self._record is not None:
             sight = self._sight(module, attention_mask)
             if sight is not None:
@@ -161,6 +162,13 @@ class PagedAttentionHook:
         record.layer_indices.append(layer)
         record.shapes[layer] = LayerKvShape(key.shape[1], key.shape[2], value.shape[2])
         record.sights[layer] = sight
+
+
+def _by_token(part: torch.Tensor | Rotated) -> torch.Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, dim]; a rotation waits for the back end."""
+    if isinstance(part, Rotated):
+        return cast(torch.Tensor, part.by_token())
+    return part[0].transpose(0, 1)
 
 
 def _own_mask(module: nn.Module) -> ModelError:

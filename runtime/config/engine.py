@@ -297,8 +297,8 @@ class EngineConfig:
     fused_kernels: str = option(
         "auto",
         choices=FUSED_KERNELS,
-        help="Compute norms, rotary embeddings and gated activations in one pass each, for "
-        "bfloat16 on the CPU; auto = where a check at start finds them equal to the model's own.",
+        help="Compute norms, rotations and gated activations in one pass each, in bfloat16, on "
+        "CUDA also in float16; auto = where a check at start finds them equal to the model's own.",
         commands=_PROFILE,
     )
     decode_graphs: str = option(

@@ -334,8 +334,14 @@ def count_steps(gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]]) -> F
 
 def count_real(gpu: FakeCuda, model: str) -> Figures:
     """Count steps of one of ``MODELS``, from two and four layers: they alternate in pairs."""
-    two = count_steps(gpu, config_of(model, 2), {**STEPS, **SAMPLED_STEPS})
-    four = count_steps(gpu, config_of(model, 4), STEPS)
+    max_len = config_of(model).max_position_embeddings
+    steps = {
+        name: batch
+        for name, batch in STEPS.items()
+        if all(row.context_len < max_len for row in batch)
+    }
+    two = count_steps(gpu, config_of(model, 2), {**steps, **SAMPLED_STEPS})
+    four = count_steps(gpu, config_of(model, 4), steps)
     more_pairs = config_of(model).num_hidden_layers // 2 - 1
     counted = {}
     for step, counts in two.items():

