@@ -39,6 +39,7 @@ from ..model.load import load_model, resolve_device, resolve_dtype
 from ..model.probe import layer_shapes, record_attention
 from ..model.quantization import QuantizedLinears, Weights
 from ..model.quantization_plan import check_dtype, plan_quantization
+from ..model.quantized_modules import QuantizedModules
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_calls, with_calls
@@ -121,11 +122,15 @@ def load(
     hf_config = load_config(source)
     quantization = plan_quantization(config, hf_config, where)
     dtype = resolve_dtype(config.dtype, hf_config)
-    linears: QuantizedLinears | None = None
+    linears: QuantizedLinears | QuantizedModules | None = None
     if quantization is not None:
         dtype = check_dtype(dtype, quantization, is_chosen=config.dtype != "auto")
         kept_weights = None if kept is None else kept / "weights"
-        linears = QuantizedLinears(source, hf_config, quantization, kept_weights)
+        linears = (
+            QuantizedModules(source, hf_config, quantization)
+            if quantization.has_modules
+            else QuantizedLinears(source, hf_config, quantization, kept_weights)
+        )
     context = StepContext()
     with contextlib.ExitStack() as undo:
         device = make_device(where, DeviceOptions.of(config, stream_cpus))
@@ -145,7 +150,7 @@ def load(
 def equip(
     model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
     device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
-    linears: QuantizedLinears | None, kept: Path | None,
+    linears: QuantizedLinears | QuantizedModules | None, kept: Path | None,
 ) -> LoadedModel:  # fmt: skip
     """Replace parts of a model with corun's, in place; ``device`` owns its tensors.
 
@@ -154,7 +159,7 @@ def equip(
     guard_longrope(model, context)
     where, dtype = model.device, model.dtype
     on_progress("choosing and compiling kernels")
-    target_map, record = _record(model, hook)
+    target_map, record = _record(model, hook, model if linears is None else linears.skeleton)
     targets = target_map.targets
     table = LoraTable(
         len(targets), _MAX_RESIDENT_ADAPTERS, where,
@@ -196,8 +201,11 @@ def equip(
     )
 
 
-def _record(model: PreTrainedModel, hook: PagedAttentionHook) -> tuple[TargetMap, AttentionRecord]:
-    target_map = build_target_map(model)
+def _record(
+    model: PreTrainedModel, hook: PagedAttentionHook, skeleton: PreTrainedModel
+) -> tuple[TargetMap, AttentionRecord]:
+    """The targets as the model calls them; ``skeleton`` has plain linears for them all."""
+    target_map = build_target_map(skeleton)
     record = None
 
     def pass_through() -> None:
@@ -211,7 +219,7 @@ def _record(model: PreTrainedModel, hook: PagedAttentionHook) -> tuple[TargetMap
 
 def _replace_linears(
     model: PreTrainedModel, context: StepContext, make_linear: MakeLinear, target_map: TargetMap,
-    linears: QuantizedLinears | None, on_progress: Callable[[str], None],
+    linears: QuantizedLinears | QuantizedModules | None, on_progress: Callable[[str], None],
 ) -> Weights:  # fmt: skip
     full_bytes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     linear_targets = [target for target in target_map.targets if not target.is_embedding]
@@ -222,8 +230,8 @@ def _replace_linears(
         wrap_linears(model, context, make_linear, target_of, group_of, heads=heads)
         weights = Weights(sum(full_bytes.values()))
     else:
-        if linears.kind:
-            on_progress(f"quantising weights, or reading kept ones ({linears.kind})")
+        if linears.task:
+            on_progress(linears.task)
         wrap_linears(
             model, context, make_linear, target_of, group_of, linears.make, heads=heads
         )  # fmt: skip

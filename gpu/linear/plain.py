@@ -1,10 +1,11 @@
-"""Products through torch's own linear, on the weight as it was loaded."""
+"""Products through torch: its own linear on the weight as loaded, or a quantised module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 class PlainLinear:
@@ -41,3 +42,29 @@ class FusedPlain:
     def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
         """[..., in_features] -> one [..., out_features] per matrix, columns of a new tensor."""
         return list(self._whole(x).split(self._widths, dim=-1))
+
+
+class ModuleLinear:
+    """Calls a module that stands in for an ``nn.Linear``: its library knows the weight's layout."""
+
+    name = "module"
+
+    def __init__(self, module: nn.Module, read_weight: Callable[[], torch.Tensor]) -> None:
+        """``read_weight`` returns the full matrix [out_features, in_features], on the host."""
+        self._module = module
+        self._read_weight = read_weight
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The full matrix, on the host; read at each access."""
+        return self._read_weight()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [out_features], if there is one."""
+        return getattr(self._module, "bias", None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the module's result; see ``LinearBackend``."""
+        y: torch.Tensor = self._module(x)
+        return y.to(x.dtype).contiguous()

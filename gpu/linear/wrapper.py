@@ -3,7 +3,8 @@
 Independent of adapters' names, requests and attention; its group computes products and deltas.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -81,29 +82,29 @@ def wrap_linears(
     *,
     heads: frozenset[str] = frozenset(),
 ) -> int:
-    """Replace every ``nn.Linear`` of ``model`` in place and return their number.
+    """Replace every ``nn.Linear`` of ``model``, and every target, in place; return their number.
 
-    Subclasses of nn.Linear are left alone. A linear reachable by several paths stays one module.
-    ``target_of`` maps module paths to target indices; all of them must be replaced. ``heads``:
-    paths of those that are output heads. Linears with the same value in ``group_of`` read the same
-    x and are computed together. ``make_at`` may return the back end of a path; with None
-    ``make_backend`` makes it. Weights are replaced one by one, so a packed copy and its original
-    coexist for only one linear, and weights that are fused for only one group. An embedding tied to
-    a linear reads its rows from the packed copy if possible; otherwise it keeps the weight alive.
+    Other subclasses of nn.Linear are left alone. A linear reachable by several paths stays one
+    module. ``target_of`` maps module paths to target indices; all of them must be replaced.
+    ``heads``: paths of those that are output heads. Linears with the same value in ``group_of``
+    read the same x and are computed together. ``make_at`` may return the back end of a path; with
+    None ``make_backend`` makes it, which needs an ``nn.Linear``. Weights are replaced one by one,
+    so a packed copy and its original coexist for only one linear, and weights that are fused for
+    only one group. An embedding tied to a linear reads its rows from the packed copy if possible;
+    otherwise it keeps the weight alive.
     """
     missing = set(target_of)
     groups: dict[Hashable, InputGroup] = {}
     embeddings = plain_embeddings(model)
     num_wrapped = 0
-    for paths in _linear_paths(model):
+    for paths in _linear_paths(model, target_of):
         index = next((target_of[path] for path in paths if path in target_of), None)
         key = next((group_of[path] for path in paths if path in group_of), None)
         group = InputGroup(context, key, is_head=not heads.isdisjoint(paths))
         if key is not None:
             group = groups.setdefault(key, group)
-        linear = model.get_submodule(paths[0])
-        assert isinstance(linear, nn.Linear)
-        tied = embeddings.get(id(linear.weight), [])
+        linear = cast("nn.Linear", model.get_submodule(paths[0]))  # or a module in its place
+        tied = embeddings.get(id(getattr(linear, "weight", None)), [])
         backend = make_at(paths[0], linear) or _make_backend(linear, make_backend)
         wrapper = CorunLinear(linear, backend, group, index)
         del linear, backend
@@ -141,10 +142,12 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _linear_paths(model: nn.Module) -> list[list[str]]:
+def _linear_paths(model: nn.Module, targets: Container[str]) -> list[list[str]]:
     """The paths of each linear: names instead of modules, so that nothing here keeps them alive."""
     paths: dict[int, list[str]] = {}
+    linears = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear:
-            paths.setdefault(id(module), []).append(path)
-    return list(paths.values())
+        paths.setdefault(id(module), []).append(path)
+        if type(module) is nn.Linear or path in targets:
+            linears.add(id(module))
+    return [of_one for identity, of_one in paths.items() if identity in linears]

@@ -54,12 +54,15 @@ def load_model(
 ) -> PreTrainedModel:  # fmt: skip
     """Load the weights with the registered attention function ``attention``.
 
+    With a ``quantization_config`` transformers makes the modules that belong to it.
+
     ``tensors``: to be loaded instead of the files of ``source``, by their names on disk: tensors,
     or objects that slice into tensors. Raises ``ModelError`` naming the architecture and the
     reason.
     """
     warn_of_adapter(source)
     skeleton = build_skeleton(source, config, attention)
+    is_quantized = getattr(config, "quantization_config", None) is not None
     with ExitStack() as stack:
         if tensors is None:
             files = WeightFiles(source)
@@ -72,6 +75,7 @@ def load_model(
                     None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
                     attn_implementation=attention, output_loading_info=True,
                     ignore_mismatched_sizes=True,
+                    device_map={"": device} if is_quantized else None,  # it needs accelerate
                 )
             )  # fmt: skip
         except ModelError:  # raised while reading a tensor

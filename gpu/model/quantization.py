@@ -105,6 +105,7 @@ class QuantizedLinears:
         self._made: dict[str, PackedWeight] = {}
         self._num_read = 0
         self._narrow: list[str] = []  # linears with inputs that are not whole groups
+        self.skeleton: PreTrainedModel  # the model without weights
 
     def load_rest(
         self, dtype: torch.dtype, device: torch.device, attention: str
@@ -119,6 +120,7 @@ class QuantizedLinears:
                 if hasattr(self._config, name):
                     delattr(self._config, name)
         skeleton = build_skeleton(self._source, self._config, attention)
+        self.skeleton = skeleton.model
         if isinstance(self._files, FullFiles):
             self._files.transpose(skeleton.transposed)
         linears = _linears(skeleton.model)
@@ -161,6 +163,11 @@ class QuantizedLinears:
         elif plan.head_bits is not None and bits != {plan.head_bits}:
             kinds.append(f"head {plan.name_of(plan.head_bits)}")
         return ", ".join(kinds)
+
+    @property
+    def task(self) -> str:
+        """What ``make`` does, for progress; "" = nothing."""
+        return f"quantising weights, or reading kept ones ({self.kind})" if self.kind else ""
 
     def quantizes_all(self, model: nn.Module) -> bool:
         """Whether every linear of ``model`` is quantised."""

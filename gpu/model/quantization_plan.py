@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,9 +11,18 @@ from ...cpu_workers.kernels.simd.isa import has_integer_dot
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...runtime.config.engine import OFF, EngineConfig
 from ...runtime.errors import ConfigError
-from .stored_quantization import StoredQuantization, read_stored_quantization
+from .stored_quantization import BITSANDBYTES, StoredQuantization, read_stored_quantization
 
 _LOG = logging.getLogger(__name__)
+
+# By method: the packages with which transformers makes modules of its linears. Other methods have
+# none, or modules that dequantise all of a matrix at the first product.
+MODULE_PACKAGES = {
+    BITSANDBYTES: ("accelerate", "bitsandbytes"),
+    "fp8": ("accelerate", "kernels"),
+    "gptq": ("accelerate", "gptqmodel", "optimum"),
+    "awq": ("accelerate", "gptqmodel"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,7 @@ class Quantization:
     stored: StoredQuantization | None  # the checkpoint's own quantisation
     is_w8a8: bool = False  # products of weights in 8 bits round their inputs to 8 bits, too
     keeps_levels: bool = False  # codes that name levels are served as stored, where they can be
+    has_modules: bool = False  # linears are modules of the checkpoint's own library
 
     @property
     def stored_bits(self) -> frozenset[int]:
@@ -39,6 +50,7 @@ class Quantization:
     def label(self) -> str:
         """Identifies the conversion of the weights, besides their files."""
         stored = " as stored" if self.stored_bits or self.keeps_levels else ""
+        stored = " as modules" if self.has_modules else stored
         inputs = ", inputs 8" if self.is_w8a8 else ""
         linears = f"linears {self.bits}{stored}, head {self.head_bits}"
         return f"{linears}, in groups of {GROUP_SIZE} or as stored{inputs}"
@@ -62,9 +74,12 @@ def plan_quantization(
     # The kernel computes in bfloat16; other types and devices get full matrices.
     has_kernel = device.type == "cpu" and config.dtype in ("auto", "bfloat16")
     keeps_levels = has_levels and asked is None and has_kernel
+    has_modules = False
+    if stored is not None and (asked == OFF or device.type != "cpu"):
+        stored = replace(stored, in_full=True)
+        has_modules = asked is None and stored.method in MODULE_PACKAGES
     if asked == OFF:
         asked = None
-        stored = stored and replace(stored, in_full=True)
     if asked == _W8A8 and not has_integer_dot():
         raise ConfigError(
             "--quantization w8a8 needs a processor that adds products of bytes (AVX-512 VNNI or "
@@ -88,15 +103,24 @@ def plan_quantization(
         bits = None
     head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
     plan = Quantization(
-        bits, head_bits, stored, is_w8a8=asked == _W8A8, keeps_levels=keeps_levels
+        bits, head_bits, stored, is_w8a8=asked == _W8A8, keeps_levels=keeps_levels,
+        has_modules=has_modules,
     )  # fmt: skip
     if plan.has_integers and device.type != "cpu":
         what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
-        way = "use --device cpu"
-        if stored is not None and is_kept:
-            what, way = f"a checkpoint of {stored.method}", f"{way}, or --quantization off"
-        raise ConfigError(f"{what} is supported only on the CPU; {way}")
+        raise ConfigError(f"{what} is supported only on the CPU; use --device cpu")
+    if stored is not None and has_modules:
+        _check_packages(stored.method)
     return plan
+
+
+def _check_packages(method: str) -> None:
+    missing = [name for name in MODULE_PACKAGES[method] if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a checkpoint of {method} needs {' and '.join(missing)} on CUDA: pip install "
+            f"{' '.join(missing)}, or use --quantization off, which reads it in full"
+        )
 
 
 _W8A8 = "w8a8"

@@ -10,7 +10,7 @@ from corun.gpu.forward.batch import StepContext
 from corun.gpu.linear.base import MakeLinear
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
-from corun.gpu.linear.plain import PlainLinear
+from corun.gpu.linear.plain import ModuleLinear, PlainLinear
 from corun.gpu.linear.wrapper import CorunLinear, detach_from_weight_files, wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
@@ -38,6 +38,23 @@ class Tiny(nn.Module):
         hidden = hidden + self.block["down"](torch.relu(self.up(hidden)))
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+
+class Codes(nn.Module):
+    """A quantised linear of a library: no weight, and results of another layout and type."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.codes = nn.Buffer((linear.weight.detach() * 16).round().to(torch.int8))
+        self.bias = linear.bias
+
+    def full(self) -> torch.Tensor:
+        return self.codes.float() / 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.full().double() @ x.double().transpose(-1, -2)
+        return y.transpose(-1, -2) + self.bias
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +135,17 @@ def test_features_and_dtype_can_still_be_read() -> None:
     assert "backend=onednn" in repr(model)
 
 
+def make_at(_path: str, linear: nn.Module) -> ModuleLinear | None:
+    return ModuleLinear(linear, linear.full) if isinstance(linear, Codes) else None
+
+
+@pytest.mark.parametrize("has_codes", [False, True])
 @torch.inference_mode()
-def test_deltas_of_the_pass_are_added_to_targets_only() -> None:
+def test_deltas_of_the_pass_are_added_to_targets_only(has_codes: bool) -> None:
     model = Tiny().eval()
+    codes = Codes(model.up)
+    if has_codes:
+        model.up.weight.copy_(codes.full())
     table = LoraTable(2, 2, "cpu")
     backend = TorchLora(table, dtype=torch.float32)
     up_a, up_b = torch.randn(3, 6), torch.randn(8, 3)
@@ -133,12 +158,19 @@ def test_deltas_of_the_pass_are_added_to_targets_only() -> None:
     adapted = changed(ids)
 
     context = StepContext()
-    wrap_linears(model, context, PlainLinear, {"block.down": 0, "block.up": 1}, {})
-    torch.testing.assert_close(model(ids), base)
+    if has_codes:
+        model.block["up"] = codes
+        model.set_submodule("up", codes)
+    wrap_linears(model, context, PlainLinear, {"block.down": 0, "block.up": 1}, {}, make_at)
+    assert model.up is model.block["up"]
+    assert f"backend={'module' if has_codes else 'plain'}" in repr(model.up)
+    assert torch.equal(model.up.weight, codes.full()) == has_codes
+    without = model(ids)
+    torch.testing.assert_close(without, base)
     context.deltas = ResidentDeltas(backend, make_batch([(1, 3, 0)], table, [row]))
     mixed = model(ids)
     torch.testing.assert_close(mixed[:, 1:3], adapted[:, 1:3], rtol=1e-4, atol=1e-5)
-    assert torch.equal(mixed[:, [0, 3]], base[:, [0, 3]])
+    assert torch.equal(mixed[:, [0, 3]], without[:, [0, 3]])
     context.deltas = None
     torch.testing.assert_close(model(ids), base)
 

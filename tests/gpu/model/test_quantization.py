@@ -104,7 +104,7 @@ def test_nf4_is_kept_in_bfloat16_on_the_cpu() -> None:
         assert plan(nf4_config(), dtype=dtype) == Quantization(
             None, None, stored, keeps_levels=True
         )
-    for options in ({"device": "cuda"}, {"dtype": "float32"}, {"quantization": "off"}):
+    for options in ({"dtype": "float32"}, {"quantization": "off"}):
         assert plan(nf4_config(), **options) == Quantization(None, None, stored)
     assert plan(nf4_config(), quantization="int4") == Quantization(4, 8, stored)
     assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(
@@ -117,7 +117,11 @@ def test_nf4_is_kept_in_bfloat16_on_the_cpu() -> None:
     [
         (PLAIN_CONFIG, {"lm_head_quantization": "int8"}, "needs --quantization"),
         (PLAIN_CONFIG, {"quantization": "int8", "device": "cuda"}, "only on the CPU"),
-        (gptq_config(), {"device": "cuda"}, "checkpoint of gptq is supported only on the CPU"),
+        (
+            gptq_config(),
+            {"device": "cuda", "lm_head_quantization": "int4", "quantization": "off"},
+            "--lm-head-quantization int4 is supported only on the CPU",
+        ),
         (
             nf4_config(),
             {"quantization": "int8", "device": "cuda"},
