@@ -123,6 +123,7 @@ def make_metadata(
         query_starts_host=starts,
         context_lens_host=contexts,
         max_query_len=max(num_new for num_new, _ in rows),
+        min_query_len=min(num_new for num_new, _ in rows),
         max_context_len=max(contexts),
         block_size=block_size,
     )

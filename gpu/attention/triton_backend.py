@@ -12,10 +12,14 @@ from .base import AttentionParams
 
 # Programs that keep a large device busy: a decode batch with fewer is split along the context.
 _WANTED_PROGRAMS = 256
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
 # A split covers at least this many positions, otherwise merging costs more than it gains.
 _MIN_SPLIT_TOKENS = 512
+# Tiles of keys of one program in a decode batch: a step waits for its longest context.
+_MAX_DECODE_ROUNDS = 64
 _MIN_TILE = 16  # of tl.dot
+# Values that a warp has in registers without spilling: of the weighted sum, float32.
+_WARP_VALUES = 1024
 # Shared memory of an H100; the limit of a program without a device: in the interpreter.
 _DEFAULT_SHARED_BYTES = 227 << 10
 
@@ -61,8 +65,11 @@ class TritonAttention:
             self._write_kv(key, value, key_blocks, value_blocks, metadata)
         num_tokens, heads, _ = query.shape
         attended = query.new_empty((num_tokens, heads, value_blocks.shape[3]))
-        num_splits = _num_splits(metadata, key_blocks.shape[1], params.sliding_window)
-        self._attend(query, key_blocks, value_blocks, attended, metadata, params, num_splits)
+        pools = (key_blocks, value_blocks)
+        if metadata.min_query_len == 1:
+            self._attend(query, *pools, attended, metadata, params, is_decode=True)
+        if metadata.max_query_len > 1:
+            self._attend(query, *pools, attended, metadata, params, is_decode=False)
         return attended
 
     def _write_kv(
@@ -105,24 +112,29 @@ class TritonAttention:
         attended: torch.Tensor,
         metadata: AttentionMetadata,
         params: AttentionParams,
-        num_splits: int,
+        *,
+        is_decode: bool,
     ) -> None:
-        num_tokens, heads, key_dim = query.shape
+        """Attend the rows of one token, or all others."""
+        _, heads, key_dim = query.shape
         kv_heads, value_dim = key_blocks.shape[1], value_blocks.shape[3]
         group = heads // kv_heads
         group_pad = _next_power_of_2(group)
         key_pad = max(_MIN_TILE, _next_power_of_2(key_dim))
         value_pad = max(_MIN_TILE, _next_power_of_2(value_dim))
-        is_decode = metadata.max_query_len == 1
         tile_m, tile_n = tile_shape(
             group_pad, key_pad, value_pad, query.element_size(), self._shared_bytes,
             is_decode=is_decode,
         )  # fmt: skip
-        num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
+        num_tiles, num_splits, split_tokens = 1, 1, 0
+        if is_decode:
+            num_splits, split_tokens = _splits(metadata, kv_heads, tile_n, params.sliding_window)
+        else:
+            num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
         # Arguments are the same with and without splits; unused ones may be any tensor.
         sums = logs = attended
         if num_splits > 1:
-            parts = (num_tokens, heads, num_splits)
+            parts = (metadata.num_rows, heads, num_splits)
             sums = query.new_empty((*parts, value_dim), dtype=torch.float32)
             logs = query.new_empty(parts, dtype=torch.float32)
         self._kernels.attend_kernel[(num_tiles * num_splits, kv_heads, metadata.num_rows)](
@@ -145,6 +157,7 @@ class TritonAttention:
             value_blocks.stride(0),
             value_blocks.stride(1),
             metadata.block_tables.stride(0),
+            split_tokens,
             HEADS=heads,
             GROUP=group,
             GROUP_PAD=group_pad,
@@ -156,21 +169,24 @@ class TritonAttention:
             WINDOW=params.sliding_window or 0,
             HAS_SOFTCAP=params.softcap is not None,
             HAS_SINKS=params.sinks is not None,
+            IS_DECODE=is_decode,
             NUM_SPLITS=num_splits,
             TILE_M=tile_m,
             TILE_N=tile_n,
-            num_warps=4,
+            num_warps=num_warps(tile_m, value_pad),
             num_stages=2,
         )
         if num_splits > 1:
-            self._kernels.merge_kernel[(num_tokens * heads,)](
+            self._kernels.merge_kernel[(metadata.num_rows * heads,)](
                 sums,
                 logs,
                 attended,
+                metadata.query_starts,
+                HEADS=heads,
                 VALUE_DIM=value_dim,
                 VALUE_PAD=value_pad,
                 NUM_SPLITS=num_splits,
-                num_warps=1,
+                num_warps=num_warps(num_splits, value_pad),
             )
 
 
@@ -190,8 +206,8 @@ def tile_shape(
     """Rows (query tokens x heads of a group) and keys of a tile.
 
     A tile of keys and one of values take up to 32 KiB of shared memory each, less on devices with
-    less shared memory. float32 is multiplied without tensor cores, by code that grows with the
-    tile, so its tile is small.
+    less shared memory, and half in prefill, where registers are full as well. float32 is multiplied
+    without tensor cores, by code that grows with the tile, so its tile is small.
 
     Args:
         group_pad: Heads of a group, padded; a tile has as many rows at least.
@@ -206,7 +222,7 @@ def tile_shape(
         num_rows, num_keys = _MIN_TILE, min(32, (16 << 10) // (dim * element_bytes))
     else:
         num_rows = _MIN_TILE if is_decode else 64
-        num_keys = min(64, (32 << 10) // (dim * element_bytes))
+        num_keys = min(64, ((32 if is_decode else 16) << 10) // (dim * element_bytes))
     num_rows, num_keys = max(num_rows, group_pad), max(num_keys, _MIN_TILE)
     min_rows = max(_MIN_TILE, group_pad)
 
@@ -224,6 +240,11 @@ def tile_shape(
     return num_rows, num_keys
 
 
+def num_warps(num_rows: int, value_pad: int) -> int:
+    """Warps of a program with a tile of ``num_rows``, so that its sums fit its registers."""
+    return 8 if num_rows * value_pad > 4 * _WARP_VALUES else 4
+
+
 def _shared_bytes_of(device: torch.device | None) -> int:
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return _DEFAULT_SHARED_BYTES
@@ -231,11 +252,20 @@ def _shared_bytes_of(device: torch.device | None) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def _num_splits(metadata: AttentionMetadata, kv_heads: int, sliding_window: int | None) -> int:
-    """Parts, a power of two, into which each context of a decode batch is divided."""
-    if metadata.max_query_len > 1:
-        return 1
-    programs = metadata.num_rows * kv_heads
+def _splits(
+    metadata: AttentionMetadata, kv_heads: int, tile_n: int, sliding_window: int | None
+) -> tuple[int, int]:
+    """Parts, a power of two, that the longest context of rows of one token is divided into.
+
+    Returns their number and the positions of each; other contexts have as many parts as they fill.
+    There are enough for a busy device, and for a program to have few rounds.
+    """
     visible = min(metadata.max_context_len, sliding_window or metadata.max_context_len)
-    wanted = min(_WANTED_PROGRAMS // programs, visible // _MIN_SPLIT_TOKENS, _MAX_SPLITS)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    # A window may begin within a tile.
+    num_tiles = -(-visible // tile_n) + (visible < metadata.max_context_len)
+    programs = metadata.num_rows * kv_heads
+    busy = min(_WANTED_PROGRAMS // programs, visible // _MIN_SPLIT_TOKENS)
+    least = -(-num_tiles // _MAX_DECODE_ROUNDS)
+    wanted = max(1 << (busy.bit_length() - 1) if busy else 1, _next_power_of_2(least))
+    num_splits = min(wanted, _MAX_SPLITS)
+    return num_splits, -(-num_tiles // num_splits) * tile_n

@@ -2,7 +2,9 @@
 
 Grouped heads of one KV head and neighbouring query tokens of one row form the rows of a tile (M =
 tokens x heads of the group), so decode and prefill use the same kernel: a decode tile is one
-token. Keys come in tiles of any size, gathered by block number. Arithmetic is float32.
+token. A pass with rows of both has a launch for each: rows of one token have small tiles, and their
+contexts are divided. Keys come in tiles of any size, gathered by block number. Arithmetic is
+float32.
 
 Offsets into the pool are int64: a pool may be larger than 2**31 elements.
 
@@ -57,14 +59,16 @@ def write_kv_kernel(
     tl.store(target + offset * VALUE_DIM + dims, loaded, mask=dims < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["query_stride_token", "query_stride_head", "table_stride"])
+@triton.jit(
+    do_not_specialize=["query_stride_token", "query_stride_head", "table_stride", "split_tokens"]
+)
 def attend_kernel(
     query: tl.tensor,  # [tokens, heads, KEY_DIM]
     key_blocks: tl.tensor,
     value_blocks: tl.tensor,
     out: tl.tensor,  # [tokens, heads, VALUE_DIM], contiguous; unused if NUM_SPLITS > 1
-    partial_sums: tl.tensor,  # float32 [tokens, heads, NUM_SPLITS, VALUE_DIM]
-    partial_logs: tl.tensor,  # float32 [tokens, heads, NUM_SPLITS]
+    partial_sums: tl.tensor,  # float32 [rows, heads, NUM_SPLITS, VALUE_DIM]
+    partial_logs: tl.tensor,  # float32 [rows, heads, NUM_SPLITS]
     sinks: tl.tensor,  # [heads]; unused unless HAS_SINKS
     query_starts: tl.tensor,
     context_lens: tl.tensor,
@@ -78,6 +82,7 @@ def attend_kernel(
     value_stride_block: tl.tensor,
     value_stride_kv_head: tl.tensor,
     table_stride: tl.tensor,
+    split_tokens: tl.tensor,  # positions of a split, a multiple of TILE_N
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # heads per KV head
     GROUP_PAD: tl.constexpr,  # the next power of two
@@ -89,14 +94,15 @@ def attend_kernel(
     WINDOW: tl.constexpr,  # 0 = none
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # attends rows of one token, otherwise only longer ones
+    NUM_SPLITS: tl.constexpr,  # 1 unless IS_DECODE
     TILE_M: tl.constexpr,  # at least 16, a multiple of GROUP_PAD
     TILE_N: tl.constexpr,  # keys per iteration, at least 16
 ) -> None:
     """Attend a tile of query tokens; grid (tiles of a query * NUM_SPLITS, kv_heads, rows).
 
     With splits each program covers a part of the context and writes its weighted sum and the
-    logarithm of its total; ``merge_kernel`` adds them up.
+    logarithm of its total; ``merge_kernel`` adds them up. A part behind the context has no sum.
     """
     tile = tl.program_id(0) // NUM_SPLITS
     split = tl.program_id(0) % NUM_SPLITS
@@ -105,7 +111,8 @@ def attend_kernel(
     TOKENS: tl.constexpr = TILE_M // GROUP_PAD
     query_start = tl.load(query_starts + row)
     query_len = tl.load(query_starts + row + 1) - query_start
-    if tile * TOKENS >= query_len:
+    is_other = query_len > 1 if IS_DECODE else query_len == 1
+    if is_other | (tile * TOKENS >= query_len):
         return
     context_len = tl.load(context_lens + row)
 
@@ -133,11 +140,14 @@ def attend_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position + 1 - WINDOW, 0) // TILE_N * TILE_N
+    parts = (row.to(tl.int64) * HEADS + heads) * NUM_SPLITS + split
     if NUM_SPLITS > 1:
-        num_tiles = (end - begin + TILE_N - 1) // TILE_N
-        tiles_per_split = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS
-        begin = begin + split * tiles_per_split * TILE_N
-        end = tl.minimum(end, begin + tiles_per_split * TILE_N)
+        begin = begin + split * split_tokens
+        end = tl.minimum(end, begin + split_tokens)
+        if begin >= end:
+            nothing = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
+            tl.store(partial_logs + parts, nothing, mask=row_valid)
+            return
 
     peaks = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
     totals = tl.zeros([TILE_M], dtype=tl.float32)
@@ -199,7 +209,6 @@ def attend_kernel(
         targets = out + flat_heads[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(targets, results.to(out.dtype.element_ty), mask=out_mask)
     else:
-        parts = flat_heads * NUM_SPLITS + split
         targets = partial_sums + parts[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(targets, results, mask=out_mask)
         logs = tl.where(totals == 0.0, float("-inf"), peaks + tl.log(divisors))
@@ -208,20 +217,28 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial_sums: tl.tensor,  # float32 [tokens, heads, NUM_SPLITS, VALUE_DIM]
-    partial_logs: tl.tensor,  # float32 [tokens, heads, NUM_SPLITS]
+    partial_sums: tl.tensor,  # float32 [rows, heads, NUM_SPLITS, VALUE_DIM]
+    partial_logs: tl.tensor,  # float32 [rows, heads, NUM_SPLITS]
     out: tl.tensor,  # [tokens, heads, VALUE_DIM], contiguous
+    query_starts: tl.tensor,
+    HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of two
 ) -> None:
-    """Merge the splits of one head of one token; grid (tokens * heads)."""
+    """Merge the splits of one head of a row of one token; grid (rows * heads)."""
     place = tl.program_id(0).to(tl.int64)
+    row = place // HEADS
+    token = tl.load(query_starts + row)
+    if tl.load(query_starts + row + 1) - token > 1:
+        return
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, VALUE_PAD)
     logs = tl.load(partial_logs + place * NUM_SPLITS + splits)
     weights = tl.exp(logs - tl.max(logs, 0))
     parts = (place * NUM_SPLITS + splits[:, None]) * VALUE_DIM + dims[None, :]
-    sums = tl.load(partial_sums + parts, mask=dims[None, :] < VALUE_DIM, other=0.0)
+    has_sum = (logs > float("-inf"))[:, None] & (dims[None, :] < VALUE_DIM)
+    sums = tl.load(partial_sums + parts, mask=has_sum, other=0.0)
     merged = tl.sum(sums * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + place * VALUE_DIM + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    target = out + (token.to(tl.int64) * HEADS + place % HEADS) * VALUE_DIM
+    tl.store(target + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -62,9 +62,10 @@ def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[Pac
     num_rows = FEW_TOKENS // num_tokens + 1
     yield _rows(num_rows, num_tokens, num_tokens, block_size, table_row)
     context_len = 1
-    while context_len <= max_model_len:
+    while context_len < max_model_len:
         yield _rows(1, 1, context_len, block_size, table_row)
         context_len *= 2
+    yield _rows(1, 1, max_model_len, block_size, table_row)
 
 
 def _rows(

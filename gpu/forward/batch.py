@@ -28,6 +28,7 @@ class AttentionMetadata:
     query_starts_host: tuple[int, ...]
     context_lens_host: tuple[int, ...]
     max_query_len: int  # 1 = all rows decode
+    min_query_len: int  # 1 = some rows decode
     max_context_len: int
     block_size: int
 

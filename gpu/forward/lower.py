@@ -77,6 +77,7 @@ def lower(rows: PackedRows, block_size: int, device: torch.device) -> ForwardInp
         query_starts_host=starts_host,
         context_lens_host=tuple(context_lens.tolist()),
         max_query_len=int(rows.num_tokens.max()),
+        min_query_len=int(rows.num_tokens.min()),
         max_context_len=int(context_lens.max()),
         block_size=block_size,
     )

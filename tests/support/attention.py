@@ -102,6 +102,7 @@ def make_metadata(
         query_starts_host=starts,
         context_lens_host=context_lens,
         max_query_len=max(query_lens),
+        min_query_len=min(query_lens),
         max_context_len=max(context_lens),
         block_size=block_size,
     )

@@ -20,7 +20,7 @@ _TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
 
 
 @pytest.mark.parametrize(
-    ("what", "num_problems"), [("some", 31), pytest.param("float16", 22, marks=pytest.mark.full)]
+    ("what", "num_problems"), [("some", 33), pytest.param("float16", 23, marks=pytest.mark.full)]
 )
 def test_equals_the_dense_oracle_in_the_interpreter(what: str, num_problems: int) -> None:
     errors = json.loads(run_triton_program("check_attention", what, TRITON_INTERPRET="1"))
@@ -30,24 +30,21 @@ def test_equals_the_dense_oracle_in_the_interpreter(what: str, num_problems: int
         assert error < _TOLERANCES[name.rsplit("-", 1)[1]], (name, error)
 
 
-# All for one card; for others heads of 256, with tiles for what each has: the least, 99 KiB, is
-# that of 86 and 89.
-@pytest.mark.parametrize(
-    ("card", "others"), [(90, (86,)), pytest.param(80, (80, 89, 90), marks=pytest.mark.full)]
-)
-def test_kernels_compile_for_gpus_that_are_not_here(
-    card: int, others: tuple[int, ...], tmp_path: Path
-) -> None:
-    cards = map(str, (card, *others))
+# 86 and 89 have the least shared memory. A register that is full costs a copy to memory each round.
+@pytest.mark.parametrize("cards", [(86,), pytest.param((80, 89, 90), marks=pytest.mark.full)])
+def test_kernels_compile_for_gpus_that_are_not_here(cards: tuple[int, ...], tmp_path: Path) -> None:
     compiled = json.loads(
-        run_triton_program("compile_attention", *cards, TRITON_CACHE_DIR=str(tmp_path))
+        run_triton_program("compile_attention", *map(str, cards), TRITON_CACHE_DIR=str(tmp_path))
     )
-    plain = {f"sm_{card} {name}" for name in ("write_kv", "decode", "prefill", "merge")}
-    wide = {f"sm_{other} {name} 256" for other in others for name in ("decode", "prefill")}
-    assert set(compiled) == plain | wide
+    kinds = [f"{kind} {layer}" for kind in ("decode", "prefill") for layer in ("odd", "128", "256")]
+    names = {f"sm_{card} {name}" for card in cards for name in ("write_kv", "merge", *kinds)}
+    assert compiled.keys() == names
     for name, kernel in compiled.items():
         assert kernel["binary_bytes"] > 0, name
         assert kernel["shared_bytes"] <= kernel["limit_bytes"], (name, kernel)
+        # One value, for a model with everything.
+        spilled_bytes = 8 if name.endswith("decode odd") else 0
+        assert kernel["spilled_bytes"] <= spilled_bytes, (name, kernel)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -2,9 +2,9 @@
 
 The interpreter accepts much that the compiler refuses, so this is the only check of the compiled
 path on a machine without a GPU. ``python -m support.triton.compile_attention CAPABILITY...``
-compiles all for the first of these cards, and tiles for wide heads for the others. Prints one JSON
-object: for each kernel the size of its binary, the shared memory of one of its programs and what a
-card of that kind has, in bytes.
+compiles for these cards. Prints one JSON object: for each kernel the size of its binary, the shared
+memory of one of its programs, what a card of that kind has, and what a thread has in memory because
+its registers are full, in bytes.
 """
 
 import json
@@ -13,7 +13,8 @@ from typing import Any
 
 import triton
 from corun.gpu.attention import triton_kernels
-from corun.gpu.attention.triton_backend import tile_shape
+from corun.gpu.attention.triton_backend import num_warps, tile_shape
+from support.triton.program import spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,7 +22,22 @@ from triton.compiler import ASTSource
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 ELEMENTS = ("query", "key", "value", "key_blocks", "value_blocks", "out", "sinks")
 INTEGERS = ("query_starts", "context_lens", "block_tables")
-HEADS = {"HEADS": 14, "GROUP": 7, "GROUP_PAD": 8, "BLOCK_SIZE": 16}
+# Heads of an unusual size with everything; the usual ones; and wide ones, as Gemma 2 has them, of
+# which tiles of the usual size do not fit every card.
+LAYERS = {
+    "odd": {
+        "HEADS": 14, "GROUP": 7, "GROUP_PAD": 8, "KEY_DIM": 96, "VALUE_DIM": 64, "KEY_PAD": 128,
+        "VALUE_PAD": 64, "WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True,
+    },
+    "128": {
+        "HEADS": 32, "GROUP": 4, "GROUP_PAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_PAD": 128,
+        "VALUE_PAD": 128, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False,
+    },
+    "256": {
+        "HEADS": 16, "GROUP": 2, "GROUP_PAD": 2, "KEY_DIM": 256, "VALUE_DIM": 256, "KEY_PAD": 256,
+        "VALUE_PAD": 256, "WINDOW": 4096, "HAS_SOFTCAP": True, "HAS_SINKS": False,
+    },
+}  # fmt: skip
 
 
 def _type_of(name: str) -> str:
@@ -41,7 +57,7 @@ def _is_aligned(name: str) -> bool:
     return _type_of(name).startswith("*") or name.startswith(("key_stride_", "value_stride_"))
 
 
-def _compile(kernel: Any, capability: int, **constants: Any) -> dict[str, int]:
+def _compile(kernel: Any, capability: int, warps: int, **constants: Any) -> dict[str, int]:
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -54,55 +70,46 @@ def _compile(kernel: Any, capability: int, **constants: Any) -> dict[str, int]:
         },
     )
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 2})
+    compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 2})
     return {
         "binary_bytes": len(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
         "limit_bytes": SHARED_BYTES[capability],
+        "spilled_bytes": spilled_bytes(compiled.asm["cubin"]),
     }
 
 
-def _tiles(capability: int, dims: dict[str, int], *, is_decode: bool) -> dict[str, int]:
+def _attend(capability: int, layer: dict[str, Any], *, is_decode: bool) -> dict[str, int]:
     tile_m, tile_n = tile_shape(
-        HEADS["GROUP_PAD"], dims["KEY_PAD"], dims["VALUE_PAD"], 2, SHARED_BYTES[capability],
+        layer["GROUP_PAD"], layer["KEY_PAD"], layer["VALUE_PAD"], 2, SHARED_BYTES[capability],
         is_decode=is_decode,
     )  # fmt: skip
-    return {"TILE_M": tile_m, "TILE_N": tile_n, "NUM_SPLITS": 4 if is_decode else 1}
+    return _compile(
+        triton_kernels.attend_kernel, capability, num_warps(tile_m, layer["VALUE_PAD"]),
+        **layer, BLOCK_SIZE=16, IS_DECODE=is_decode, NUM_SPLITS=4 if is_decode else 1,
+        TILE_M=tile_m, TILE_N=tile_n,
+    )  # fmt: skip
 
 
-def _compile_all(capability: int) -> dict[str, dict[str, int]]:
-    """Every kernel, the main one for decode and for prefill, of a model with everything."""
-    dims = {"KEY_DIM": 96, "VALUE_DIM": 64, "KEY_PAD": 128, "VALUE_PAD": 64}
-    options = {"WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True}
-    kernels = triton_kernels
-    merge = {"VALUE_DIM": 96, "VALUE_PAD": 128, "NUM_SPLITS": 4}
-    compiled = {
-        "write_kv": _compile(kernels.write_kv_kernel, capability, BLOCK_SIZE=16, **dims),
-        "merge": _compile(kernels.merge_kernel, capability, **merge),
-    }
-    for name, is_decode in (("decode", True), ("prefill", False)):
-        tiles = _tiles(capability, dims, is_decode=is_decode)
-        compiled[name] = _compile(
-            kernels.attend_kernel, capability, **dims, **HEADS, **options, **tiles
+def main(*capabilities: str) -> None:
+    """Compile all kernels, the main one for decode and for prefill of each layer."""
+    compiled = {}
+    wide = LAYERS["256"]
+    dims = {name: wide[name] for name in ("KEY_DIM", "VALUE_DIM", "KEY_PAD", "VALUE_PAD")}
+    merge = {"HEADS": 16, "VALUE_DIM": 256, "VALUE_PAD": 256, "NUM_SPLITS": 32}
+    for capability in map(int, capabilities):
+        card = f"sm_{capability}"
+        compiled[f"{card} write_kv"] = _compile(
+            triton_kernels.write_kv_kernel, capability, 1, BLOCK_SIZE=16, **dims
         )
-    return compiled
-
-
-def _compile_wide(capability: int, *, is_decode: bool) -> dict[str, int]:
-    """Heads of 256, of which tiles of the usual size do not fit every card."""
-    dims = {"KEY_DIM": 256, "VALUE_DIM": 256, "KEY_PAD": 256, "VALUE_PAD": 256}
-    options = {"WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
-    tiles = _tiles(capability, dims, is_decode=is_decode)
-    return _compile(triton_kernels.attend_kernel, capability, **dims, **HEADS, **options, **tiles)
-
-
-def main(card: str, *capabilities: str) -> None:
-    """Compile all kernels for the first card, and what is tight for the others."""
-    all_kernels = _compile_all(int(card))
-    compiled = {f"sm_{card} {name}": kernel for name, kernel in all_kernels.items()}
-    for name, is_decode in (("prefill", False), ("decode", True)):
-        for capability in map(int, capabilities):
-            compiled[f"sm_{capability} {name} 256"] = _compile_wide(capability, is_decode=is_decode)
+        compiled[f"{card} merge"] = _compile(
+            triton_kernels.merge_kernel, capability, num_warps(32, 256), **merge
+        )
+        for name, layer in LAYERS.items():
+            for kind in ("decode", "prefill"):
+                compiled[f"{card} {kind} {name}"] = _attend(
+                    capability, layer, is_decode=kind == "decode"
+                )
     json.dump(compiled, sys.stdout)
 
 

@@ -4,9 +4,11 @@ Triton decides at its import whether it interprets or compiles.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,17 @@ def run_triton_program(module: str, *arguments: str, **variables: str) -> str:
         pytest.skip("this Triton's interpreter does not work with this numpy")
     assert finished.returncode == 0, finished.stderr[-4000:]
     return finished.stdout
+
+
+def spilled_bytes(binary: bytes) -> int:
+    """Bytes of a thread that are in memory because its registers are full; the largest kernel's."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", shown)
+    assert used, shown
+    return max(int(stack) + int(local) for stack, local in used)
