@@ -66,6 +66,7 @@ class Setup:
             name: self._batch([self._add(rank, shapes) for rank in ranks], tokens, ranks)
             for name, ranks in self.ranks_of.items()
         }
+        self._table.upload()
         self._flushed = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._synchronize: Callable[[], None] = (
             torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...runtime.sampling import SamplingParams
-from ..forward.lower import upload
+from ..forward.upload import upload
 from .logprobs import largest
 from .random import uniform
 from .request_table import RequestState

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...runtime.plan import (
     AdapterTransfer,
@@ -38,7 +39,7 @@ from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
 from ..kv.transfers import KvTransfers
 from ..lora.table import LoraTable
-from .logprobs import packed_indices, prompt_logprobs, record_scores, scored_spans
+from .logprobs import ScoredSpan, packed_indices, prompt_logprobs, record_scores, scored_spans
 from .request_table import RequestState, RequestTable
 from .runner import ModelRunner
 from .sampler import SampledRow, Sampler
@@ -77,7 +78,7 @@ class DeviceExecutor:
         self._after_step = after_step
         self._runner = runner
         self._sampler = sampler
-        self._requests = RequestTable(max_model_len, runner.block_size)
+        self._requests = RequestTable(max_model_len, runner.block_size, runner.device)
         self._results: deque[Result] = deque()
         # Counts results that poll has not taken yet; readable while greater than zero.
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -87,6 +88,7 @@ class DeviceExecutor:
         self._num_ready_workers = 0  # as last reported
         self._evict_from_host = fetch.evict
         loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
+        self._table = table
         self._adapters = ResidentAdapters(loader, table, self._results)
         self._kv: KvTransfers | None = None
         if host_kv is not None:
@@ -175,8 +177,8 @@ class DeviceExecutor:
         try:
             if batch.kind is SubBatchKind.ASSISTED:
                 return self._compute_assisted(batch)
-            states, inputs = self._lower(batch)
-            logits = self._forward(batch, states, inputs, None)
+            states, inputs, spans = self._lower(batch)
+            logits = self._forward(batch, inputs, spans, None)
             return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
@@ -196,10 +198,15 @@ class DeviceExecutor:
             return True
         return self._adapters[state.adapter_id].arriving is not None
 
-    def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs]:
+    def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs, list[ScoredSpan]]:
+        """The rows' requests, their inputs on the device, and the spans of prompts with scores."""
         states = [self._requests[request_id] for request_id in batch.request_ids]
-        packed = self._pack(batch, states)
-        return states, lower(packed, self._runner.block_size, self._runner.device)
+        ends = np.cumsum(batch.num_tokens)
+        spans = scored_spans(batch, states, (ends - batch.num_tokens).tolist())
+        wanted = np.concatenate([ends[list(batch.samples)] - 1, packed_indices(spans)])
+        packed = self._pack(batch, states, wanted)
+        inputs = lower(packed, self._runner.block_size, self._runner.device, self._table.mirror)
+        return states, inputs, spans
 
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
         """A pass with some deltas from workers; rows with void deltas are retried."""
@@ -211,7 +218,7 @@ class DeviceExecutor:
             reason = "the load of the adapter has not begun"
             _LOG.warning("cold rows were not computed; they will be planned again: %s", reason)
             return _not_computed(batch, is_absent, RetryCause.DELTAS, reason)
-        states, inputs = self._lower(batch)
+        states, inputs, spans = self._lower(batch)
         rows = self._cold_rows(batch, states, inputs)
         assert self._assistant is not None, "the plan needs an assistant"
         try:
@@ -221,7 +228,7 @@ class DeviceExecutor:
             counts_on_workers = [split_layer > 0 for split_layer in batch.split_layers]
             return _not_computed(batch, counts_on_workers, RetryCause.DELTAS, str(error))
         try:
-            logits = self._forward(batch, states, inputs, assisted.deltas)
+            logits = self._forward(batch, inputs, spans, assisted.deltas)
         except BaseException:
             assisted.abandon()
             raise
@@ -279,26 +286,22 @@ class DeviceExecutor:
         ]  # fmt: skip
 
     def _forward(
-        self, batch: SubBatch, states: Sequence[RequestState], inputs: ForwardInputs,
+        self, batch: SubBatch, inputs: ForwardInputs, spans: Sequence[ScoredSpan],
         deltas: ColdDeltas | None,
     ) -> torch.Tensor:  # fmt: skip
         """Logits of the rows that sample. Scores of prompts are stored in the requests' states."""
-        sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
-        indices = inputs.last_indices
-        if len(sampling_rows) < len(batch.samples):
-            indices = indices[sampling_rows]
+        rows = [row for row, samples in enumerate(batch.samples) if samples]
+        num_sampling = len(rows)
+        rows += [span.row for span in spans for _ in range(span.num_tokens)]
         of_head = None if deltas is None else deltas.of_head
-        spans = scored_spans(batch, states, inputs.attention.query_starts_host)
-        if not spans:
-            return self._runner.forward(inputs, indices, deltas, sampling_rows, of_head)
-        num_sampling = len(indices)
-        indices = torch.cat((indices, packed_indices(spans, indices.device)))
-        rows = sampling_rows + [span.row for span in spans for _ in range(span.num_tokens)]
-        logits = self._runner.forward(inputs, indices, deltas, rows, of_head)
-        record_scores(logits[num_sampling:], spans)
+        logits = self._runner.forward(inputs, deltas, rows, of_head)
+        if spans:
+            record_scores(logits[num_sampling:], spans)
         return logits[:num_sampling]
 
-    def _pack(self, batch: SubBatch, states: Sequence[RequestState]) -> PackedRows:
+    def _pack(
+        self, batch: SubBatch, states: Sequence[RequestState], logit_indices: NDArray[np.int64]
+    ) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
         token_ids = np.concatenate([s.tokens[start : start + num] for s, start, num in spans])
         assert len(token_ids) == sum(batch.num_tokens), "a row computes unknown tokens"
@@ -307,10 +310,12 @@ class DeviceExecutor:
             token_ids=token_ids,
             starts=np.array(batch.start_positions, dtype=np.int64),
             num_tokens=np.array(batch.num_tokens, dtype=np.int64),
-            block_tables=self._requests.block_tables[[state.slot for state in states]],
+            block_tables=self._requests.block_tables,
+            slots=np.array([state.slot for state in states], dtype=np.int64),
             known_lens=tuple(state.num_tokens for state in states),
             table_rows=tuple(adapter.table_row for adapter in adapters),
             ranks=tuple(adapter.max_rank for adapter in adapters),
+            logit_indices=logit_indices,
         )
 
     def _adapters_of(self, states: Iterable[RequestState]) -> list[ResidentAdapter]:

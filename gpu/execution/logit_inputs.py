@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...cpu_workers.kernels.logits import adjust_logits
-from ..forward.lower import upload
+from ..forward.upload import upload
 from .request_table import RequestState
 from .token_rules import WORD_BITS
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...runtime.plan import SubBatch, TokenLogprobs
 from ...runtime.sampling import MAX_LOGPROBS
-from ..forward.lower import upload
+from ..forward.upload import upload
 from .request_table import RequestState
 
 
@@ -43,10 +44,10 @@ def scored_spans(
     return spans
 
 
-def packed_indices(spans: Sequence[ScoredSpan], device: torch.device) -> torch.Tensor:
+def packed_indices(spans: Sequence[ScoredSpan]) -> NDArray[np.int64]:
     """Return the packed indices of the logits that ``spans`` need: int64 [tokens]."""
-    parts = [torch.arange(one.first_index, one.first_index + one.num_tokens) for one in spans]
-    return torch.cat(parts).to(device)
+    parts = [np.arange(one.first_index, one.first_index + one.num_tokens) for one in spans]
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 @torch.inference_mode()

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...runtime.plan import AdapterId, BlockUpdate, NewRequest, RequestId, TokenLogprobs
 from ...runtime.sampling import SamplingParams
+from ..forward.lower import BlockTables
 from .row_grammar import RowGrammar
 from .token_counts import TokenCounts
 from .token_rules import TokenRules
@@ -92,12 +94,12 @@ def _changes_logits(sampling: SamplingParams) -> bool:
 class RequestTable:
     """All requests that plans have announced and not yet ended."""
 
-    def __init__(self, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_model_len: int, block_size: int, device: torch.device) -> None:
         self._max_model_len = max_model_len
+        self._device = device
         self._states: dict[RequestId, RequestState] = {}
-        self._num_columns = -(-max_model_len // block_size) + 1
-        self.block_tables = np.zeros((_MIN_SLOTS, self._num_columns), dtype=np.int32)
-        self._num_blocks = np.zeros(_MIN_SLOTS, dtype=np.int32)
+        num_columns = -(-max_model_len // block_size) + 1
+        self.block_tables = BlockTables(np.zeros((_MIN_SLOTS, num_columns), np.int32), device)
         self._free_slots = list(range(_MIN_SLOTS - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -116,27 +118,22 @@ class RequestTable:
             if not self._free_slots:
                 self._grow()
             slot = self._free_slots.pop()
-            self._num_blocks[slot] = 0
             self._states[request.request_id] = RequestState(request, slot, self._max_model_len)
 
     def update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
         """Extend or replace block tables."""
         for update in updates:
             slot = self._states[update.request_id].slot
-            end = update.first_index + len(update.block_ids)
-            self.block_tables[slot, update.first_index : end] = update.block_ids
-            self._num_blocks[slot] = end
+            self.block_tables.write(slot, update.first_index, update.block_ids)
 
     def remove(self, request_ids: Sequence[RequestId]) -> None:
         """Remove requests that have ended. Unknown ids are ignored."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:
-                self._num_blocks[state.slot] = 0
                 self._free_slots.append(state.slot)
 
     def _grow(self) -> None:
-        old = len(self.block_tables)
-        self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
-        self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
-        self._free_slots.extend(range(2 * old - 1, old - 1, -1))
+        host = self.block_tables.host
+        self.block_tables = BlockTables(np.concatenate([host, np.zeros_like(host)]), self._device)
+        self._free_slots.extend(range(2 * len(host) - 1, len(host) - 1, -1))

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..forward.batch import DeltaPass, LoraBatch, PassMetadata, StepContext, WorkProgress
-from ..forward.lower import ForwardInputs, PackedRows, lower
+from ..forward.lower import BlockTables, ForwardInputs, PackedRows, lower
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
 from ..model.kv_pool import KvPool
@@ -41,7 +41,7 @@ class ModelRunner:
         return self._context.progress
 
     def forward(
-        self, inputs: ForwardInputs, logit_indices: torch.Tensor, deltas: DeltaPass | None = None,
+        self, inputs: ForwardInputs, deltas: DeltaPass | None = None,
         logit_rows: Sequence[int] | None = None,
         of_head: Callable[[LoraBatch], DeltaPass] | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -49,25 +49,28 @@ class ModelRunner:
 
         Args:
             inputs: The packed rows.
-            logit_indices: int64 [n], packed indices of the tokens that need logits.
             deltas: Adds the adapters' deltas; None = all of ``inputs.lora`` are on the device.
-            logit_rows: The rows of these tokens; None = one token of each row.
+            logit_rows: The rows of the tokens that need logits; None = one token of each row.
             of_head: Makes the deltas of the output head, for the tokens of a batch; None = all
                 adapters are on the device.
 
         Returns:
-            float32 [n, vocabulary]: the largest of the rows' adapters, if they have their own;
-            tokens that a row's adapter lacks have -inf. With n = 0 one row is computed and
-            discarded, because packed products do not accept empty inputs.
+            float32 [tokens that need logits, vocabulary]: the largest vocabulary of the rows'
+            adapters, if they have their own; tokens that a row's adapter lacks have -inf. With no
+            such token one is computed and discarded, because packed products do not accept empty
+            inputs.
         """
-        wanted = logit_indices if len(logit_indices) else inputs.last_indices[-1:]
+        wanted = inputs.logit_indices
+        num_wanted = len(wanted)
+        if not num_wanted:
+            wanted = wanted.new_zeros(1)
         context = self._context
         context.attention = inputs.attention
         if deltas is None and inputs.lora is not None:
             assert self._lora_backend is not None, "adapters need a LoRA backend"
             deltas = ResidentDeltas(self._lora_backend, inputs.lora)
         context.deltas = deltas
-        rows = range(len(logit_indices)) if logit_rows is None else logit_rows
+        rows = range(num_wanted) if logit_rows is None else logit_rows
         context.embedding_deltas = deltas if self._changes_embedding(inputs) else None
         num_tokens = self._set_head_deltas(inputs, rows, of_head)
         outside = (
@@ -80,7 +83,7 @@ class ModelRunner:
                 metadata = PassMetadata(inputs.attention, inputs.lora, deltas, outside)
                 run_pass: RunPass = self.graphs or self._run_modules
                 logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
-                logits = logits[0, : len(logit_indices)].to(torch.float32, copy=True)
+                logits = logits[0, :num_wanted].to(torch.float32, copy=True)
                 if num_tokens is not None:
                     _forbid_beyond(logits, num_tokens)
                 return logits
@@ -147,13 +150,13 @@ class ModelRunner:
             token_ids=np.concatenate([np.array(row.token_ids, dtype=np.int64) for row in rows]),
             starts=np.array([row.start for row in rows], dtype=np.int64),
             num_tokens=np.array([len(row.token_ids) for row in rows], dtype=np.int64),
-            block_tables=np.stack(owned),
+            block_tables=BlockTables(np.stack(owned), self.device),
+            slots=np.arange(len(rows)),
             known_lens=tuple(row.known_len or end for row, end in zip(rows, ends, strict=True)),
             table_rows=(-1,) * len(rows),
             ranks=(0,) * len(rows),
         )
-        inputs = lower(packed, self.block_size, self.device)
-        return self.forward(inputs, inputs.last_indices)
+        return self.forward(lower(packed, self.block_size, self.device))
 
     def close(self) -> None:
         """Free the pool."""

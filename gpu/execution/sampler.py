@@ -14,7 +14,7 @@ import torch
 
 from ...runtime.errors import CorunError, RequestError
 from ...runtime.plan import TokenLogprobs
-from ..forward.lower import upload
+from ..forward.upload import upload
 from .draws import Draws, RandomRows
 from .grammar_thread import GrammarThread
 from .logit_inputs import LogitInputs

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...runtime.adapters.target_map import Target
-from ..forward.lower import FEW_TOKENS, PackedRows, lower
+from ..forward.lower import FEW_TOKENS, BlockTables, PackedRows, lower
 from ..lora.base import LoraBackend, PackedLora
 from ..lora.table import DeviceAdapter, LoraTable
 from .logit_inputs import warm_up_inputs
@@ -34,15 +34,15 @@ def warm_up(
     row = table.add(_zeros(targets, backend))
     scaled = table.add(_zeros(targets, backend, device=table.device))
     try:
-        passes = tuple(_passes(max_model_len, runner.block_size, row))
+        passes = tuple(_passes(max_model_len, runner, row))
         # Kernels with factors (DoRA) depend on the number of tokens, too.
         passes += tuple(
             replace(one, table_rows=(scaled,) * len(one.table_rows)) for one in passes[:2]
         )
         on_progress(f"warming up: {len(passes)} passes, so that serving compiles no kernel")
         for rows in passes:
-            inputs = lower(rows, runner.block_size, runner.device)
-            logits = runner.forward(inputs, inputs.last_indices)
+            inputs = lower(rows, runner.block_size, runner.device, table.mirror)
+            logits = runner.forward(inputs)
         warm_up_inputs(logits)
         if runner.device.type == "cuda":  # a failed kernel must fail the start
             torch.cuda.synchronize(runner.device)
@@ -52,7 +52,7 @@ def warm_up(
     return len(passes)
 
 
-def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[PackedRows]:
+def _passes(max_model_len: int, runner: ModelRunner, table_row: int) -> Iterator[PackedRows]:
     """Prefill, then one token behind contexts of all lengths by powers of two.
 
     The parts that a context is divided into double likewise, so all counts of them occur; a single
@@ -60,24 +60,26 @@ def _passes(max_model_len: int, block_size: int, table_row: int) -> Iterator[Pac
     """
     num_tokens = min(_PREFILL_TOKENS, max_model_len)
     num_rows = FEW_TOKENS // num_tokens + 1
-    yield _rows(num_rows, num_tokens, num_tokens, block_size, table_row)
+    yield _rows(num_rows, num_tokens, num_tokens, runner, table_row)
     context_len = 1
     while context_len < max_model_len:
-        yield _rows(1, 1, context_len, block_size, table_row)
+        yield _rows(1, 1, context_len, runner, table_row)
         context_len *= 2
-    yield _rows(1, 1, max_model_len, block_size, table_row)
+    yield _rows(1, 1, max_model_len, runner, table_row)
 
 
 def _rows(
-    num_rows: int, num_tokens: int, context_len: int, block_size: int, table_row: int
+    num_rows: int, num_tokens: int, context_len: int, runner: ModelRunner, table_row: int
 ) -> PackedRows:
     """Rows of one shape with contexts that repeat the pool's first block."""
-    num_columns = -(-context_len // block_size)
+    num_columns = -(-context_len // runner.block_size)
+    tables = np.zeros((num_rows, num_columns), dtype=np.int32)
     return PackedRows(
         token_ids=np.zeros(num_rows * num_tokens, dtype=np.int64),
         starts=np.full(num_rows, context_len - num_tokens, dtype=np.int64),
         num_tokens=np.full(num_rows, num_tokens, dtype=np.int64),
-        block_tables=np.zeros((num_rows, num_columns), dtype=np.int32),
+        block_tables=BlockTables(tables, runner.device),
+        slots=np.arange(num_rows),
         known_lens=(context_len,) * num_rows,
         table_rows=(table_row,) * num_rows,
         ranks=(1,) * num_rows,

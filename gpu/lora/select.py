@@ -93,6 +93,7 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype) -> bool:
             else _make(backend_name, table, dtype)
         )
         rows = tuple(table.add(DeviceAdapter({0: backend.pack(a, b, 0.5)})) for a, b in matrices)
+        table.upload()
         y = base.clone()
         backend.add_delta(x, y, 0, _probe_batch(rows, device))
         results.append(y.float())

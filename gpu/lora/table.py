@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...runtime.errors import ResourceError
+from ..forward.upload import Mirror, upload
 from .base import PackedLora
 
 
@@ -73,7 +74,8 @@ class LoraTable:
     Every array is [capacity, num_targets] and stays at one address permanently, so that captured
     graphs may read it: ``a_pointers``, ``b_pointers`` and ``factor_pointers`` (0 = none) int64,
     ``ranks`` int32, ``scalings`` float32, all on ``device``. ``host_*`` are the same values as
-    numpy arrays (on the CPU they share the memory).
+    numpy arrays (on the CPU they share the memory). The device gets changes with the next pass
+    that is lowered with ``mirror``, or from ``upload``.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class LoraTable:
         self.host_ranks = np.zeros(shape, np.int32)
         self.host_scalings = np.zeros(shape, np.float32)
         self.host_factor_pointers = np.zeros(shape, np.int64)
+        self.mirror = Mirror(self._host_arrays(), self.device)
         self.a_pointers, self.b_pointers, self.ranks, self.scalings, self.factor_pointers = (
-            torch.from_numpy(host).to(self.device) for host in self._host_arrays()
+            self.mirror.tensors
         )
         self._scaled_rows: set[int] = set()  # with factors
         self._embedding_rows: set[int] = set()  # that change the embedding of tokens
@@ -145,7 +148,7 @@ class LoraTable:
             own = adapter.targets[index].own
             if own is not None:
                 self._num_tokens[row] = own.num_tokens
-        self._upload(row)
+        self.mirror.mark((row,))
         return row
 
     def has_factors(self, rows: Iterable[int]) -> bool:
@@ -157,7 +160,7 @@ class LoraTable:
         assert self._adapters[row] is not None, f"table row {row} is empty"
         for host in self._host_arrays():
             host[row] = 0
-        self._upload(row)
+        self.mirror.mark((row,))
         adapter, self._adapters[row] = self._adapters[row], None
         self._scaled_rows.discard(row)
         self._embedding_rows.discard(row)
@@ -201,11 +204,6 @@ class LoraTable:
         assert adapter is not None, f"table row {row} is empty"
         return adapter.targets.get(target_index)
 
-    def _upload(self, row: int) -> None:
-        if self.device.type == "cpu":
-            return  # the tensors are views of the host arrays
-        tensors = (
-            self.a_pointers, self.b_pointers, self.ranks, self.scalings, self.factor_pointers,
-        )  # fmt: skip
-        for tensor, host in zip(tensors, self._host_arrays(), strict=True):
-            tensor[row].copy_(torch.from_numpy(host[row]))
+    def upload(self) -> None:
+        """Bring changes to the device now, for products outside of a pass."""
+        upload({}, self.device, [self.mirror])

@@ -92,6 +92,7 @@ class TritonLora:
         """One launch of each kernel if ys are columns of one tensor; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
         assert batch.segment_ends_host[-1] <= x.shape[0]
+        assert self.table.mirror.is_current, "the device lacks changes of the table"
         tiles = DECODE_TILES if batch.max_piece_tokens <= DECODE_TILES.tokens else PREFILL_TILES
         # Of hidden: see the kernels.
         sizes = len(ys), batch.max_rank, x.shape[0] * len(ys) * batch.max_rank

@@ -9,7 +9,7 @@ import torch
 
 from ...gpu.execution.runner import ModelRunner
 from ...gpu.forward.batch import DeltaPass
-from ...gpu.forward.lower import ForwardInputs, PackedRows, lower
+from ...gpu.forward.lower import BlockTables, ForwardInputs, PackedRows, lower
 from ...gpu.lora.base import LoraBackend
 from ...gpu.lora.deltas import ResidentDeltas
 from .step_shapes import DECODE_CONTEXT_TOKENS
@@ -71,7 +71,7 @@ class Passes:
         inputs = self._lower(rows)
         self.stopwatch.synchronize()
         start_s = time.perf_counter()
-        self._runner.forward(inputs, inputs.last_indices, deltas)
+        self._runner.forward(inputs, deltas)
         self.stopwatch.synchronize()
         return time.perf_counter() - start_s
 
@@ -110,10 +110,11 @@ class Passes:
         """Lower and run ``rows``; ``wrap`` makes the pass of the deltas from the usual one."""
         inputs = self._lower(rows)
         usual = NO_DELTAS if inputs.lora is None else ResidentDeltas(self.backend, inputs.lora)
-        self._runner.forward(inputs, inputs.last_indices, wrap(usual))
+        self._runner.forward(inputs, wrap(usual))
 
     def _lower(self, rows: PackedRows) -> ForwardInputs:
-        return lower(rows, self._runner.block_size, self._runner.device)
+        mirror = self.backend.table.mirror
+        return lower(rows, self._runner.block_size, self._runner.device, mirror)
 
     def _rows(
         self, starts: Sequence[int], num_tokens: Sequence[int], num_blocks: int,
@@ -124,7 +125,8 @@ class Passes:
             token_ids=self._rng.integers(0, self._vocab_size, sum(num_tokens), dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             num_tokens=np.array(num_tokens, dtype=np.int64),
-            block_tables=tables.reshape(len(starts), num_blocks),
+            block_tables=BlockTables(tables.reshape(len(starts), num_blocks), self._runner.device),
+            slots=np.arange(len(starts)),
             known_lens=tuple(s + n for s, n in zip(starts, num_tokens, strict=True)),
             table_rows=tuple(table_rows),
             ranks=tuple(ranks),

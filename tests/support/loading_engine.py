@@ -166,9 +166,7 @@ class _Runner:
         for target in _target_map().targets:
             self._groups.setdefault((target.layer, target.input_group), []).append(target)
 
-    def forward(
-        self, inputs: ForwardInputs, indices: Sequence[int], deltas: DeltaPass | None, *_: object
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, deltas: DeltaPass | None, *_: object) -> torch.Tensor:
         num_tokens = inputs.attention.num_tokens
         right = torch.ones(num_tokens, dtype=torch.bool)
         if inputs.lora is not None:
@@ -188,7 +186,7 @@ class _Runner:
                 for target, y in zip(targets, ys, strict=True):
                     right &= self._are_right(contents, target.index, y)
         self.passes[tuple(inputs.attention.block_tables[:, 0].tolist())] = right.tolist()
-        return torch.zeros(len(indices), 4)
+        return torch.zeros(len(inputs.logit_indices), 4)
 
     def close(self) -> None:
         """Nothing is held."""

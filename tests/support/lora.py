@@ -104,6 +104,7 @@ def check_case(
             targets[TARGET] = backend.pack(*pair, SCALING)
         matrices.append(pair)
         rows.append(table.add(DeviceAdapter(targets)))
+    table.upload()
     x = draw(case.num_tokens, case.in_features)
     y = draw(case.num_tokens, case.out_features)
     before = y.clone()
@@ -151,6 +152,7 @@ def check_factors(
         packed = {index: backend.pack(a, b, SCALING) for index, b in enumerate(bs)}
         packed |= {index: replace(packed[index], factors=factors[index]) for index in targets}
         rows.append(table.add(DeviceAdapter(packed)))
+    table.upload()
     third = num_tokens // 3
     segments = ((0, third, 0), (third, 2 * third, 1), (2 * third, num_tokens - 1, 2))
     x, ys = draw(num_tokens, in_features), [draw(num_tokens, width) for width in widths]

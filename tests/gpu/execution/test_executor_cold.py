@@ -87,12 +87,12 @@ def beside_the_cold_one(
     forward = device.runner.forward
     deltas_of_passes: list[Any] = []
 
-    def with_workers(inputs: Any, indices: Any, deltas: Any, *_: Any) -> Any:
+    def with_workers(inputs: Any, deltas: Any, *_: Any) -> Any:
         deltas_of_passes.append(deltas)
         if deltas is not None and is_broken:
-            forward(inputs, indices)  # all is written; the next thing fails
+            forward(inputs)  # all is written; the next thing fails
             raise RuntimeError("the exchange is broken")
-        return forward(inputs, indices)
+        return forward(inputs)
 
     device.assistant = assisting
     device.adapter = Arriving(device.make_adapter())

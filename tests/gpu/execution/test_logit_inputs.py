@@ -7,7 +7,7 @@ import pytest
 import torch
 from corun.gpu.execution.logit_inputs import LogitInputs
 from corun.gpu.execution.token_rules import mask_of
-from corun.gpu.forward.lower import upload
+from corun.gpu.forward.upload import upload
 from support.logits import LogitCase
 from support.triton.program import run_triton_program
 

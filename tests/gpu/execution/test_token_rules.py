@@ -7,7 +7,7 @@ import pytest
 import torch
 from corun.gpu.execution.logit_inputs import LogitInputs
 from corun.gpu.execution.token_rules import TokenRules
-from corun.gpu.forward.lower import upload
+from corun.gpu.forward.upload import upload
 from corun.runtime.sampling import SamplingParams
 from transformers.generation.logits_process import (
     NoBadWordsLogitsProcessor,

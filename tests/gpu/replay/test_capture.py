@@ -9,7 +9,7 @@ from corun.cpu_workers.kernels.simd.isa import has_matrix_registers, process_isa
 from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES
 from corun.gpu.forward.batch import PassMetadata
 from corun.gpu.forward.launcher import Launcher, current_launcher
-from corun.gpu.forward.lower import PackedRows, lower
+from corun.gpu.forward.lower import BlockTables, PackedRows, lower
 from corun.gpu.fused import residual
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import quantize
@@ -22,7 +22,8 @@ Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def metadata() -> PassMetadata:
     one = np.ones(1, np.int64)
-    rows = PackedRows(one, one, one, np.zeros((1, 1), np.int32), (2,), (-1,), (0,))
+    tables = BlockTables(np.zeros((1, 1), np.int32), torch.device("cpu"))
+    rows = PackedRows(one, one, one, tables, np.arange(1), (2,), (-1,), (0,))
     return PassMetadata(lower(rows, 4, torch.device("cpu")).attention, None, None)
 
 

@@ -14,7 +14,7 @@ from corun.gpu.execution import assemble
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import DeltaPass
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
-from corun.gpu.forward.lower import ForwardInputs, PackedRows, lower
+from corun.gpu.forward.lower import BlockTables, ForwardInputs, PackedRows, lower
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.replay.decode_graphs import DecodeGraphs
@@ -77,20 +77,20 @@ class DecodePasses:
         request = Request(number, table_row, rank)
         request.tokens = [self._rng.randrange(3, _VOCAB_SIZE) for _ in range(prompt)]
         inputs = self._inputs([request], [prompt])
-        self.runner.forward(inputs, inputs.last_indices)
+        self.runner.forward(inputs)
         return request
 
     def decode(self, requests: list[Request]) -> torch.Tensor:
         """One more token of each; the logits [requests, vocabulary]."""
         inputs = self.decode_inputs(requests)
-        return self.runner.forward(inputs, inputs.last_indices)
+        return self.runner.forward(inputs)
 
     def decode_asking(self, requests: list[Request]) -> tuple["AskedPass", torch.Tensor]:
         """The same with deltas added by another pass object."""
         inputs = self.decode_inputs(requests)
         assert inputs.lora is not None
         deltas = AskedPass(ResidentDeltas(self.loaded.lora_backend, inputs.lora))
-        return deltas, self.runner.forward(inputs, inputs.last_indices, deltas)
+        return deltas, self.runner.forward(inputs, deltas)
 
     def decode_inputs(self, requests: list[Request]) -> ForwardInputs:
         """Inputs of one more token of each."""
@@ -109,7 +109,8 @@ class DecodePasses:
             token_ids=np.concatenate([np.array(r.tokens[-num:], np.int64) for r, num in spans]),
             starts=np.array([len(r.tokens) - num for r, num in spans], np.int64),
             num_tokens=np.array(num_tokens, np.int64),
-            block_tables=np.stack(tables),
+            block_tables=BlockTables(np.stack(tables), torch.device("cpu")),
+            slots=np.arange(len(requests)),
             known_lens=tuple(len(r.tokens) for r in requests),
             table_rows=tuple(r.table_row for r in requests),
             ranks=tuple(r.rank for r in requests),

@@ -23,7 +23,7 @@ from corun.gpu.attention.triton_backend import TritonAttention
 from corun.gpu.execution import assemble
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.execution.warm_up import warm_up
-from corun.gpu.forward.lower import PackedRows, lower
+from corun.gpu.forward.lower import BlockTables, PackedRows, lower
 from corun.gpu.fused import install, sums
 from corun.gpu.fused.install import install_fused_kernels, triton_kernels
 from corun.gpu.lora.table import DeviceAdapter
@@ -121,18 +121,18 @@ def serve(runner: ModelRunner, adapters: list[tuple[int, int]], num_passes: int)
         contexts = [rng.randint(tokens, max(tokens, longest)) for tokens in num_tokens]
         chosen = sorted(rng.choice(adapters) for _ in range(num_rows))
         columns = -(-max(contexts) // block_size)
+        blocks = np.arange(num_rows * columns, dtype=np.int32) % NUM_BLOCKS
         rows = PackedRows(
             token_ids=np.ones(sum(num_tokens), dtype=np.int64),
             starts=np.subtract(contexts, num_tokens).astype(np.int64),
             num_tokens=np.array(num_tokens, dtype=np.int64),
-            block_tables=np.arange(num_rows * columns, dtype=np.int32).reshape(num_rows, -1)
-            % NUM_BLOCKS,
+            block_tables=BlockTables(blocks.reshape(num_rows, -1), runner.device),
+            slots=np.arange(num_rows),
             known_lens=tuple(contexts),
             table_rows=tuple(table_row for table_row, _ in chosen),
             ranks=tuple(rank for _, rank in chosen),
         )
-        inputs = lower(rows, block_size, runner.device)
-        runner.forward(inputs, inputs.last_indices)
+        runner.forward(lower(rows, block_size, runner.device))
 
 
 def count(
