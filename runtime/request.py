@@ -19,6 +19,26 @@ class RequestStatus(enum.Enum):
     ENDED = "ended"
 
 
+@dataclass(slots=True, eq=False)
+class FoundKv:
+    """KV of a request that others have computed. Changed by admission and by memory."""
+
+    num_known_prefix_tokens: int = 0  # of the prompt, with KV when it arrived
+    num_swap_ins: int = 0  # begun since it waits
+    coming_tokens: range = range(0)  # positions with KV that the last swap-in copies
+    num_cached_tokens: int | None = None  # of the prompt, found at its first start
+    num_host_cached_tokens: int = 0  # cached tokens that were copied to the device for it
+
+
+@dataclass(slots=True, eq=False)
+class RequestTally:
+    """Statistics of a request. No decision depends on them, but for preemptions."""
+
+    num_counted_prompt_tokens: int = 0  # computed or found; each prompt token counts once
+    num_preemptions: int = 0  # squashes included
+    num_squashes: int = 0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request, its tokens, and its progress.
@@ -47,17 +67,11 @@ class Request:
     num_computed_tokens: int = 0  # as scheduled
     num_allocated_tokens: int = 0  # room in block_ids
     num_kept_tokens: int = 0  # in whole blocks of the prefix tree
-    num_cached_tokens: int | None = None  # of the prompt, found at its first start
-    num_host_cached_tokens: int = 0  # cached tokens that were copied to the device for it
-    num_known_prefix_tokens: int = 0  # of the prompt, with KV when it arrived
     num_in_flight_samples: int = 0
     num_in_flight_steps: int = 0
-    num_preemptions: int = 0  # squashes included
-    num_squashes: int = 0
     num_lost_tokens: int = 0  # first tokens with KV that was computed before, and is gone
-    num_swap_ins: int = 0  # begun since it waits
-    coming_tokens: range = range(0)  # positions with KV that the last swap-in copies
-    num_counted_prompt_tokens: int = 0  # computed or found; each prompt token counts once
+    found: FoundKv = field(default_factory=FoundKv)
+    tally: RequestTally = field(default_factory=RequestTally)
     is_announced: bool = False  # the executor knows it
     is_held: bool = False  # not scheduled while a step in flight uses it
     is_cold: bool = False  # runs although its adapter is not wholly on the device
@@ -86,7 +100,7 @@ class Request:
     @property
     def num_uncached_prompt_tokens(self) -> int:
         """Tokens of the prompt without KV when the request arrived."""
-        return self.num_prompt_tokens - self.num_known_prefix_tokens
+        return self.num_prompt_tokens - self.found.num_known_prefix_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -115,20 +129,21 @@ class Request:
         """Namespace of its KV. KV of short contexts is useless in long ones."""
         return self.namespace + b"short" if self.has_short_kv else self.namespace
 
-    def found(self, num_tokens: int) -> tuple[int, int]:
+    def begin(self, num_tokens: int) -> tuple[int, int]:
         """Record that the request begins to run with KV of its first ``num_tokens`` tokens.
 
         Returns the prompt tokens among them that were not counted before: found on the device, and
         copied from the host. Tokens that were computed or found before a preemption are no hits.
         """
-        coming = self.coming_tokens
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = num_tokens
-            self.num_host_cached_tokens = len(range(coming.start, min(coming.stop, num_tokens)))
-        self.num_swap_ins, self.coming_tokens = 0, range(0)
-        num_counted = self.num_counted_prompt_tokens
-        self.num_counted_prompt_tokens = max(num_counted, min(num_tokens, self.num_prompt_tokens))
-        end = self.num_counted_prompt_tokens
+        found, tally = self.found, self.tally
+        coming = found.coming_tokens
+        if found.num_cached_tokens is None:
+            found.num_cached_tokens = num_tokens
+            found.num_host_cached_tokens = len(range(coming.start, min(coming.stop, num_tokens)))
+        found.num_swap_ins, found.coming_tokens = 0, range(0)
+        num_counted = tally.num_counted_prompt_tokens
+        end = max(num_counted, min(num_tokens, self.num_prompt_tokens))
+        tally.num_counted_prompt_tokens = end
         num_host = len(range(max(num_counted, coming.start), min(coming.stop, end)))
         return end - num_counted - num_host, num_host
 

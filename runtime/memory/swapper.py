@@ -88,9 +88,9 @@ class KvSwapper:
         size = self._tree.block_size
         coming_tokens = range(num_found * size, len(path) * size)
         if self.is_coming(nodes[0]):  # maybe for another request
-            request.coming_tokens = coming_tokens
+            request.found.coming_tokens = coming_tokens
             return Verdict.LOADING
-        if request.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
+        if request.found.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
             return None
         num_blocks = need.kv_bytes // pool.block_bytes - num_found
         num_to_come = need.running.num_growth_blocks(request, num_found)
@@ -107,8 +107,8 @@ class KvSwapper:
             return Verdict.NO_KV
         self.copy_in(nodes, block_ids, now_s)
         pool.reserve_growth(num_reserved)
-        request.num_swap_ins += 1
-        request.coming_tokens = coming_tokens
+        request.found.num_swap_ins += 1
+        request.found.coming_tokens = coming_tokens
         return Verdict.LOADING
 
     def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:

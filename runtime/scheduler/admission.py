@@ -90,7 +90,7 @@ class Admission:
         self._running.timelines.arrived(request, now_s)
         self._mark_short_kv(request)
         num_blocks = len(self._memory.find(request))
-        request.num_known_prefix_tokens = num_blocks * self._config.block_size
+        request.found.num_known_prefix_tokens = num_blocks * self._config.block_size
         if self._forecast is not None:
             state = self._memory.adapter_state(request.adapter_id)
             self._forecast.arrived(
@@ -144,7 +144,7 @@ class Admission:
         """Run ``request`` from this step on."""
         self.waiting.remove(request)
         self._running.start(request, grant)
-        num_found, num_copied = request.found(request.num_kept_tokens)
+        num_found, num_copied = request.begin(request.num_kept_tokens)
         self._counters.prompt_tokens_cached += num_found
         self._counters.prompt_tokens_host_cached += num_copied
         request.is_cold = self._memory.adapter_state(request.adapter_id) is AdapterState.LOADING

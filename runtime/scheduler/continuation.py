@@ -107,8 +107,8 @@ class Continuation:
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         self._running.stop(request, RequestStatus.WAITING)
         self._running.timelines.preempted(request, cause, len(self._running), now_s)
-        request.num_preemptions += 1
-        request.num_squashes += cause is PreemptionCause.SQUASH
+        request.tally.num_preemptions += 1
+        request.tally.num_squashes += cause is PreemptionCause.SQUASH
         self._counters.preemptions[cause] += 1
         self._enqueue(request, now_s)
 

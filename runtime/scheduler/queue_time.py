@@ -38,4 +38,4 @@ class QueueTime:
 
 
 def _is_new(request: Request) -> bool:
-    return request.status is RequestStatus.WAITING and not request.num_preemptions
+    return request.status is RequestStatus.WAITING and not request.tally.num_preemptions

@@ -51,7 +51,8 @@ class ResultReader:
             if result is None or result.outcome is Outcome.TOKENS:
                 if self._recovery:
                     self._recovery.discard(request_id)
-                self._count_prompt(request, start + num_tokens)
+                if start < len(request.prompt_token_ids):
+                    self._count_prompt(request, start + num_tokens)
                 self._running.computed(request, start + num_tokens, now_s)
                 if has_sample:
                     events.append(self._take_tokens(request, result))
@@ -102,11 +103,11 @@ class ResultReader:
 
     def _count_prompt(self, request: Request, end: int) -> None:
         """Count prompt tokens before position ``end``, each once."""
-        num_counted = request.num_counted_prompt_tokens
-        num_tokens = len(request.prompt_token_ids)
-        if num_counted < num_tokens and num_counted < end:
-            request.num_counted_prompt_tokens = min(end, num_tokens)
-            self._counters.prompt_tokens_computed += request.num_counted_prompt_tokens - num_counted
+        num_counted = request.tally.num_counted_prompt_tokens
+        end = min(end, len(request.prompt_token_ids))
+        if num_counted < end:
+            request.tally.num_counted_prompt_tokens = end
+            self._counters.prompt_tokens_computed += end - num_counted
 
 
 def _rows(step: InFlightStep) -> Iterator[_Row]:

@@ -340,7 +340,8 @@ class Scheduler:
         is_first = 0 < request.num_output_tokens == len(event.token_ids)
         if event.finish_reason is not None:
             event = event._replace(
-                num_preemptions=request.num_preemptions, num_squashes=request.num_squashes,
+                num_preemptions=request.tally.num_preemptions,
+                num_squashes=request.tally.num_squashes,
                 timing=self.timelines.end(event.request_id, now_s),
             )  # fmt: skip
         elif is_first:
@@ -348,8 +349,8 @@ class Scheduler:
         if not is_first:
             return event
         return event._replace(
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_host_cached_tokens=request.num_host_cached_tokens,
+            num_cached_tokens=request.found.num_cached_tokens or 0,
+            num_host_cached_tokens=request.found.num_host_cached_tokens,
             cold_start=self.cold_starts.on_first_token(event.request_id, now_s),
         )
 

@@ -21,7 +21,7 @@ class WaitingWork:
     def add(self, request: Request) -> None:
         """Include a request that waits from now on."""
         self._cache.add_waiting(request.adapter_id)
-        num_tokens = request.num_known_tokens - request.num_known_prefix_tokens
+        num_tokens = request.num_known_tokens - request.found.num_known_prefix_tokens
         self._tokens[request.request_id] = num_tokens
         self.num_tokens += num_tokens
         self.num_by_rank[request.adapter_rank] += 1

@@ -41,7 +41,7 @@ class Engine:
         self._next_id = 1
         first = self.ask(max_tokens=1)
         run_to_end(self.scheduler, self.executor)
-        assert first.num_cached_tokens == 0
+        assert first.found.num_cached_tokens == 0
         while self.scheduler.memory.keeps_prefixes and self.num_on_device:
             filler = (self._next_id,) * BLOCK_SIZE
             self.ask((*filler, 1), max_tokens=1, adapter_id=BASE_ADAPTER)
@@ -121,7 +121,7 @@ def test_a_request_waits_for_its_prefix_and_others_go_on() -> None:
     assert rows_of(engine.schedule())[waiting.request_id][1:3] == (12, 1)
     engine.finish()
     engine.check(waiting, other)
-    assert (waiting.num_cached_tokens, waiting.num_host_cached_tokens) == (12, 12)
+    assert (waiting.found.num_cached_tokens, waiting.found.num_host_cached_tokens) == (12, 12)
     (told,) = [event for event in engine.events if event.num_host_cached_tokens]
     assert (told.request_id, told.num_host_cached_tokens) == (waiting.request_id, 12)
 
@@ -135,7 +135,7 @@ def test_what_is_computed_faster_is_computed_and_found_on_the_device_then() -> N
     assert engine.num_on_device == 3, "its blocks are where only the host's copies were"
     engine.finish()
     engine.check(request)
-    assert (request.num_cached_tokens, request.num_host_cached_tokens) == (0, 0)
+    assert (request.found.num_cached_tokens, request.found.num_host_cached_tokens) == (0, 0)
 
 
 def test_the_beginning_that_is_on_the_device_is_not_copied() -> None:
@@ -144,7 +144,7 @@ def test_the_beginning_that_is_on_the_device_is_not_copied() -> None:
     engine.schedule()
     engine.end_copies()
     engine.finish()
-    assert engine.num_on_device == 1 and first.num_host_cached_tokens == BLOCK_SIZE
+    assert engine.num_on_device == 1 and first.found.num_host_cached_tokens == BLOCK_SIZE
     engine.executor.is_automatic = False
     request = engine.ask()
     engine.schedule()
@@ -153,7 +153,7 @@ def test_the_beginning_that_is_on_the_device_is_not_copied() -> None:
     engine.end_copies()
     engine.finish()
     engine.check(first, request)
-    assert (request.num_cached_tokens, request.num_host_cached_tokens) == (12, 8)
+    assert (request.found.num_cached_tokens, request.found.num_host_cached_tokens) == (12, 8)
 
 
 def test_two_that_need_the_same_wait_for_one_copy() -> None:
@@ -163,7 +163,7 @@ def test_two_that_need_the_same_wait_for_one_copy() -> None:
     assert len(engine.copies()) == 1
     engine.finish()
     engine.check(*pair)
-    assert [request.num_host_cached_tokens for request in pair] == [12, 12]
+    assert [request.found.num_host_cached_tokens for request in pair] == [12, 12]
 
 
 def test_a_copy_that_fails_costs_nobody_more_than_computing() -> None:
@@ -174,7 +174,7 @@ def test_a_copy_that_fails_costs_nobody_more_than_computing() -> None:
     assert not engine.match()
     engine.finish()
     engine.check(request)
-    assert (request.num_cached_tokens, request.num_host_cached_tokens) == (0, 0)
+    assert (request.found.num_cached_tokens, request.found.num_host_cached_tokens) == (0, 0)
 
 
 def test_copies_of_a_lost_step_have_failed() -> None:
@@ -204,7 +204,7 @@ def test_who_gives_up_while_it_waits_leaves_the_prefix_to_others() -> None:
     other = engine.ask()
     engine.finish()
     engine.check(other)
-    assert (other.num_cached_tokens, other.num_host_cached_tokens) == (12, 0)
+    assert (other.found.num_cached_tokens, other.found.num_host_cached_tokens) == (12, 0)
 
 
 def test_kv_comes_beside_its_adapter() -> None:
@@ -217,7 +217,7 @@ def test_kv_comes_beside_its_adapter() -> None:
     assert request.status is RequestStatus.WAITING
     engine.finish()
     engine.check(request)
-    assert request.num_host_cached_tokens == 12
+    assert request.found.num_host_cached_tokens == 12
 
 
 def test_kv_does_not_come_without_its_adapter() -> None:
@@ -242,7 +242,7 @@ def test_what_made_way_again_is_brought_once_more_and_then_computed(num_away: in
             engine.memory.prefixes.evict(node)
     engine.finish()
     engine.check(request)
-    assert request.num_host_cached_tokens == (12 if num_away == 1 else 0)
+    assert request.found.num_host_cached_tokens == (12 if num_away == 1 else 0)
 
 
 def test_a_version_is_dropped_while_its_kv_comes() -> None:

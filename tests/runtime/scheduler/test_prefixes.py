@@ -39,7 +39,7 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     executor = make_executor(scheduler)
     first = make_request(1, prompt=PROMPT, max_tokens=8)
     serve(scheduler, executor, first)
-    assert first.num_cached_tokens == 0
+    assert first.found.num_cached_tokens == 0
     num_computed = scheduler.counters.prompt_tokens_computed
     turn = make_request(2, prompt=(*PROMPT, *first.output_token_ids, 1, 2), max_tokens=2)
     scheduler.add_request(turn, 0.0)
@@ -50,7 +50,7 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
     assert row[1:3] == (20, 3), "20 of the 21 tokens with KV are whole blocks"
     executor.submit(plan)
     run_to_end(scheduler, executor)
-    assert turn.num_cached_tokens == 20
+    assert turn.found.num_cached_tokens == 20
     assert scheduler.counters.prompt_tokens_computed == num_computed + 3
     assert scheduler.counters.prompt_tokens_cached == 20
     assert scheduler.memory.pool.num_used_blocks == 0
@@ -80,7 +80,7 @@ def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_pre
     scheduler.add_request(turn, 0.0)
     assert scheduler.schedule(0.0) is not None
     scheduler.check_invariants()
-    assert (turn.status, turn.num_cached_tokens) == (RequestStatus.RUNNING, 160)
+    assert (turn.status, turn.found.num_cached_tokens) == (RequestStatus.RUNNING, 160)
 
 
 def test_the_last_known_token_is_computed_though_its_block_is_known() -> None:
@@ -90,7 +90,7 @@ def test_the_last_known_token_is_computed_though_its_block_is_known() -> None:
     for request_id, num_found in ((1, 0), (2, 2 * BLOCK_SIZE), (3, 2 * BLOCK_SIZE)):
         request = make_request(request_id, prompt=prompt)
         serve(scheduler, executor, request)
-        assert request.num_cached_tokens == num_found
+        assert request.found.num_cached_tokens == num_found
 
 
 def test_another_adapter_finds_nothing() -> None:
@@ -101,7 +101,7 @@ def test_another_adapter_finds_nothing() -> None:
             request_id, prompt=PROMPT, adapter_id=AdapterId(adapter_id), adapter_bytes=100
         )
         serve(scheduler, executor, request)
-        assert request.num_cached_tokens == 0
+        assert request.found.num_cached_tokens == 0
 
 
 def test_requests_side_by_side_compute_for_themselves_and_keep_one_copy() -> None:
@@ -109,7 +109,7 @@ def test_requests_side_by_side_compute_for_themselves_and_keep_one_copy() -> Non
     executor = make_executor(scheduler)
     pair = [make_request(request_id, prompt=PROMPT, max_tokens=1) for request_id in (1, 2)]
     serve(scheduler, executor, *pair)
-    assert [request.num_cached_tokens for request in pair] == [0, 0]
+    assert [request.found.num_cached_tokens for request in pair] == [0, 0]
     assert scheduler.memory.pool.num_cached_blocks == 3, "the other three were given back"
 
 
@@ -153,7 +153,7 @@ def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
         for result in executor.poll():
             scheduler.update(result, 0.0)
         scheduler.check_invariants()
-    assert longer.num_preemptions == 1
+    assert longer.tally.num_preemptions == 1
     assert scheduler.counters.preemptions == {PreemptionCause.KV_MEMORY: 1}
     expected = expected_output(PROMPT, longer.sampling, longer.adapter_id, max_model_len=64)
     assert (list(longer.output_token_ids), "length") == expected
@@ -165,7 +165,7 @@ def test_what_short_contexts_have_made_is_not_found_by_long_ones() -> None:
     executor = make_executor(scheduler)
     short = make_request(1, prompt=PROMPT, max_tokens=8)
     serve(scheduler, executor, short)
-    assert short.num_preemptions == 1, "others may read its blocks, so it got new ones"
+    assert short.tally.num_preemptions == 1, "others may read its blocks, so it got new ones"
     assert scheduler.counters.preemptions == {PreemptionCause.ROPE: 1}
     for request_id, prompt, num_found in (
         (2, PROMPT, 12),
@@ -173,4 +173,4 @@ def test_what_short_contexts_have_made_is_not_found_by_long_ones() -> None:
     ):
         request = make_request(request_id, prompt=prompt, max_tokens=1)
         serve(scheduler, executor, request)
-        assert request.num_cached_tokens == num_found
+        assert request.found.num_cached_tokens == num_found

@@ -42,7 +42,7 @@ def test_who_has_begun_or_ended_is_never_overdue() -> None:
         request.arrival_s = 0.0
         queue.arrived(request)
     running.status = RequestStatus.RUNNING
-    preempted.num_preemptions = 1
+    preempted.tally.num_preemptions = 1
     aborted.status = RequestStatus.ENDED
     assert overdue_ids(queue, 5.0) == [new.request_id]
     assert queue.wake_at_s() is None

@@ -232,7 +232,7 @@ class TestAdapters:
                 scheduler.update(result, 0.0)
             scheduler.check_invariants()
         assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
-        assert (request.num_preemptions, request.num_output_tokens) == (0, LONG)
+        assert (request.tally.num_preemptions, request.num_output_tokens) == (0, LONG)
 
     def test_adapters_with_a_slab_and_reservations_are_apart(self) -> None:
         scheduler = make_scheduler(
@@ -291,7 +291,7 @@ class TestPreemption:
         assert preempted.num_allocated_tokens >= PROMPT + num_produced
         outputs = outputs_of(run_to_end(scheduler, executor))
         assert outputs[preempted.request_id][1] == "length"
-        assert preempted.num_preemptions == 1
+        assert preempted.tally.num_preemptions == 1
 
 
 _REQUEST = st.tuples(

@@ -124,14 +124,14 @@ def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
     while not scheduler.counters.num_preemptions:
         events += turn(scheduler, executor)
     assert younger.status is RequestStatus.WAITING
-    assert (younger.num_preemptions, younger.block_ids) == (1, [])
+    assert (younger.tally.num_preemptions, younger.block_ids) == (1, [])
     assert younger.num_output_tokens > 0
     outputs = outputs_of(events + run_to_end(scheduler, executor))
     for request in (older, younger):
         assert outputs[request.request_id] == expected_output(
             request.prompt_token_ids, request.sampling, max_model_len=MAX_MODEL_LEN
         )
-    assert older.num_preemptions == 0
+    assert older.tally.num_preemptions == 0
     num_prompts = sum(len(plan.new_requests) for plan in executor.plans)
     assert num_prompts == 2, "a preempted request is not announced again"
 

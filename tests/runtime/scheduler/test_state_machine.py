@@ -570,8 +570,8 @@ def live_through(
     machine.teardown()
     made = machine.made_policy
     num_queues = int(made.counts()["num_queues"]) if isinstance(made, PolicyWithLimits) else 1
-    num_found = sum(request.num_cached_tokens or 0 for request in machine.requests.values())
-    num_host = sum(request.num_host_cached_tokens for request in machine.requests.values())
+    num_found = sum(request.found.num_cached_tokens or 0 for request in machine.requests.values())
+    num_host = sum(request.found.num_host_cached_tokens for request in machine.requests.values())
     return Lived(
         counters.num_preemptions, machine.cold_starts.num_started, num_queues, num_found, num_host
     )
