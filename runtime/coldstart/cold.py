@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
+from ..scheduler.cold import StepRows
 from .split import LayerTimes
 
 
@@ -205,3 +206,34 @@ def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[
     num_cores = min(num_slices, num_workers)
     num_slices = num_cores * -(-num_slices // num_cores)
     return num_cores, -(-num_tokens // num_slices)
+
+
+def co_scheduled_rows(
+    model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]
+) -> CoScheduledRows:
+    """Return all rows of ``rows``. ``cold``: its cold chunks."""
+    co_scheduled = co_scheduled_decodes(model, rows)
+    chunks = row_costs(
+        model,
+        [number for _, number in rows.chunks],
+        [request.num_computed_tokens for request, _ in rows.chunks],
+        [request.adapter_bytes for request, _ in rows.chunks],
+    )
+    return replace(co_scheduled, warm=co_scheduled.warm.plus(chunks), cold=tuple(cold))
+
+
+def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows:
+    """Return only the decode rows, which later steps have, too."""
+    if not rows.decodes:
+        return EMPTY
+    costs = row_costs(
+        model,
+        [1] * len(rows.decodes),
+        [request.num_computed_tokens for request in rows.decodes],
+        [request.adapter_bytes for request in rows.decodes],
+    )
+    return (
+        CoScheduledRows(separate_decode_s=pass_s(model, costs))
+        if rows.is_decode_separate
+        else CoScheduledRows(costs)
+    )

@@ -15,12 +15,18 @@ from ..request import Request
 from ..scheduler.cold import ColdChunk, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
-from .co_scheduled import co_scheduled_decodes, co_scheduled_rows
-from .cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows, warm_step_s
+from .cold import (
+    AdapterShape,
+    ColdPart,
+    ColdRequest,
+    CoScheduledRows,
+    co_scheduled_decodes,
+    co_scheduled_rows,
+    warm_step_s,
+)
 from .delay_tracker import DelayTracker
-from .files import FileForecast, ready_s
 from .first_tokens import FirstTokens
-from .link import LinkForecast, by_layer
+from .link import FileForecast, LinkForecast, by_layer, ready_s
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
 from .strategy import AT_ONCE, Decision, LoadStrategy

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_log import AdapterLog, EvictionReason
 from .adapter_slab import AdapterSlab
-from .budget import MemoryBudget
+from .block_pool import MemoryBudget
 from .policies.facts import RankingPolicy
 from .policies.lru import LruPolicy
 from .policies.policy import MemoryItem

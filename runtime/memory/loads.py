@@ -10,8 +10,7 @@ from ..adapter import AdapterFacts
 from ..plan import BASE_ADAPTER, AdapterId, AdapterTransfer, HostPlace, HostPlaceId
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_slab import room_bytes
-from .block_pool import BlockPool
-from .budget import MemoryBudget
+from .block_pool import BlockPool, MemoryBudget
 from .grant import Need, RunningRequests
 from .host_cache import HostCache
 from .pins import Pins

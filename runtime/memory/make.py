@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError, ResourceError
 from .adapter_cache import AdapterCache
 from .adapter_slab import AdapterSlab
-from .block_pool import BlockPool
-from .budget import MemoryBudget
+from .block_pool import BlockPool, MemoryBudget
 from .device_memory import DeviceMemory
 from .host_cache import HostCache
 from .kv_tree import KvTree

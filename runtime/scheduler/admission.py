@@ -12,7 +12,7 @@ from .limits import blocks_for
 from .policy import NO_ROOM, PolicyWithLimits, SchedulerPolicy
 from .running_set import RunningSet
 from .step_draft import StepDraft
-from .waiting_work import WaitingWork
+from .waiting_queue import WaitingWork
 
 
 class Admission:

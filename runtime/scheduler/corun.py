@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 from ..request import Request
 from .keyed import KeyedPolicy
-from .means import RunningMean
 from .policy import PolicyFacts
-from .prefill_order import ShortPrefillFirst
+from .prefill_order import RunningMean, ShortPrefillFirst
 
 _SLOWDOWN = 5.0  # SLO of a first token over the time on an idle engine
 _WINDOW_SLOS = 8.0  # W

@@ -5,8 +5,7 @@ from ...profiles.step_time import RowCosts, pass_s, row_costs
 from ..request import Request
 from .cold import StepRows
 from .config import SchedulerConfig
-from .step_pace import StepPace
-from .step_times import StepTimes
+from .step_times import StepPace, StepTimes
 
 _AIM = 0.9  # of the bound, because durations of steps vary
 _DEFAULT_DECODE_STEPS = 5

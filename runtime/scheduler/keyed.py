@@ -1,4 +1,4 @@
-"""Base of policies that order requests by a key, fixed at arrival. Pure.
+"""Policies that order requests by a key, fixed at arrival: their base, FCFS and SJF. Pure.
 
 How far a request can be overtaken, apart from the difference of keys:
 
@@ -15,15 +15,46 @@ A preempted request keeps its key.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from itertools import islice
 
 from ..memory.grant import Verdict
 from ..plan import RequestId
 from ..request import Request
-from .overtaking import MAX_PASSED_REQUESTS, Overtaking
 from .policy import NO_ROOM, PolicyFacts
 from .waiting_queue import WaitingQueue
+
+# Requests that a step considers behind one that waits for a load. The cost of a step must
+# not depend on how many requests wait.
+MAX_PASSED_REQUESTS = 64
+_AGEING_S_PER_TOKEN = 0.02  # of shortest job first; about the time of one token
+
+
+class Overtaking:
+    """Overtaking tokens of each request, and their bound."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """``max_tokens``: the bound, in tokens (prompt and recomputed output)."""
+        self._max_tokens = max_tokens
+        self._num_tokens: dict[RequestId, int] = {}  # of requests that were overtaken
+
+    def count(self, overtaken: Iterable[Request], num_tokens: int) -> None:
+        """Count ``num_tokens`` tokens that were admitted before the ``overtaken`` requests."""
+        for request in overtaken:
+            request_id = request.request_id
+            self._num_tokens[request_id] = self._num_tokens.get(request_id, 0) + num_tokens
+
+    def close(self, request: Request) -> None:
+        """Let no further request pass ``request``."""
+        self._num_tokens[request.request_id] = self._max_tokens
+
+    def is_at_bound(self, request: Request) -> bool:
+        """Whether no further request may pass ``request``."""
+        return self._num_tokens.get(request.request_id, 0) >= self._max_tokens
+
+    def discard(self, request_id: RequestId) -> None:
+        """Drop the count of a request that has ended."""
+        self._num_tokens.pop(request_id, None)
 
 
 class KeyedPolicy(ABC):
@@ -87,3 +118,32 @@ class KeyedPolicy(ABC):
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the latest admitted request."""
         return deque(running, maxlen=1).pop()
+
+
+class FcfsPolicy(KeyedPolicy):
+    """Admits by arrival; preempts the latest to arrive. S-LoRA's order.
+
+    Other requests pass one only while its adapter is being loaded: ``max_overtaking_tokens`` tokens
+    and one more request.
+    """
+
+    def _key_s(self, request: Request) -> float:
+        return request.arrival_s
+
+    def victim(self, running: Collection[Request]) -> Request:
+        """Choose the request that arrived last."""
+        return max(running, key=lambda request: (request.arrival_s, request.request_id))
+
+
+class SjfPolicy(KeyedPolicy):
+    """Admits by arrival + 20 ms per predicted output token: shortest job first, with ageing.
+
+    Shorter requests pass one if they arrive within 20 ms per predicted output token after it. While
+    its adapter is being loaded, other requests pass it, too: ``max_overtaking_tokens`` tokens and
+    one more request.
+
+    Source: Chameleon, section 5.3, compares with uServe's order. Ageing is not defined there.
+    """
+
+    def _key_s(self, request: Request) -> float:
+        return request.arrival_s + _AGEING_S_PER_TOKEN * request.num_predicted_output_tokens

@@ -4,13 +4,26 @@ from collections.abc import Sequence
 
 from ..plan import RequestId
 from ..request import Request
-from .means import RunningMean
 from .step_times import StepTimes
 
+_MEAN_OF = 1000  # the newest values, approximately
 _AGEING = 10.0  # seconds of waiting that weigh as much as a second of prefill
 # Longer prompts count as this many mean prompts. Without a bound the longest prompts, which are the
 # slowest already, would wait for all others.
 _MAX_MEANS = 1.5
+
+
+class RunningMean:
+    """Mean of the first 1000 values, then exponentially weighted. 0 before the first value."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num_values = 0
+
+    def add(self, value: float) -> None:
+        """Include a value."""
+        self._num_values = min(self._num_values + 1, _MEAN_OF)
+        self.value += (value - self.value) / self._num_values
 
 
 class ShortPrefillFirst:

@@ -6,9 +6,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from .corun import CorunPolicy
-from .fcfs import FcfsPolicy
+from .keyed import FcfsPolicy, SjfPolicy
 from .policy import PolicyFacts, SchedulerPolicy
-from .sjf import SjfPolicy
 
 
 def _chameleon(facts: PolicyFacts, **options: Any) -> SchedulerPolicy:

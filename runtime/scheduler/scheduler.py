@@ -34,14 +34,13 @@ from .forecast import ArrivalForecast
 from .limits import check_pin, max_total_tokens
 from .policy import PolicyWithLimits, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
-from .queue_time import QueueTime
 from .recovery import Recovery
 from .results import ResultReader
 from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
-from .step_pace import StepPace
-from .step_times import StepTimes
+from .step_times import StepPace, StepTimes
 from .timeline import Timelines
+from .waiting_queue import QueueTime
 
 
 class Scheduler:

@@ -1,14 +1,17 @@
-"""Waiting requests by a key. The cost of reading the first ones does not grow with their number.
+"""Waiting requests: in the order of a key, in sums, and by the limit of their time in the queue.
 
-Pure.
+The cost of a step does not grow with their number. Pure.
 """
 
 import heapq
+import itertools
 from bisect import insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+from ..memory.adapter_cache import AdapterCache
 from ..plan import RequestId
-from ..request import Request
+from ..request import Request, RequestStatus
 
 # Key, id, number of the entry. Numbers are unique, so requests are never compared.
 _Entry = tuple[float, RequestId, int, Request]
@@ -84,3 +87,72 @@ class WaitingQueue:
     def _is_waiting(self, entry: _Entry) -> bool:
         """Whether the entry's request has not been removed since."""
         return self._numbers.get(entry[1]) == entry[2]
+
+
+class WaitingWork:
+    """Sums over waiting requests, preempted ones included."""
+
+    def __init__(self, cache: AdapterCache) -> None:
+        """``cache``: spares the adapters that waiting requests name."""
+        self._cache = cache
+        self.num_by_rank = Counter[int]()  # by adapter rank; 0 = the base model
+        self._tokens: dict[RequestId, int] = {}
+        self.num_tokens = 0  # to compute, without known prefixes
+
+    def add(self, request: Request) -> None:
+        """Include a request that waits from now on."""
+        self._cache.add_waiting(request.adapter_id)
+        num_tokens = request.num_known_tokens - request.found.num_known_prefix_tokens
+        self._tokens[request.request_id] = num_tokens
+        self.num_tokens += num_tokens
+        self.num_by_rank[request.adapter_rank] += 1
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that no longer waits."""
+        self._cache.remove_waiting(request.adapter_id)
+        self.num_tokens -= self._tokens.pop(request.request_id)
+        rank = request.adapter_rank
+        self.num_by_rank[rank] -= 1
+        if not self.num_by_rank[rank]:
+            del self.num_by_rank[rank]
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Assert that exactly the waiting ones of ``requests`` are counted."""
+        waiting = [one for one in requests if one.status is RequestStatus.WAITING]
+        assert self._tokens.keys() == {one.request_id for one in waiting}
+        assert self.num_tokens == sum(self._tokens.values())
+        assert self.num_by_rank == Counter(one.adapter_rank for one in waiting)
+
+
+class QueueTime:
+    """Requests that have not begun, by arrival. Preempted requests may wait without limit."""
+
+    def __init__(self, max_queue_s: float | None) -> None:
+        """``max_queue_s``: None = no limit."""
+        self._max_queue_s = max_queue_s
+        # Heap by arrival, because requests are added late if their adapters had to be read first.
+        # Requests that began or ended are removed when they reach the front.
+        self._waiting: list[tuple[float, int, Request]] = []
+        self._numbers = itertools.count()
+
+    def arrived(self, request: Request) -> None:
+        """Add ``request``, which waits since its arrival."""
+        if self._max_queue_s is not None:
+            heapq.heappush(self._waiting, (request.arrival_s, next(self._numbers), request))
+
+    def wake_at_s(self) -> float | None:
+        """Return when the next request has waited too long; None = no request, or no limit."""
+        while self._waiting and not _is_new(self._waiting[0][-1]):
+            heapq.heappop(self._waiting)
+        if self._max_queue_s is None or not self._waiting:
+            return None
+        return self._waiting[0][0] + self._max_queue_s
+
+    def take_overdue(self, now_s: float) -> Iterator[Request]:
+        """Yield each request that has waited too long, once."""
+        while (due_s := self.wake_at_s()) is not None and due_s <= now_s:
+            yield heapq.heappop(self._waiting)[-1]
+
+
+def _is_new(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING and not request.tally.num_preemptions

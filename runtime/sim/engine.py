@@ -25,8 +25,7 @@ from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from ..scheduler.predictor import HistoryPredictor, OutputPredictor
 from ..scheduler.registry import make_policy
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_pace import StepPace
-from ..scheduler.step_times import ProfiledTimes, StepTimes
+from ..scheduler.step_times import ProfiledTimes, StepPace, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed

@@ -25,7 +25,7 @@ from corun import (
     Verdict,
 )
 from corun.runtime.demo import chat_prompt, demo_adapters_path
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from demo.tasks import unseen_examples
 from support.demo_answers import ADAPTERS
 from support.overflow import make_overflowing

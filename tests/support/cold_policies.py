@@ -9,8 +9,7 @@ from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.memory.adapter_cache import AdapterCache
-from corun.runtime.memory.block_pool import BlockPool
-from corun.runtime.memory.budget import MemoryBudget
+from corun.runtime.memory.block_pool import BlockPool, MemoryBudget
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import (

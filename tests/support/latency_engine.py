@@ -38,7 +38,7 @@ from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.heartbeat import Heartbeat
 from corun.runtime.engine.messages import ModelInfo, TokenizerSpec
 from corun.runtime.plan import HostPlaceId, RequestId
-from corun.runtime.scheduler.step_pace import StepPace
+from corun.runtime.scheduler.step_times import StepPace
 from corun.runtime.sim.engine import SimulationOptions, make_simulated_scheduler
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from corun.runtime.sim.machines import Factors, SimulatedMachine, slowed

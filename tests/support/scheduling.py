@@ -19,8 +19,7 @@ from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import OutputPredictor
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
-from corun.runtime.scheduler.step_pace import StepPace
-from corun.runtime.scheduler.step_times import LearnedTimes, StepTimes
+from corun.runtime.scheduler.step_times import LearnedTimes, StepPace, StepTimes
 from support.fake_executor import FakeExecutor
 from support.fake_host import FakeHost
 

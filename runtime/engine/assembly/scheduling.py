@@ -16,8 +16,7 @@ from ...scheduler.policy import PolicyFacts
 from ...scheduler.predictor import make_predictor
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.step_pace import StepPace
-from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
+from ...scheduler.step_times import LearnedTimes, ProfiledTimes, StepPace, StepTimes
 from ..loop import OwnPolicies
 from .resources import MemoryPlan
 

@@ -26,7 +26,7 @@ from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChan
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import StepRows, WarmStarts
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts
 

@@ -30,7 +30,7 @@ from corun.runtime.frontend.inputs import BatchItem, PreparedRequest
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.frontend.request_client import RequestClient
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from support import fake_core
 from support.fake_core import BOS_ID, EOS_ID, FACTORY, MAX_MODEL_LEN, TELLING_FACTORY
 

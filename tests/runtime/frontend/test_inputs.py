@@ -21,7 +21,7 @@ from corun.runtime.frontend.inputs import (
 from corun.runtime.frontend.tokenizer import Tokenizer
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_core import MAX_MODEL_LEN, model_info

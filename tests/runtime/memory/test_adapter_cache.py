@@ -3,7 +3,7 @@ import pytest
 from corun.runtime.memory.adapter_cache import AdapterCache, AdapterState
 from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.adapter_slab import AdapterSlab
-from corun.runtime.memory.budget import MemoryBudget
+from corun.runtime.memory.block_pool import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from hypothesis import given
 

@@ -11,7 +11,7 @@ from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, StepPlan, TransferResult
 from corun.runtime.request import Request
 from corun.runtime.scheduler.events import RequestEvent
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
 from support.scheduling import (

@@ -10,8 +10,7 @@ from corun.profiles.curve import Curve
 from corun.profiles.models import MachineModel
 from corun.runtime.plan import StepPlan
 from corun.runtime.scheduler.scheduler import Scheduler
-from corun.runtime.scheduler.step_pace import StepPace
-from corun.runtime.scheduler.step_times import LearnedTimes, ProfiledTimes, StepTimes
+from corun.runtime.scheduler.step_times import LearnedTimes, ProfiledTimes, StepPace, StepTimes
 from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.engine import (
     SimulationOptions,

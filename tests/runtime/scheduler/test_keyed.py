@@ -5,7 +5,7 @@ from corun.runtime.errors import ConfigError
 from corun.runtime.memory.grant import Verdict
 from corun.runtime.request import Request
 from corun.runtime.scheduler.corun import CorunPolicy
-from corun.runtime.scheduler.overtaking import MAX_PASSED_REQUESTS
+from corun.runtime.scheduler.keyed import MAX_PASSED_REQUESTS
 from corun.runtime.scheduler.policy import SchedulerPolicy
 from corun.runtime.scheduler.registry import make_policy
 from support.policy_room import facts_for

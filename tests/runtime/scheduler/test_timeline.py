@@ -7,7 +7,7 @@ from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import PreemptionCause, RequestEvent, TimePart, TimeParts
-from corun.runtime.scheduler.fcfs import FcfsPolicy
+from corun.runtime.scheduler.keyed import FcfsPolicy
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.scheduler.timeline import Timelines, describe
 from support.scheduling import (

@@ -28,7 +28,7 @@ from itertools import islice
 from ....memory.grant import Verdict
 from ....plan import RequestId
 from ....request import Request
-from ...overtaking import MAX_PASSED_REQUESTS, Overtaking
+from ...keyed import MAX_PASSED_REQUESTS, Overtaking
 from ...policy import NO_ROOM, PolicyFacts
 from ...prefill_order import ShortPrefillFirst
 from .bypass import Bypass

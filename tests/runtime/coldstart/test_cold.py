@@ -6,12 +6,13 @@ import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.step_time import forward_s
 from corun.runtime.adapter import AdapterFacts
-from corun.runtime.coldstart.co_scheduled import co_scheduled_decodes, co_scheduled_rows
 from corun.runtime.coldstart.cold import (
     AdapterShape,
     ColdPart,
     ColdRequest,
     CoScheduledRows,
+    co_scheduled_decodes,
+    co_scheduled_rows,
     layer_times,
     warm_step_s,
 )
