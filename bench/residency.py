@@ -35,7 +35,7 @@ from corun.runtime.memory.make import MemorySizes, make_device_memory
 from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.plan import HostPlaceId, RequestId
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.policy import PolicyFacts
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler

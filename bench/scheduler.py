@@ -36,7 +36,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.policy import PolicyFacts, PolicyWithLimits
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.scheduler import Scheduler

@@ -10,7 +10,22 @@ from dataclasses import dataclass, replace
 from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
-from .split import LayerTimes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one chunk, by layer."""
+
+    assisted_s: tuple[float, ...]  # with deltas from workers, including exposed waits
+    device_s: tuple[float, ...]  # with deltas from the device, once the layer group is there
+    ready_s: tuple[float, ...]  # from the chunk's start until the layer group is there; 0 = is
+    # From the chunk's start until other rows of the step no longer hold the layer.
+    held_s: tuple[float, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.device_s)
 
 
 @dataclass(frozen=True, slots=True)

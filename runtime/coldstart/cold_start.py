@@ -12,7 +12,7 @@ from ..adapter import AdapterLayers
 from ..memory.transfers import OpenLoad, TransferTable
 from ..plan import RequestId, StepId, TransferId
 from ..request import Request
-from ..scheduler.cold import ColdChunk, StepRows
+from ..scheduler.cold import ColdChunk, ColdStarts, StepRows
 from ..scheduler.events import ColdStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import (
@@ -24,9 +24,8 @@ from .cold import (
     co_scheduled_rows,
     warm_step_s,
 )
-from .delay_tracker import DelayTracker
-from .first_tokens import FirstTokens
 from .link import FileForecast, LinkForecast, by_layer, ready_s
+from .observations import DelayTracker, FirstTokens
 from .planner import Planner
 from .predict import gains_by_waiting, plan_step
 from .strategy import AT_ONCE, Decision, LoadStrategy
@@ -34,8 +33,8 @@ from .strategy import AT_ONCE, Decision, LoadStrategy
 _MIN_CHUNK_TOKENS = 16
 
 
-class PlannedColdStarts:
-    """Implements ``scheduler.cold.ColdStarts``. Requests with unknown or failed loads wait."""
+class PlannedColdStarts(ColdStarts):
+    """Starts requests as a planner decides. Requests with unknown or failed loads wait."""
 
     def __init__(
         self,

@@ -17,11 +17,10 @@ from .grant import Grant, MemoryCommands, Need, Verdict
 from .host_cache import HostCache
 from .kv_tree import KvNode, KvTree
 from .loads import AdapterLoads, AdapterRegistrations
-from .pins import Pins
 from .prefix_cache import HostSlots, PrefixCache, TiedKv
 from .relief import MemoryRelief
 from .reload_cost import PolicyInputs
-from .room import RoomMaker
+from .room import Pins, RoomMaker
 from .swapper import KvSwapper
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
 

@@ -13,8 +13,7 @@ from .adapter_slab import room_bytes
 from .block_pool import BlockPool, MemoryBudget
 from .grant import Need, RunningRequests
 from .host_cache import HostCache
-from .pins import Pins
-from .room import RoomMaker
+from .room import Pins, RoomMaker
 from .transfers import OpenLoad, TransferTable
 
 _OWNER = "registrations"

@@ -5,10 +5,9 @@ from ..memory.device_memory import DeviceMemory
 from ..memory.grant import Grant, Need, Verdict
 from ..request import Request
 from .cold import ColdStarts
-from .config import SchedulerConfig
 from .events import SchedulerCounters, TimePart
 from .forecast import ArrivalForecast
-from .limits import blocks_for
+from .limits import SchedulerConfig, blocks_for
 from .policy import NO_ROOM, PolicyWithLimits, SchedulerPolicy
 from .running_set import RunningSet
 from .step_draft import StepDraft

@@ -1,12 +1,11 @@
 """Interface for cold starts: requests that start while their adapter is being loaded.
 
 The scheduler knows the rows of a step, and its ``ColdStarts`` predicts how long they take. Both
-read the memory's table of transfers. With ``WarmStarts`` every request waits for its adapter.
+read the memory's table of transfers.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..plan import RequestId, StepId
 from ..request import Request
@@ -35,95 +34,50 @@ class StepRows:
     cold_chunks: list[tuple[Request, ColdChunk]] = field(default_factory=list)
 
 
-class ColdStarts(Protocol):
-    """Decides when requests with a loading adapter start, and what they compute."""
+class ColdStarts:
+    """Decides when requests with a loading adapter start, and what they compute.
+
+    As it is, every request waits until its adapter is on the device. Subclasses decide otherwise.
+    """
 
     @property
     def file_bytes_per_s(self) -> float:
         """Estimated rate at which adapter files are read."""
-        ...
+        return FIRST_FILE_BYTES_PER_S
 
     def workers_changed(self, num_ready: int) -> None:
         """Set the number of CPU workers that take jobs. It is 0 until the first call."""
-        ...
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
         """Record that reading ``num_bytes`` from adapter files took ``duration_s``."""
-        ...
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Whether ``request`` starts now, while its adapter is loading."""
-        ...
+        return False
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
         """Return the next chunk of a cold running request; None = it skips this step."""
-        ...
-
-    def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Record the final rows of a step. A step without rows is not always issued."""
-        ...
-
-    def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Record that the result of a step has arrived."""
-        ...
-
-    def blocks_all_requests(self) -> bool:
-        """Whether no request may compute until a load has ended (the blocking baseline)."""
-        ...
-
-    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """Record the first token of a request. Return how it was started, if it was cold."""
-        ...
-
-    def counts(self) -> Mapping[str, int]:
-        """Return the number of cold requests by strategy."""
-        ...
-
-    def discard(self, request_id: RequestId) -> None:
-        """Drop the record of a request that has ended."""
-        ...
-
-
-class WarmStarts:
-    """Every request waits until its adapter is on the device."""
-
-    file_bytes_per_s = FIRST_FILE_BYTES_PER_S
-
-    def workers_changed(self, num_ready: int) -> None:
-        """Do nothing."""
-
-    def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """Do nothing."""
-
-    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
-        """Return False: requests wait for their adapters."""
-        return False
-
-    def next_chunk(
-        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
-    ) -> ColdChunk | None:
-        """There are no cold requests."""
         raise AssertionError("no request may start cold")
 
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
-        """Do nothing."""
+        """Record the final rows of a step. A step without rows is not always issued."""
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
-        """Do nothing."""
+        """Record that the result of a step has arrived."""
 
     def blocks_all_requests(self) -> bool:
-        """Return False: loads block no steps."""
+        """Whether no request may compute until a load has ended (the blocking baseline)."""
         return False
 
     def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
-        """There are no cold requests."""
+        """Record the first token of a request. Return how it was started, if it was cold."""
         return None
 
     def counts(self) -> Mapping[str, int]:
-        """There are no cold requests."""
+        """Return the number of cold requests by strategy."""
         return {}
 
     def discard(self, request_id: RequestId) -> None:
-        """Do nothing."""
+        """Drop the record of a request that has ended."""

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from ..request import Request, RequestStatus
 from .cold import ColdStarts
-from .config import SchedulerConfig
 from .events import PreemptionCause, SchedulerCounters
+from .limits import SchedulerConfig
 from .policy import SchedulerPolicy
 from .running_set import RunningSet
 from .step_draft import StepDraft

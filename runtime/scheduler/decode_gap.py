@@ -4,7 +4,7 @@ from ...profiles.models import MachineModel
 from ...profiles.step_time import RowCosts, pass_s, row_costs
 from ..request import Request
 from .cold import StepRows
-from .config import SchedulerConfig
+from .limits import SchedulerConfig
 from .step_times import StepPace, StepTimes
 
 _AIM = 0.9  # of the bound, because durations of steps vary

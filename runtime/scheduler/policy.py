@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..limits import MAX_QUEUES
 from ..memory.grant import Verdict
 from ..request import Request
-from .config import DEFAULT_MAX_OVERTAKING_TOKENS
+from .limits import DEFAULT_MAX_OVERTAKING_TOKENS
 from .step_times import StepTimes
 
 NO_ROOM = frozenset({Verdict.NO_KV, Verdict.NO_ADAPTER})

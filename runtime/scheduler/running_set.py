@@ -15,8 +15,7 @@ from ..memory.device_memory import DeviceMemory
 from ..memory.grant import Grant
 from ..plan import RequestId
 from ..request import Request, RequestStatus
-from .config import SchedulerConfig
-from .limits import blocks_for
+from .limits import SchedulerConfig, blocks_for
 from .timeline import Timelines
 
 

@@ -25,13 +25,12 @@ from ..plan import (
 )
 from ..request import Request, RequestStatus
 from .admission import Admission
-from .cold import ColdStarts, WarmStarts
-from .config import SchedulerConfig
+from .cold import ColdStarts
 from .continuation import Continuation
 from .decode_gap import DecodeGap
 from .events import FinishReason, RequestEvent, SchedulerCounters
 from .forecast import ArrivalForecast
-from .limits import check_pin, max_total_tokens
+from .limits import SchedulerConfig, check_pin, max_total_tokens
 from .policy import PolicyWithLimits, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
 from .recovery import Recovery
@@ -82,7 +81,7 @@ class Scheduler:
         self.timelines = Timelines(times)
         self._running = RunningSet(memory, config, self.timelines)
         self.running = self._running.requests  # a live view
-        self.cold_starts = WarmStarts() if cold_starts is None else cold_starts
+        self.cold_starts = ColdStarts() if cold_starts is None else cold_starts
         self._continuation = Continuation(
             config, policy, self._running, self.cold_starts, self.counters, self._enqueue
         )

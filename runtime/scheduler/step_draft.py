@@ -7,8 +7,8 @@ from ..memory.grant import MemoryCommands
 from ..plan import BlockUpdate, NewRequest, RequestId, StepId, StepPlan, SubBatch, SubBatchKind
 from ..request import Request
 from .cold import ColdChunk, StepRows
-from .config import SchedulerConfig
 from .decode_gap import DecodeGap
+from .limits import SchedulerConfig
 from .recovery import Recovery
 
 _Row = tuple[Request, int, int]  # tokens to compute, split layer

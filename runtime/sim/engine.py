@@ -20,7 +20,7 @@ from ..memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
 from ..memory.reload_cost import ReloadCosts
 from ..plan import AdapterId, RequestId
 from ..sampling import SamplingParams
-from ..scheduler.config import SchedulerConfig
+from ..scheduler.limits import SchedulerConfig
 from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from ..scheduler.predictor import HistoryPredictor, OutputPredictor
 from ..scheduler.registry import make_policy

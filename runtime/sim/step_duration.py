@@ -8,7 +8,7 @@ from ...profiles.step_time import RowCosts, pass_s, row_costs
 from ..adapter import AdapterFacts
 from ..coldstart.cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows, layer_times
 from ..coldstart.link import by_layer
-from ..coldstart.split import end_of
+from ..coldstart.predict import end_of
 from ..plan import SubBatch
 
 

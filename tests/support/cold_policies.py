@@ -24,7 +24,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.config import SchedulerConfig
+from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.sim.engine import SimulationOptions, simulate

@@ -3,14 +3,14 @@
 import random
 
 from corun.runtime.memory.transfers import TransferTable
-from corun.runtime.plan import RequestId, StepId, TransferId
+from corun.runtime.plan import StepId, TransferId
 from corun.runtime.request import Request
-from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from corun.runtime.scheduler.cold import ColdChunk, ColdStarts, StepRows
 
 NUM_LAYERS = 4
 
 
-class RandomColdStarts:
+class RandomColdStarts(ColdStarts):
     """Starts cold requests and cuts chunks at random; checks the calls that it gets."""
 
     file_bytes_per_s = 1e6
@@ -25,9 +25,6 @@ class RandomColdStarts:
         self._blocking_share = blocking_share
         self._is_blocking: dict[TransferId, bool] = {}  # decided when it is first seen
         self.num_started = 0
-
-    def workers_changed(self, num_ready: int) -> None:
-        pass
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
         assert num_bytes >= 0 and duration_s >= 0.0
@@ -51,21 +48,9 @@ class RandomColdStarts:
     def step_closed(self, step_id: StepId, rows: StepRows, now_s: float) -> None:
         assert sum(chunk.num_tokens for _, chunk in rows.cold_chunks) <= rows.max_cold_tokens
 
-    def step_ended(self, step_id: StepId, now_s: float) -> None:
-        pass
-
     def blocks_all_requests(self) -> bool:
         under_way = [transfer.transfer_id for transfer in self._transfers]
         for transfer_id in under_way:
             if transfer_id not in self._is_blocking:
                 self._is_blocking[transfer_id] = self._rng.random() < self._blocking_share
         return any(self._is_blocking[transfer_id] for transfer_id in under_way)
-
-    def on_first_token(self, request_id: RequestId, now_s: float) -> None:
-        return None
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def discard(self, request_id: RequestId) -> None:
-        pass

@@ -13,8 +13,8 @@ from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, Request
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts
-from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import OutputPredictor
 from corun.runtime.scheduler.registry import make_policy

@@ -11,7 +11,7 @@ from ...memory.device_memory import DeviceMemory
 from ...memory.host_cache import HostCache
 from ...memory.make import MemorySizes, make_device_memory
 from ...memory.reload_cost import ReloadCosts
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.limits import SchedulerConfig
 from ...scheduler.policy import PolicyFacts
 from ...scheduler.predictor import make_predictor
 from ...scheduler.registry import make_policy

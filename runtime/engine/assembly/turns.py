@@ -27,7 +27,7 @@ from ...memory.make import MemorySizes, make_device_memory
 from ...memory.reload_cost import ReloadCosts
 from ...plan import AdapterId, AdapterTransfer, Executor, HostPlace, Result, StepPlan
 from ...sampling import SamplingParams
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.limits import SchedulerConfig
 from ...scheduler.policy import PolicyFacts
 from ...scheduler.registry import make_policy
 from ...scheduler.scheduler import Scheduler

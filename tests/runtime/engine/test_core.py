@@ -25,7 +25,7 @@ from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChanged
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.cold import StepRows, WarmStarts
+from corun.runtime.scheduler.cold import ColdStarts, StepRows
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts
@@ -481,7 +481,7 @@ def test_what_has_changed_while_it_slept_is_known_before_the_next_step() -> None
     assert cold_starts.log[:2] == ["3 workers", "step"]
 
 
-class CountingWorkers(WarmStarts):
+class CountingWorkers(ColdStarts):
     """Records calls in order."""
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from corun.runtime.request import Request
-from corun.runtime.scheduler.cold import ColdChunk, StepRows
+from corun.runtime.scheduler.cold import ColdChunk, ColdStarts, StepRows
 from corun.runtime.scheduler.events import ColdStart
 from support.scheduling import loads_of, make_executor, make_memory, make_request, make_scheduler
 
 ADAPTER = AdapterId(7)
 
 
-class FixedColdStarts:
+class FixedColdStarts(ColdStarts):
     """Starts every cold request, in chunks of 4 tokens, with a split of 2."""
 
     file_bytes_per_s = 1e6

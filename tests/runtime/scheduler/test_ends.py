@@ -7,8 +7,8 @@ from corun.runtime.errors import ConfigError, OverloadedError, RequestError
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
 from corun.runtime.sampling import StructuredOutput
-from corun.runtime.scheduler.config import SchedulerConfig
 from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor

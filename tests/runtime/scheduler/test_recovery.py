@@ -16,7 +16,7 @@ from corun.runtime.plan import (
     SubBatchKind,
 )
 from corun.runtime.request import Request
-from corun.runtime.scheduler.cold import ColdChunk, WarmStarts
+from corun.runtime.scheduler.cold import ColdChunk, ColdStarts
 from corun.runtime.scheduler.recovery import (
     MAX_RETRIES,
     may_use_workers,
@@ -38,7 +38,7 @@ MOST_PASSES = 2 + MAX_RETRIES + 1  # of one position
 NUM_LAYERS = 4
 
 
-class Eager(WarmStarts):
+class Eager(ColdStarts):
     """Starts cold requests as a planner may: with workers, without, with the whole adapter."""
 
     def may_start(self, request: Request, *_: Any) -> bool:

@@ -1,6 +1,7 @@
 """The split layer: compared with all splits, and in the main cases."""
 
-from corun.runtime.coldstart.split import LayerTimes, choose_split, end_of
+from corun.runtime.coldstart.cold import LayerTimes
+from corun.runtime.coldstart.predict import choose_split, end_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

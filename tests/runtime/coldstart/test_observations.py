@@ -1,7 +1,7 @@
 """Measured and predicted delays of steps with cold rows."""
 
 import pytest
-from corun.runtime.coldstart.delay_tracker import DelayTracker, StallObservation
+from corun.runtime.coldstart.observations import DelayTracker, StallObservation
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import RequestId, StepId
 
