@@ -1,6 +1,6 @@
 """Transfers to and from a simulated device: files are read one by one, the link is shared.
 
-Files are read as ``coldstart.files`` assumes: one adapter after the other, each in the order of its
+Files are read as ``coldstart.link`` assumes: one adapter after the other, each in the order of its
 layers, demand loads before prefetches, which are preempted between layer groups. KV blocks share
 the link with adapters; those to the host have its other direction to themselves.
 """
