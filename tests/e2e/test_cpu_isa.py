@@ -20,7 +20,8 @@ def test_an_engine_of_its_own_process_is_held_to_a_level() -> None:
         # Kernels of this level are compiled first. Other tests are for those that are left out.
         async with AsyncEngine(
             own_process=True, device="cpu", cpu_isa=_LOWER, cpu_threads=1,
-            linear_backend="numba", attention_backend="torch", fused_kernels="off",
+            linear_backend="numba", attention_backend="torch", lora_backend="torch",
+            fused_kernels="off", decode_graphs="off",
         ) as engine:  # fmt: skip
             params = SamplingParams(temperature=0, max_tokens=32)
             text = ""

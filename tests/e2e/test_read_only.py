@@ -29,7 +29,8 @@ def test_it_starts_and_names_the_variables() -> None:
     command = ["unshare", "--mount", "sh", "-c", f'{_MOUNTED} "$0" "$@"', *corun_command()]
     # Compiled code is not stored, so less of it makes a shorter start.
     few = ["--linear-backend", "plain", "--attention-backend", "torch", "--fused-kernels", "off"]
-    with Served(*few, "--cpu-threads", "1", command=command, environment=_HOME) as served:
+    few += ["--lora-backend", "torch", "--decode-graphs", "off", "--cpu-threads", "1"]
+    with Served(*few, command=command, environment=_HOME) as served:
         with served.client() as http:
             body = {"model": "upper", "messages": [{"role": "user", "content": "hello"}]}
             answer = http.post("/v1/chat/completions", json=body | {"temperature": 0})

@@ -16,6 +16,8 @@ SERVED = Trial("one", "OneForCausalLM", (Parity.EXACT,) * 3 + (Parity.REFUSED,),
 POPULAR = """
     llama qwen3 gemma3 gpt_oss qwen3_moe qwen2_5_vl llama4 gemma4_unified qwen2_5_omni_thinker
 """.split()
+# Of text, of experts, and of text and images.
+OFTEN = ["llama", "gpt_oss", "qwen2_5_vl"]
 
 
 def test_the_table_is_between_the_marks_and_sorted() -> None:
@@ -59,8 +61,8 @@ def versions() -> None:
 
 
 @pytest.mark.usefixtures("versions")
-def test_popular_classes_are_as_the_page_says() -> None:
-    check(list(POPULAR))
+def test_some_classes_are_as_the_page_says() -> None:
+    check(OFTEN)
 
 
 @pytest.mark.full
@@ -70,4 +72,4 @@ def test_all_classes_are_as_the_page_says() -> None:
     from corun.runtime.model_trials.classes import model_classes
 
     assert trials_of(PAGE).keys() == model_classes().keys()
-    check(sorted(model_classes().keys() - set(POPULAR)))
+    check(sorted(model_classes().keys() - set(OFTEN)))
