@@ -58,6 +58,7 @@ def _make_cuda(device: torch.device, options: DeviceOptions, link: PacedLink) ->
     from .cuda_select import CudaOptions
 
     index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(index)  # this thread probes kernels, which Triton starts on it
     return open_cuda_device(CudaOptions(sync=options.sync), index=index, link=link)
 
 

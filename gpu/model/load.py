@@ -26,13 +26,22 @@ _DTYPES: Mapping[str, torch.dtype] = {
 def resolve_device(name: str) -> torch.device:
     """Turn ``--device`` into a device; "auto" takes CUDA if available.
 
-    Raises ``ConfigError`` if CUDA is configured and not available.
+    Raises ``ConfigError`` if a CUDA device is configured that is not available.
     """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"--device {name}: PyTorch sees no CUDA device here; use --device cpu"
+            )
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"--device {name}: PyTorch sees {count} CUDA devices here, numbered from 0"
+            )
+    return device
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:

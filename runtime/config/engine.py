@@ -9,6 +9,7 @@ from ..scheduler.predictor import OUTPUT_PREDICTORS
 from ..scheduler.registry import SCHEDULER_POLICIES
 from .notations import (
     check_cpu_cores,
+    check_device,
     check_lora_resolvers,
     parse_cpu_cores,
     parse_lora_modules,
@@ -19,7 +20,6 @@ from .notations import (
 from .option import check_config, option
 
 CPU_ISAS = isa.NAMES
-DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4", "w8a8")
 OFF = "off"
@@ -61,7 +61,7 @@ class EngineConfig:
         commands=_PROFILE + _CHECK,
     )
     device: str = option(
-        "auto", choices=DEVICES, help="Device that the base model runs on.", commands=_PROFILE
+        "auto", check=check_device, help="Device: auto, cpu, cuda or cuda:N.", commands=_PROFILE
     )
     dtype: str = option(
         "auto",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..limits import MAX_QUEUES
 
+_CUDA_DEVICE = re.compile(r"cuda:(0|[1-9]\d{0,2})")
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -111,6 +112,12 @@ def check_cpu_cores(text: str, flag: str) -> None:
     """Raise ``ConfigError`` unless ``text`` is auto, none or a list of CPUs."""
     if text not in ("auto", "none"):
         parse_cpu_cores(text, flag)
+
+
+def check_device(text: str, flag: str) -> None:
+    """Raise ``ConfigError`` unless ``text`` is auto, cpu, cuda, or cuda:N for one of several."""
+    if text not in ("auto", "cuda", "cpu") and _CUDA_DEVICE.fullmatch(text) is None:
+        raise ConfigError(f"{flag} is {text!r}, must be one of auto, cuda, cuda:N, cpu")
 
 
 def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:

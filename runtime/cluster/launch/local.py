@@ -188,6 +188,11 @@ def divide_this_machine(
 
     Raises ``ConfigError`` if there are too few resources.
     """
+    if engine.device.startswith("cuda:"):
+        raise ConfigError(
+            f"--device {engine.device} is for one engine, and corun cluster gives each engine its "
+            "own GPU: use --device cuda, and name the GPUs in CUDA_VISIBLE_DEVICES"
+        )
     machine = read_machine_facts()
     if num_cpus is not None:
         quota = num_cpus if machine.cpu_quota is None else min(num_cpus, machine.cpu_quota)

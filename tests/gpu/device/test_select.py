@@ -65,12 +65,15 @@ def test_cuda_is_opened_with_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
         opened.append((options, index, link.describe()))
         return "a device"
 
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(cuda, "open_cuda_device", open_cuda_device)
     options = DeviceOptions(8, 0, "host")
     made: object = make_device(torch.device("cuda", 1), options)
     assert made == "a device"
     ((asked, index, link),) = opened
     assert (asked.sync, index, link) == ("host", 1, "8 GiB/s + 0 us")
+    assert current == [1]
 
 
 def test_other_devices_have_no_streams() -> None:

@@ -12,10 +12,10 @@ import torch
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.generation import GenerationDefaults, read_generation_defaults
-from corun.gpu.model.load import load_model
+from corun.gpu.model.load import load_model, resolve_device
 from corun.gpu.model.source import ModelSource, load_config, way_to_full_weights
 from corun.gpu.model.weight_files import WeightFiles
-from corun.runtime.errors import ModelError
+from corun.runtime.errors import ConfigError, ModelError
 from safetensors.torch import load_file, save_file
 from support.architectures import make_model, save_model
 from support.peft_adapters import save_adapter
@@ -393,3 +393,16 @@ def test_damaged_generation_defaults(directory: Path, content: str) -> None:
     (directory / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json|eos_token_id"):
         defaults(directory)
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="--device cuda:0: PyTorch sees no CUDA device here"):
+        resolve_device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="--device cuda:2: PyTorch sees 2 CUDA devices here"):
+        resolve_device("cuda:2")

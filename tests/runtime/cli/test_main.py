@@ -128,7 +128,7 @@ def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
         (["serve", "--port", "http"], "--port is 'http', must be a whole number"),
         (["serve", "--port"], "--port: expected one argument"),
         (["serve", "--memory-gib", "nan"], "must be a finite number"),
-        (["serve", "--device", "gpu"], "must be one of auto, cuda, cpu"),
+        (["serve", "--device", "gpu"], "must be one of auto, cuda, cuda:N, cpu"),
         (
             ["serve", "--scheduling-policy", "fifo"],
             f"is 'fifo', must be one of {', '.join(SCHEDULER_POLICIES)}",

@@ -73,6 +73,17 @@ def test_lists_are_read(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpu_cores(text, "--cpu-cores") == cpus
 
 
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
+def test_devices_are_named_by_number(name: str) -> None:
+    assert EngineConfig(device=name).device == name
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:1,2", "cpu:0"])
+def test_other_devices_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device is '{name}', must be one of auto, cuda"):
+        EngineConfig(device=name)
+
+
 @pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1,1", "1-3,2", "-1", "1;2", "0-99999999"])
 def test_bad_lists_name_the_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="--engine-cores is"):

@@ -11,8 +11,14 @@ import psutil
 import pytest
 from corun.runtime.cluster.division import EngineShare, MachineDivision
 from corun.runtime.cluster.http.calls import make_session
+from corun.runtime.cluster.launch import local
 from corun.runtime.cluster.launch.launcher import EXITED, READY
-from corun.runtime.cluster.launch.local import LocalLauncher, engine_environment, engine_options
+from corun.runtime.cluster.launch.local import (
+    LocalLauncher,
+    divide_this_machine,
+    engine_environment,
+    engine_options,
+)
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError
@@ -135,6 +141,18 @@ def test_options_of_a_device_and_of_shared_cores() -> None:
     own = replace(engine, cpu_threads=1, host_kv_bytes="1GiB")
     found = engine_options(own, serve, share)
     assert (found["cpu-threads"], found["host-kv-bytes"]) == (1, "1GiB")
+
+
+def test_each_engine_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = (VisibleDevice("GPU-a", None), VisibleDevice("GPU-b", None))
+    monkeypatch.setattr(local, "read_cuda_devices", lambda: devices)
+    division = divide_this_machine(EngineConfig(model="m", device="cuda"), 2, unpinned=True)
+    visible = [
+        engine_environment({}, "key", share)["CUDA_VISIBLE_DEVICES"] for share in division.shares
+    ]
+    assert visible == ["GPU-a", "GPU-b"]
+    with pytest.raises(ConfigError, match="--device cuda:1 is for one engine"):
+        divide_this_machine(EngineConfig(model="m", device="cuda:1"), 2, unpinned=True)
 
 
 def test_keys_with_spaces_stay_one_key() -> None:
