@@ -128,7 +128,6 @@ class _Load:
             times=times,
             capacity_tokens=num_blocks * _BLOCK_TOKENS,
             bytes_per_token=_BLOCK_BYTES / _BLOCK_TOKENS,
-            refresh_s=_REFRESH_S,
         )
         sizes = MemorySizes(
             capacity_bytes=num_blocks * _BLOCK_BYTES,

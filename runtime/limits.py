@@ -16,7 +16,6 @@ _MIN_DEFAULT_BODY_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 64  # of the context
 MAX_BAD_WORDS = 128
 MAX_STRUCTURE_BYTES = 64 << 10  # of a schema, regex or grammar
-MAX_QUEUES = 4  # queues of a scheduling policy (--queues); K_max of Chameleon, section 4.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from ...cpu_workers.kernels.simd import isa
 from ..coldstart.strategy import LoadStrategy
-from ..memory.policies.registry import MEMORY_POLICIES
+from ..memory.policies.registry import MEMORY_POLICIES, memory_policy_maker
 from ..scheduler.predictor import OUTPUT_PREDICTORS
-from ..scheduler.registry import SCHEDULER_POLICIES
+from ..scheduler.registry import SCHEDULER_POLICIES, policy_maker
 from .notations import (
     check_cpu_cores,
     check_device,
@@ -14,8 +14,6 @@ from .notations import (
     parse_cpu_cores,
     parse_lora_modules,
     parse_num_bytes,
-    parse_queues,
-    parse_weights,
 )
 from .option import check_config, option
 
@@ -142,15 +140,11 @@ class EngineConfig:
     )  # fmt: skip
     memory_policy: str = option(
         "corun",
-        choices=tuple(MEMORY_POLICIES),
-        help="Chooses which adapters and which KV of finished requests leave the device first.",
-    )
-    memory_policy_weights: str | None = option(
-        None,
-        metavar="F,R,S",
-        help="Weights of frequency, recency and size of adapters in --memory-policy chameleon; "
-        "default: 0.45,0.10,0.45.",
-        check=parse_weights,
+        metavar="POLICY",
+        help="Chooses which adapters and which KV of finished requests leave the device first. "
+        f"One of {', '.join(MEMORY_POLICIES)}. chameleon takes weights: "
+        "chameleon:frequency=0.45,recency=0.1,size=0.45.",
+        check=memory_policy_maker,
     )
     adapter_memory_fraction: float | None = option(
         None,
@@ -187,8 +181,12 @@ class EngineConfig:
     )
     scheduling_policy: str = option(
         "corun",
-        choices=tuple(SCHEDULER_POLICIES),
-        help="Order in which requests are admitted, prompts computed and requests preempted.",
+        metavar="POLICY",
+        help="Order in which requests are admitted, prompts computed and requests preempted. "
+        f"One of {', '.join(SCHEDULER_POLICIES)}. The last three take a number of queues, from 1 "
+        "to 4, and the seconds after which queues are divided again: "
+        "chameleon:queues=4,refresh=300.",
+        check=policy_maker,
     )
     output_predictor: str = option(
         "history",
@@ -201,17 +199,6 @@ class EngineConfig:
         None, above=0, maximum=86400,
         help="Target time to first token, in seconds; default: 5 times that of an idle engine.",
     )  # fmt: skip
-    refresh_s: float = option(
-        300.0, above=0, maximum=86400,
-        help="Seconds after which policies with several queues recompute their boundaries.",
-    )  # fmt: skip
-    queues: str = option(
-        "auto",
-        metavar="QUEUES",
-        help="Number of queues, for scheduling policies with several: fixed:K with K from 1 to 4, "
-        "or auto = chosen from the sizes of requests.",
-        check=parse_queues,
-    )
     prefetch_requests: int = option(
         16,
         minimum=0,

@@ -46,8 +46,8 @@ _SERVE_GROUPS = (
         "Scheduling",
         ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"),
         (
-            "max_queue_s", "max_decode_gap_s", "slo_ttft_s", "scheduling_policy", "refresh_s",
-            "queues", "output_predictor", "growth_headroom",
+            "max_queue_s", "max_decode_gap_s", "slo_ttft_s", "scheduling_policy",
+            "output_predictor", "growth_headroom",
         ),
     ),
     OptionGroup(
@@ -55,7 +55,7 @@ _SERVE_GROUPS = (
         ("memory_gib", "host_adapter_bytes"),
         (
             "memory_fraction", "host_kv_bytes", "prefix_cache", "adapter_memory_fraction",
-            "memory_policy", "memory_policy_weights", "block_size",
+            "memory_policy", "block_size",
         ),
     ),
     OptionGroup(

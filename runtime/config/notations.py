@@ -4,19 +4,16 @@ Every error names the flag or other source of the value.
 """
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..limits import MAX_QUEUES
 
 _CUDA_DEVICE = re.compile(r"cuda:(0|[1-9]\d{0,2})")
 _CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_CPU = 2**16
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_FIXED_QUEUES = re.compile(rf"fixed:([1-{MAX_QUEUES}])")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -169,27 +166,3 @@ def parse_num_bytes(text: str, flag: str) -> int:
     if num_bytes != int(num_bytes):
         raise ConfigError(f"{flag} is {text!r}, which is not a whole number of bytes")
     return int(num_bytes)
-
-
-def parse_queues(text: str, flag: str) -> int | None:
-    """Return K of ``fixed:K``, or None for ``auto``. Raises ``ConfigError`` that names ``flag``."""
-    if text == "auto":
-        return None
-    match = _FIXED_QUEUES.fullmatch(text)
-    if match is None:
-        wanted = f"auto, or fixed:K with K from 1 to {MAX_QUEUES}"
-        raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
-    return int(match[1])
-
-
-def parse_weights(text: str, flag: str) -> tuple[float, float, float]:
-    """Return three numbers of at least 0. Raises ``ConfigError`` that names ``flag``."""
-    try:
-        first, second, third = (float(part) for part in text.split(","))
-    except ValueError:
-        first = second = third = -1.0
-    weights = first, second, third
-    if not all(0.0 <= weight < math.inf for weight in weights) or not sum(weights):
-        wanted = "three numbers of at least 0 that are not all 0, such as 0.45,0.10,0.45"
-        raise ConfigError(f"{flag} is {text!r}, must be {wanted}")
-    return weights

@@ -1,8 +1,8 @@
 """Options as dataclass fields with help, choices, range and commands.
 
 Command-line flags, YAML keys, checks and the option table of the docs are derived from the
-fields. Knows nothing of argparse, YAML or any single option. Checks are pure and do not look at
-files. Every message names the option, its value and the limit.
+fields. Knows nothing of argparse, YAML or any single option, except those that are gone. Checks
+are pure and do not look at files. Every message names the option, its value and the limit.
 """
 
 import dataclasses
@@ -18,6 +18,12 @@ from ..errors import ConfigError
 from ..near_names import near_names
 
 _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+# Options of earlier releases, by key, and what replaces them.
+_GONE = {
+    "queues": "--scheduling-policy chameleon:queues=K",
+    "refresh-s": "--scheduling-policy chameleon:refresh=SECONDS",
+    "memory-policy-weights": "--memory-policy chameleon:frequency=F,recency=R,size=S",
+}
 # Takes a value and its flag or key, which a ``ConfigError`` for a wrong value names.
 CheckValue = Callable[[Any, str], object]
 
@@ -184,8 +190,15 @@ def parse_text(spec: OptionSpec, text: str, *, label: str) -> Any:
         raise ConfigError(f"{label} is {text!r}, must be {kind}") from None
 
 
+def replacement(word: str) -> str | None:
+    """Return what replaces an option that is gone, by its flag, key or variable; else None."""
+    return _GONE.get(word.removeprefix("--").lower().replace("_", "-"))
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean …?)"`` with the nearest known words, or an empty text."""
+    """Return what replaces ``word``, or ``" (did you mean …?)"`` with the nearest known words."""
+    if (instead := replacement(word)) is not None:
+        return f", which is gone: give {instead}"
     return near_names(word, known, " (did you mean {}?)", show=str, most=2)
 
 

@@ -9,7 +9,7 @@ from .option import OptionSpec, check_config, option
 _OF_ENGINE = frozenset({
     "max_num_batched_tokens", "max_num_seqs", "block_size", "memory_gib", "memory_fraction",
     "memory_policy", "adapter_memory_fraction", "host_adapter_bytes", "host_kv_bytes",
-    "prefix_cache", "scheduling_policy", "output_predictor", "slo_ttft_s", "refresh_s", "queues",
+    "prefix_cache", "scheduling_policy", "output_predictor", "slo_ttft_s",
     "growth_headroom", "max_decode_gap_s", "profile", "load_strategy", "link_gib_per_s",
     "link_latency_us",
 })  # fmt: skip

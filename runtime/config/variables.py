@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..near_names import near_names
-from .option import OptionSpec, check_value, parse_text
+from .option import OptionSpec, check_value, parse_text, replacement
 
 PREFIX = "CORUN_"
 _SWITCH = {
@@ -29,8 +29,8 @@ def read_variables(
 ) -> dict[str, Any]:  # fmt: skip
     """Return {field name: checked value} of the options in ``environment``.
 
-    Raises ``ConfigError`` for a value that is empty, out of range or of the wrong type. A variable
-    that is almost named like an option is logged.
+    Raises ``ConfigError`` for a value that is empty, out of range or of the wrong type, and for an
+    option that is gone. A variable that is almost named like an option is logged.
     """
     by_variable = {PREFIX + spec.name.upper(): spec for spec in specs}
     values = {}
@@ -39,6 +39,8 @@ def read_variables(
         if spec is not None:
             values[spec.name] = check_value(spec, _parsed(spec, text, variable), label=variable)
         elif variable.startswith(PREFIX):
+            if (instead := replacement(variable.removeprefix(PREFIX))) is not None:
+                raise ConfigError(f"{variable} is gone: give {instead}")
             hint = near_names(variable, by_variable, "{}", show=str, most=1, cutoff=_NEAR)
             if hint:
                 _logger.warning(

@@ -44,11 +44,11 @@ def adapter_share(asked: float | None) -> float:
 def make_device_memory(
     sizes: MemorySizes, policy: str | MakeMemoryPolicy, costs: ReloadCosts,
     host: HostCache | None = None, transfers: TransferTable | None = None,
-    *, weights: tuple[float, float, float] | None = None, keeps_prefixes: bool = True,
+    *, keeps_prefixes: bool = True,
 ) -> DeviceMemory:  # fmt: skip
     """Return a memory ranked by ``policy``, which is a name or a function that makes a policy.
 
-    ``weights``: see ``MemoryFacts``. ``keeps_prefixes``: whether later requests can use KV.
+    ``keeps_prefixes``: whether later requests can use KV.
 
     Raises ``ConfigError`` if the policy is unknown, or if ``adapter_share`` is set for a policy
     that does not split memory, and ``ResourceError`` if a part is too small for one request.
@@ -56,7 +56,7 @@ def make_device_memory(
     inputs = PolicyInputs(costs)
     facts = MemoryFacts(
         reload_cost_s=costs, mean_batch_size=inputs.batch_size, kv_reuse_share=inputs.kv_reuse,
-        num_blocks=sizes.num_blocks, weights=weights,
+        num_blocks=sizes.num_blocks,
     )  # fmt: skip
     ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
     slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks

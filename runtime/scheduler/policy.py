@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
-from ..limits import MAX_QUEUES
 from ..memory.grant import Verdict
 from ..request import Request
 from .limits import DEFAULT_MAX_OVERTAKING_TOKENS
@@ -27,15 +26,9 @@ class PolicyFacts:
     capacity_tokens: int  # KV that fits into the memory of KV and adapters
     bytes_per_token: float  # of KV
     slo_ttft_s: float | None = None  # None = 5 times the first token of an idle engine
-    refresh_s: float = 300.0  # interval between divisions of the queues
-    num_queues: int | None = None  # None = chosen by the sizes of requests
     max_overtaking_tokens: int = DEFAULT_MAX_OVERTAKING_TOKENS
 
     def __post_init__(self) -> None:
-        if self.num_queues is not None and not 1 <= self.num_queues <= MAX_QUEUES:
-            raise ConfigError(f"--queues is {self.num_queues}, must be from 1 to {MAX_QUEUES}")
-        if not self.refresh_s > 0:
-            raise ConfigError(f"--refresh-s is {self.refresh_s:g}, must be above 0")
         if self.slo_ttft_s is not None and not self.slo_ttft_s > 0:
             raise ConfigError(f"--slo-ttft-s is {self.slo_ttft_s:g}, must be above 0")
 

@@ -14,7 +14,7 @@ from ..cluster.policy.placement.registry import check_placement
 from ..cluster.policy.registry import check_router
 from ..coldstart.strategy import LoadStrategy
 from ..config.engine import EngineConfig
-from ..config.notations import parse_num_bytes, parse_queues
+from ..config.notations import parse_num_bytes
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError
 from ..near_names import near_names
@@ -82,8 +82,6 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         scheduling_policy=config.scheduling_policy,
         make_predictor=lambda _: make_predictor(config.output_predictor),
         slo_ttft_s=config.slo_ttft_s,
-        refresh_s=config.refresh_s,
-        num_queues=parse_queues(config.queues, "--queues"),
         growth_headroom=config.growth_headroom,
         max_decode_gap_s=config.max_decode_gap_s,
         memory_policy=config.memory_policy,

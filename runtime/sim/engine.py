@@ -45,8 +45,6 @@ class SimulationOptions:
         HistoryPredictor()
     )
     slo_ttft_s: float | None = None
-    refresh_s: float = 300.0
-    num_queues: int | None = None
     growth_headroom: float = 0.01
     max_decode_gap_s: float | None = None  # None = the engine's default
     max_steps_in_flight: int = 1
@@ -280,8 +278,6 @@ def _policy(
         capacity_tokens=machine.num_blocks * machine.block_size,
         bytes_per_token=machine.kv_bytes_per_token,
         slo_ttft_s=options.slo_ttft_s,
-        refresh_s=options.refresh_s,
-        num_queues=options.num_queues,
     )
     policy = options.scheduling_policy
     return make_policy(policy, facts) if isinstance(policy, str) else policy(facts)

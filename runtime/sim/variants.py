@@ -2,15 +2,15 @@
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.engine import EngineConfig
-from ..config.option import OptionSpec, check_value, option_specs, parse_text
+from ..config.option import OptionSpec, check_value, option_specs, parse_text, suggestion
 from ..config.simulate import SimulateConfig, takes
 from ..errors import ConfigError
-from ..near_names import near_names
 from .workload_spec import WorkloadSpec
 
 MAX_RUNS = 1000
@@ -92,14 +92,16 @@ def _axis(text: str) -> tuple[OptionSpec, list[Any]]:
     }
     spec = specs.get(key.removeprefix("--").replace("_", "-"))
     if spec is None:
-        near = near_names(key, specs, " (do you mean {}?)")
+        near = suggestion(key, specs)
         raise ConfigError(f"--compare {text}: there is no option {key!r} to compare{near}")
-    if not equals or not all(part.strip() for part in listed.split(",")):
+    # Options of a policy, such as ``chameleon:queues=2,refresh=60``, belong to its name.
+    values = re.split(r",(?![\w-]+=)", listed)
+    if not equals or not all(part.strip() for part in values):
         raise ConfigError(f"--compare is {text!r}, expected OPTION=A,B")
     label = f"--compare {spec.key}"
     return spec, [
         check_value(spec, parse_text(spec, part.strip(), label=label), label=label)
-        for part in listed.split(",")
+        for part in values
     ]
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ....profiles.models import MachineModel
 from ...config.engine import EngineConfig
-from ...config.notations import parse_queues, parse_weights
 from ...memory.device_memory import DeviceMemory
 from ...memory.host_cache import HostCache
 from ...memory.make import MemorySizes, make_device_memory
@@ -67,8 +66,6 @@ def make_scheduler(
         capacity_tokens=plan.capacity_bytes * config.block_size // block_bytes,
         bytes_per_token=block_bytes / config.block_size,
         slo_ttft_s=config.slo_ttft_s,
-        refresh_s=config.refresh_s,
-        num_queues=parse_queues(config.queues, "--queues"),
     )
     policy = (own.scheduling or partial(make_policy, config.scheduling_policy))(facts)
     return Scheduler(
@@ -84,7 +81,6 @@ def _make_memory(
 ) -> DeviceMemory:  # fmt: skip
     link = None if coexecution is None else coexecution.profile.model.link
     is_assisted = coexecution is not None and coexecution.pool is not None
-    weights = config.memory_policy_weights
     sizes = MemorySizes(
         capacity_bytes=plan.capacity_bytes,
         num_blocks=plan.num_blocks,
@@ -104,7 +100,6 @@ def _make_memory(
         ),
         host,
         None if coexecution is None else coexecution.cold_starts.transfers,
-        weights=None if weights is None else parse_weights(weights, "--memory-policy-weights"),
         keeps_prefixes=config.prefix_cache == "on",
     )
 

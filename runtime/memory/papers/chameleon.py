@@ -1,16 +1,18 @@
 """Chameleon's score of adapters: frequency, recency and size (section 4.1). Pure."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..policies.facts import MemoryRules
+from ...errors import ConfigError
+from ...policy_text import check_options
+from ..policies.facts import MemoryFacts, MemoryRules
 from ..policies.lru import LruPolicy
 from ..policies.policy import MemoryItem
 from .item_table import ItemTable
 
-PRINTED_WEIGHTS = (0.45, 0.10, 0.45)
+_PRINTED_WEIGHTS = {"frequency": 0.45, "recency": 0.10, "size": 0.45}
 _WINDOW_S = 300.0  # the paper's "specific time frame"; here the interval of its refreshes
 
 
@@ -24,7 +26,9 @@ class ChameleonMemoryPolicy:
     """
 
     def __init__(
-        self, weights: tuple[float, float, float] = PRINTED_WEIGHTS, window_s: float = _WINDOW_S
+        self,
+        weights: Sequence[float] = tuple(_PRINTED_WEIGHTS.values()),
+        window_s: float = _WINDOW_S,
     ) -> None:
         """``weights``: of frequency, recency and size."""
         self.rules = MemoryRules()
@@ -114,3 +118,18 @@ class ChameleonMemoryPolicy:
         columns = self._adapters.columns
         if not columns["visits"][row] and not columns["is_resident"][row]:
             self._adapters.drop(item)
+
+
+def chameleon_maker(
+    options: Mapping[str, float], flag: str
+) -> Callable[[MemoryFacts], ChameleonMemoryPolicy]:
+    """Return what makes the policy with the weights ``frequency``, ``recency`` and ``size``.
+
+    Raises ``ConfigError`` that names ``flag``.
+    """
+    check_options("chameleon", options, _PRINTED_WEIGHTS, flag)
+    weights = tuple({**_PRINTED_WEIGHTS, **options}.values())
+    if min(weights) < 0.0 or not sum(weights):
+        wanted = "weights must be at least 0, and not all 0"
+        raise ConfigError(f"{flag} chameleon has the weights {weights}; {wanted}")
+    return lambda _: ChameleonMemoryPolicy(weights)

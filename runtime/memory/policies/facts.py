@@ -15,8 +15,6 @@ class MemoryFacts:
     mean_batch_size: Callable[[], float]  # running requests, over the last 5 seconds
     kv_reuse_share: Callable[[], float]  # share of recent blocks that are found again; 0 to 1
     num_blocks: int  # of the pool, for policies that do not split memory
-    # Of frequency, recency and size of adapters, for ``chameleon``; None = the paper's.
-    weights: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

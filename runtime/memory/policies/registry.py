@@ -1,58 +1,49 @@
 """Memory policies by name."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
-from ...errors import ConfigError
+from ...policy_text import check_options, parse_policy
 from .corun import CorunMemoryPolicy
-from .facts import MemoryFacts, MemoryRules, RankingPolicy
+from .facts import MemoryFacts, RankingPolicy
 from .lru import LruPolicy
 
-
-def _chameleon(facts: MemoryFacts) -> RankingPolicy:
-    """Import the paper on use, as for all of ``papers``."""
-    from ..papers.chameleon import PRINTED_WEIGHTS, ChameleonMemoryPolicy
-
-    return ChameleonMemoryPolicy(facts.weights or PRINTED_WEIGHTS)
-
-
-def _libra(facts: MemoryFacts) -> RankingPolicy:
-    from ..papers.libra import make_libra
-
-    return make_libra(facts)
-
-
-def _rules_of(baseline: str) -> MemoryRules:
-    from ..papers.baselines import BASELINES
-
-    return BASELINES[baseline]
-
-
-def _baseline(name: str, _: MemoryFacts) -> RankingPolicy:
-    return LruPolicy(_rules_of(name))
-
-
-_BASELINES = ("static-split", "discard-idle", "slora")
-
-MEMORY_POLICIES: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
+_CORE: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
     "corun": CorunMemoryPolicy,
     "lru": lambda _: LruPolicy(),
-    "chameleon": _chameleon,
-    "libra": _libra,
-    **{name: partial(_baseline, name) for name in _BASELINES},
 }
+_SPLITS = "static-split"
+MEMORY_POLICIES = (*_CORE, "chameleon", "libra", _SPLITS, "discard-idle", "slora")
 
 
-def splits_memory(name: str) -> bool:
+def memory_policy_maker(
+    text: str, flag: str = "--memory-policy"
+) -> Callable[[MemoryFacts], RankingPolicy]:
+    """Return what makes the policy of ``text``: NAME or NAME:KEY=NUMBER,KEY=NUMBER.
+
+    Raises ``ConfigError`` that names ``flag`` for an unknown name or a wrong option.
+    """
+    name, options = parse_policy(text, MEMORY_POLICIES, flag)
+    if name == "chameleon":
+        from ..papers.chameleon import chameleon_maker
+
+        return chameleon_maker(options, flag)
+    check_options(name, options, (), flag)
+    if name in _CORE:
+        return _CORE[name]
+    if name == "libra":
+        from ..papers.libra import make_libra
+
+        return make_libra
+    from ..papers.baselines import BASELINES
+
+    return lambda _: LruPolicy(BASELINES[name])
+
+
+def splits_memory(text: str) -> bool:
     """Whether the policy of this name divides memory between blocks and adapters."""
-    return name in _BASELINES and _rules_of(name).is_split
+    return text == _SPLITS
 
 
-def make_memory_policy(name: str, facts: MemoryFacts) -> RankingPolicy:
-    """Return a new policy. Raises ``ConfigError`` for an unknown name."""
-    try:
-        make = MEMORY_POLICIES[name]
-    except KeyError:
-        known = ", ".join(MEMORY_POLICIES)
-        raise ConfigError(f"--memory-policy is {name!r}, must be one of: {known}") from None
-    return make(facts)
+def make_memory_policy(text: str, facts: MemoryFacts) -> RankingPolicy:
+    """Return a new policy. Raises what ``memory_policy_maker`` raises."""
+    return memory_policy_maker(text)(facts)

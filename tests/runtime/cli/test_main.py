@@ -103,17 +103,16 @@ def test_a_model_of_the_environment_leaves_all_values_to_the_keys(
 def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
-        "scheduling-policy: fcfs\noutput-predictor: limit\nslo-ttft-s: 2\nrefresh-s: 30\n"
-        "queues: fixed:3\nprefetch-requests: 0\ngrowth-headroom: 0.05\n"
+        "scheduling-policy: fcfs\noutput-predictor: limit\nslo-ttft-s: 2\n"
+        "prefetch-requests: 0\ngrowth-headroom: 0.05\n"
     )
-    engine, _ = _configs("m", "--config", str(file), "--queues", "fixed:2")
+    policy = "chameleon:queues=2,refresh=30"
+    engine, _ = _configs("m", "--config", str(file), "--scheduling-policy", policy)
     assert engine == EngineConfig(
         model="m",
-        scheduling_policy="fcfs",
+        scheduling_policy=policy,
         output_predictor="limit",
         slo_ttft_s=2.0,
-        refresh_s=30.0,
-        queues="fixed:2",
         prefetch_requests=0,
         growth_headroom=0.05,
     )
@@ -131,15 +130,26 @@ def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
         (["serve", "--device", "gpu"], "must be one of auto, cuda, cuda:N, cpu"),
         (
             ["serve", "--scheduling-policy", "fifo"],
-            f"is 'fifo', must be one of {', '.join(SCHEDULER_POLICIES)}",
+            f"is 'fifo', must be one of: {', '.join(SCHEDULER_POLICIES)}",
         ),
         (
             ["serve", "--output-predictor", "bert"],
             "--output-predictor is 'bert', must be one of history, limit",
         ),
-        (["serve", "--queues", "fixed:5"], "--queues is 'fixed:5', must be auto, or fixed:K with"),
+        (
+            ["serve", "--queues", "fixed:4"],
+            "option --queues, which is gone: give --scheduling-policy chameleon:queues=K",
+        ),
+        (["plan", "--refresh-s=60"], "give --scheduling-policy chameleon:refresh=SECONDS"),
+        (["serve", "--memory-policy-weights", "1,1,1"], "give --memory-policy chameleon:frequency"),
+        (
+            ["serve", "--scheduling-policy", "chameleon:queues=5"],
+            "--scheduling-policy chameleon has queues=5, must be a whole number from 1 to 4",
+        ),
+        (["serve", "--scheduling-policy", "chameleon:refresh=0"], "refresh=0, must be above 0"),
+        (["serve", "--scheduling-policy", "corun:queues=2"], "corun has no option 'queues'"),
+        (["serve", "--scheduling-policy", "chameleon:queues"], "expected chameleon:KEY=NUMBER"),
         (["serve", "--slo-ttft-s", "0"], "--slo-ttft-s is 0.0, must be more than 0"),
-        (["serve", "--refresh-s", "-1"], "--refresh-s is -1.0, must be more than 0"),
         (["serve", "--prefetch-requests", "-1"], "--prefetch-requests is -1, must be at least 0"),
         (["serve", "--growth-headroom", "0.6"], "--growth-headroom is 0.6, must be at most 0.5"),
         (["serve", "--lora-dir", "/no/such"], "--lora-dir /no/such: no such directory"),

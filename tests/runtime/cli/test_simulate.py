@@ -12,9 +12,12 @@ import pytest
 from corun.profiles.profile import save_profile
 from corun.runtime.cli.main import main
 from corun.runtime.cluster.settings import read_operating_points
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.simulate import SimulateConfig
 from corun.runtime.errors import ConfigError
 from corun.runtime.sim import operating_capacity, pictures
 from corun.runtime.sim.pictures import SHARES, FirstTokenCurve
+from corun.runtime.sim.variants import variants_of
 from support.profiles import PROFILE
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -233,6 +236,16 @@ def test_a_recipe_knows_its_machine(
     save_profile(PROFILE, tmp_path / "corun" / "profiles" / "one.json")
     assert main(["simulate", "--workload", "S1", *few]) == 2
     assert "the profile of cpu (A CPU)" in capsys.readouterr().err
+
+
+def test_options_of_a_policy_belong_to_its_name() -> None:
+    compare = ("scheduling-policy=corun,chameleon:queues=2,refresh=60,sjf",)
+    variants = variants_of(EngineConfig(), SimulateConfig(compare=compare))
+    assert [one.engine.scheduling_policy for one in variants] == [
+        "corun", "chameleon:queues=2,refresh=60", "sjf",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="'queues' to compare, which is gone: give --scheduling"):
+        variants_of(EngineConfig(), SimulateConfig(compare=("queues=fixed:1,fixed:2",)))
 
 
 def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,6 @@ from corun.runtime.config.notations import (
     parse_cpu_cores,
     parse_lora_modules,
     parse_num_bytes,
-    parse_queues,
-    parse_weights,
 )
 from corun.runtime.errors import ConfigError
 from hypothesis import given
@@ -93,28 +91,3 @@ def test_bad_lists_name_the_flag(text: str) -> None:
 @given(st.sets(st.integers(0, 40), min_size=1))
 def test_lists_are_written_as_they_are_read(cpus: set[int]) -> None:
     assert parse_cpu_cores(format_cpus(tuple(cpus)), "x") == tuple(sorted(cpus))
-
-
-@pytest.mark.parametrize(("text", "number"), [("auto", None), ("fixed:1", 1), ("fixed:4", 4)])
-def test_numbers_of_queues(text: str, number: int | None) -> None:
-    assert parse_queues(text, "--queues") == number
-
-
-@pytest.mark.parametrize(
-    "text", ["", "4", "fixed", "fixed:", "fixed:0", "fixed:5", "fixed:x", "Auto"]
-)
-def test_what_is_no_number_of_queues(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--x is .* fixed:K with K from 1 to 4"):
-        parse_queues(text, "--x")
-
-
-def test_weights() -> None:
-    assert parse_weights("0.45,0.10, 0.45", "--x") == (0.45, 0.1, 0.45)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1,2", "1,2,3,4", "1,2,x", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1"]
-)
-def test_what_are_no_weights(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--x is '{text}', must be three numbers"):
-        parse_weights(text, "--x")

@@ -40,6 +40,7 @@ def test_values(name: str, text: str, value: Any) -> None:
         ("PORT", "65536", "CORUN_PORT is 65536, must be at most 65535"),
         ("API_KEY", "", "CORUN_API_KEY is empty"),
         ("HOST", " ", "CORUN_HOST is empty"),
+        ("QUEUES", "fixed:2", "CORUN_QUEUES is gone: give --scheduling-policy chameleon:queues=K"),
         ("API_KEY", "'a", "CORUN_API_KEY .*No closing quotation"),
         (
             "TRUST_REMOTE_CODE",

@@ -55,5 +55,15 @@ def test_a_policy_may_be_an_object() -> None:
 
 
 def test_weights_are_those_of_chameleon() -> None:
-    memory = make_device_memory(SIZES, "chameleon", COSTS, weights=(0.0, 1.0, 0.0))
+    memory = make_device_memory(SIZES, "chameleon:frequency=0,recency=1,size=0", COSTS)
     assert vars(memory.cache.policy)["_weights"] == (0.0, 1.0, 0.0)
+    for options, message in [
+        ("age=1", "chameleon has no option 'age'; its options are frequency, recency, size"),
+        ("size=-1", "weights must be at least 0, and not all 0"),
+        ("frequency=0,recency=0,size=0", "weights must be at least 0, and not all 0"),
+        ("size=nan", "expected chameleon:KEY=NUMBER,KEY=NUMBER with each key once"),
+    ]:
+        with pytest.raises(ConfigError, match=f"--memory-policy.*{message}"):
+            make_device_memory(SIZES, f"chameleon:{options}", COSTS)
+    with pytest.raises(ConfigError, match="--memory-policy: lru has no option 'size'; it has no"):
+        make_device_memory(SIZES, "lru:size=1", COSTS)

@@ -42,16 +42,20 @@ UNBOUNDED = {"chameleon-paper"}
 every_policy = pytest.mark.parametrize("name", NAMES)
 
 
-def make_room(name: str, *, num_seqs: int = 16, **options: Any) -> PolicyRoom:
+def make_room(
+    name: str, *, num_seqs: int = 16, refresh_s: float = 20.0, queues: int | None = None,
+    **options: Any,
+) -> PolicyRoom:  # fmt: skip
     facts = facts_for(
         **{
             "capacity_tokens": CAPACITY_TOKENS,
             "max_overtaking_tokens": MAX_OVERTAKING_TOKENS,
             "slo_ttft_s": SLO_TTFT_S,
-            "refresh_s": 20.0,
             **options,
         }
     )
+    if name.startswith(("chameleon", "output")):
+        name += f":refresh={refresh_s}" + (f",queues={queues}" if queues else "")
     policy = make_policy(name, facts)
     room = PolicyRoom(policy, facts, max_num_seqs=num_seqs)
     if isinstance(policy, ChameleonPolicy):
@@ -89,7 +93,7 @@ class Source:
 
 def live_through(name: str, seed: int) -> list[tuple[int, int]]:
     """Run random actions, then end all requests. Return the admissions and their times."""
-    room = make_room(name, num_seqs=seed % 7 + 2, num_queues=(None, 1, 2, 4)[seed % 4])
+    room = make_room(name, num_seqs=seed % 7 + 2, queues=(None, 1, 2, 4)[seed % 4])
     source = Source(room, seed)
     rng = source.rng
     for _ in range(110):

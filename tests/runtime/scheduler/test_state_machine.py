@@ -119,12 +119,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if host_pages is not None:
             is_host_shared &= slab_bytes is None
             host = HostCache(host_pages * PAGESIZE, is_device_memory=is_host_shared)
+        has_queues = self.policy.startswith(("chameleon", "output"))
         self.made_policy = make_policy(
-            self.policy,
+            self.policy + f":refresh={REFRESH_S}" * has_queues,
             policy_facts(
                 max_overtaking_tokens=max_overtaking_tokens,
                 capacity_tokens=capacity_bytes * BLOCK_SIZE // BLOCK_BYTES,
-                refresh_s=REFRESH_S,
             ),
         )
         memory = make_memory(

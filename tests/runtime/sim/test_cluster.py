@@ -70,7 +70,7 @@ def by_adapter(facts: RouterFacts) -> Router:
     ("machine", "name", "rate_rps", "policy"),
     [
         ("a40-llama7b", "S1", 1.5, "fcfs"),
-        ("a40-llama8b-workers", "S1", 1.5, "chameleon"),
+        ("a40-llama8b-workers", "S1", 1.5, "chameleon:refresh=10"),
         ("tp4-llama7b-padded", "prod50", 8.0, "corun"),
     ],
 )
@@ -79,7 +79,7 @@ def test_one_server_gives_what_a_replay_gives(
 ) -> None:
     requests = make_workload(name, rate_rps=rate_rps, num_requests=60, seed=3, traces=None)
     options = SimulationOptions(
-        scheduling_policy=policy, prefix_cache=True, host_adapter_bytes=6 * 2**30, refresh_s=10.0,
+        scheduling_policy=policy, prefix_cache=True, host_adapter_bytes=6 * 2**30,
         slo_ttft_s=4.0,
     )  # fmt: skip
     spec = ClusterSpec(servers=(LIFE,), router="random")

@@ -32,6 +32,7 @@ from corun.runtime.sim.workloads import Workload, draw_workload
 _FILE = Path(__file__).with_name("kept_runs.json")
 _Kept = dict[str, Any]
 _PADDED = "tp4-llama7b-padded"
+_OF_QUEUES = ("chameleon", "chameleon-paper", "output-only")
 _SERVERS = (ServerLife(),) * 3
 _CAPACITY = ((8, 6000.0), (32, 4800.0), (128, 2800.0))
 
@@ -89,13 +90,15 @@ def _runs() -> Mapping[str, Callable[[], _Kept]]:
     crowded = partial(
         _one, "a40-llama8b-workers", _drawn("zipf", 30.0, 110, lengths=lengths), memory_gib=2.0
     )
-    of_queues = {"refresh_s": 1.0, "slo_ttft_s": 1.0}
+    policies = [f"{name}:refresh=1" if name in _OF_QUEUES else name for name in SCHEDULER_POLICIES]
     scheduling = {
-        f"scheduling {name}": partial(crowded, scheduling_policy=name, **of_queues)
-        for name in SCHEDULER_POLICIES
+        f"scheduling {name.partition(':')[0]}": partial(
+            crowded, scheduling_policy=name, slo_ttft_s=1.0
+        )
+        for name in policies
     } | {
         "scheduling chameleon with two queues": partial(
-            crowded, scheduling_policy="chameleon", num_queues=2, **of_queues
+            crowded, scheduling_policy="chameleon:queues=2,refresh=1", slo_ttft_s=1.0
         )
     }
     follow_ups = SessionSpec(follow_up_share=0.6, min_gap_s=0.5)

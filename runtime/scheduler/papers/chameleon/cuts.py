@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....limits import MAX_QUEUES
 from ....request import Request
 from .kmeans import Floats, clusterings, elbow
 from .quotas import QueueLoad, Quotas, assign_quotas
 from .recent import Column
 
+MAX_QUEUES = 4  # K_max
 _SLOWDOWN = 5.0  # SLO over the time on an idle engine
 _MAX_SLOWDOWN = 3.0  # D over the time on an idle engine
 _MIN_ENDS = 50

@@ -21,23 +21,28 @@ Source: Chameleon, section 4.2 and algorithm 1.
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from typing import Any
 
+from ....errors import ConfigError
 from ....memory.grant import Verdict
 from ....plan import RequestId
+from ....policy_text import check_options
 from ....request import Request
 from ...keyed import MAX_PASSED_REQUESTS, Overtaking
 from ...policy import NO_ROOM, PolicyFacts
 from ...prefill_order import ShortPrefillFirst
 from .bypass import Bypass
-from .cuts import PAPER_WEIGHTS, QueueCutter, SizeWeights
+from .cuts import MAX_QUEUES, OUTPUT_ONLY_WEIGHTS, PAPER_WEIGHTS, QueueCutter, SizeWeights
 from .holdings import Holdings
 from .recent import RecentRequests
 from .size_queues import SizeQueues
 
 _FIRST_REFRESH_REQUESTS = 64
+_REFRESH_S = 300.0
 _OUTPUT_SHARE = 0.5  # of the predicted output is charged: running requests are halfway on average
 
 
@@ -74,13 +79,24 @@ class ChameleonPolicy:
         facts: PolicyFacts,
         weights: SizeWeights = PAPER_WEIGHTS,
         *,
+        num_queues: int | None = None,
+        refresh_s: float = _REFRESH_S,
         is_as_printed: bool = False,
     ) -> None:
-        self._refresh_s = facts.refresh_s
+        """Start with one queue.
+
+        Args:
+            facts: Of the engine.
+            weights: Of the sizes that divide requests into queues.
+            num_queues: Number of queues; None = chosen by the sizes of requests.
+            refresh_s: Interval between divisions into queues.
+            is_as_printed: See the class.
+        """
+        self._refresh_s = refresh_s
         self._refresh_at_s = -math.inf
         self._is_as_printed = is_as_printed
         self._cutter = QueueCutter(
-            facts.capacity_tokens, weights, facts.num_queues, is_as_printed=is_as_printed
+            facts.capacity_tokens, weights, num_queues, is_as_printed=is_as_printed
         )
         self._layout = self._cutter.first()
         self._queues = SizeQueues()
@@ -315,3 +331,32 @@ class ChameleonPolicy:
 def _arrival(request: Request) -> tuple[float, RequestId]:
     """Sort key: arrival."""
     return request.arrival_s, request.request_id
+
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "chameleon": {},
+    "chameleon-paper": {"is_as_printed": True},
+    "output-only": {"weights": OUTPUT_ONLY_WEIGHTS},
+}
+
+
+def chameleon_maker(
+    name: str, options: Mapping[str, float], flag: str
+) -> Callable[[PolicyFacts], ChameleonPolicy]:
+    """Return what makes a variant with the options ``queues`` and ``refresh``, in seconds.
+
+    Raises ``ConfigError`` that names ``flag``.
+    """
+    check_options(name, options, ("queues", "refresh"), flag)
+    number, refresh_s = options.get("queues"), options.get("refresh", _REFRESH_S)
+    if number is not None and number not in range(1, MAX_QUEUES + 1):
+        wanted = f"a whole number from 1 to {MAX_QUEUES}"
+        raise ConfigError(f"{flag} {name} has queues={number:g}, must be {wanted}")
+    if refresh_s <= 0.0:
+        raise ConfigError(f"{flag} {name} has refresh={refresh_s:g}, must be above 0 seconds")
+    return partial(
+        ChameleonPolicy,
+        num_queues=None if number is None else int(number),
+        refresh_s=refresh_s,
+        **_VARIANTS[name],
+    )

@@ -17,8 +17,10 @@ class Scripted:
     """Gives a policy the verdicts of a test."""
 
     def __init__(self, *, is_as_printed: bool = False, **facts: float) -> None:
-        settings = {"capacity_tokens": 200, "refresh_s": 1000.0, **facts}
-        self.policy = ChameleonPolicy(facts_for(**settings), is_as_printed=is_as_printed)
+        settings = {"capacity_tokens": 200, **facts}
+        self.policy = ChameleonPolicy(
+            facts_for(**settings), refresh_s=1000.0, is_as_printed=is_as_printed
+        )
         self.now_s = 0.0
         self.num_arrived = 0
         self.running: list[Request] = []
@@ -277,9 +279,8 @@ def test_heads_that_memory_never_comes_to_count_what_passes_them() -> None:
 
 def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
     """More requests wait than a step moves."""
-    room = PolicyRoom(
-        ChameleonPolicy(facts := facts_for(refresh_s=20.0, capacity_tokens=200)), facts
-    )
+    facts = facts_for(capacity_tokens=200)
+    room = PolicyRoom(ChameleonPolicy(facts, refresh_s=20.0), facts)
     policy = room.policy
     assert isinstance(policy, ChameleonPolicy)
     room.after_act = policy.check_invariants
