@@ -1,7 +1,7 @@
 """Linears of one input: computed once, in any order of calls, and nothing is stored afterwards."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 import torch
@@ -115,6 +115,39 @@ def test_plain_weights_become_parts_of_one(with_bias: bool) -> None:
     for backend, before, y in zip(backends, alone, together, strict=True):
         torch.testing.assert_close(y, before)
         torch.testing.assert_close(backend(x), before)  # it also serves alone
+
+
+class Strides:
+    """A pass of deltas that looks at the strides of tokens."""
+
+    is_repeatable, has_factors = True, False
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def begin(self, group: Hashable, x: torch.Tensor) -> None:
+        pass
+
+    def add(
+        self,
+        group: Hashable,
+        x: torch.Tensor,
+        ys: Sequence[torch.Tensor],
+        target_indices: Sequence[int],
+    ) -> None:
+        self.seen |= {y.stride(0) for y in ys}
+
+
+def test_deltas_of_one_token_get_the_strides_of_many() -> None:
+    context = StepContext()
+    context.deltas = strides = Strides()
+    group = InputGroup(context, "qkv")
+    for index, width in enumerate(WIDTHS):
+        group.join(PlainLinear(torch.empty(width, 8, device="meta"), None), index)
+    group.fuse()
+    for num_tokens in (1, 2):
+        group.product(0, torch.empty(1, num_tokens, 8, device="meta"))
+    assert strides.seen == {sum(WIDTHS)}
 
 
 class Attention(nn.Module):
