@@ -52,7 +52,7 @@ class CoScheduledRows:
     """The rows that share a step with a chunk."""
 
     warm: RowCosts = NO_ROWS  # warm rows of the same forward pass
-    separate_decode_s: float = 0.0  # time of a separate pass of decode rows, before that pass
+    separate_s: float = 0.0  # time of a separate pass of warm rows, before that pass
     cold: tuple[ColdPart, ...] = ()
 
     @property
@@ -150,15 +150,15 @@ def layer_times(
     return LayerTimes(
         tuple(assisted),
         tuple(device),
-        _from(co_scheduled.separate_decode_s, request.ready_s),
-        _from(co_scheduled.separate_decode_s, held_s),
+        _from(co_scheduled.separate_s, request.ready_s),
+        _from(co_scheduled.separate_s, held_s),
     )
 
 
 def warm_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
     """Return the time of a step of ``co_scheduled`` with all adapters on the device."""
     rows = co_scheduled.warm.plus(*[_costs(model, part) for part in co_scheduled.cold])
-    return model.host_step_s + co_scheduled.separate_decode_s + pass_s(model, rows)
+    return model.host_step_s + co_scheduled.separate_s + pass_s(model, rows)
 
 
 def _layer_s(model: MachineModel, rows: RowCosts) -> float:
@@ -227,13 +227,19 @@ def co_scheduled_rows(
     model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]
 ) -> CoScheduledRows:
     """Return all rows of ``rows``. ``cold``: its cold chunks."""
-    co_scheduled = co_scheduled_decodes(model, rows)
     chunks = row_costs(
         model,
         [number for _, number in rows.chunks],
         [request.num_computed_tokens for request, _ in rows.chunks],
         [request.adapter_bytes for request, _ in rows.chunks],
     )
+    if rows.is_cold_separate:
+        warm = _decode_costs(model, rows).plus(chunks)
+        has_warm = bool(rows.decodes or rows.chunks)
+        return CoScheduledRows(
+            separate_s=pass_s(model, warm) if has_warm else 0.0, cold=tuple(cold)
+        )
+    co_scheduled = co_scheduled_decodes(model, rows)
     return replace(co_scheduled, warm=co_scheduled.warm.plus(chunks), cold=tuple(cold))
 
 
@@ -241,14 +247,18 @@ def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows
     """Return only the decode rows, which later steps have, too."""
     if not rows.decodes:
         return EMPTY
-    costs = row_costs(
+    costs = _decode_costs(model, rows)
+    return (
+        CoScheduledRows(separate_s=pass_s(model, costs))
+        if rows.is_decode_separate or rows.is_cold_separate
+        else CoScheduledRows(costs)
+    )
+
+
+def _decode_costs(model: MachineModel, rows: StepRows) -> RowCosts:
+    return row_costs(
         model,
         [1] * len(rows.decodes),
         [request.num_computed_tokens for request in rows.decodes],
         [request.adapter_bytes for request in rows.decodes],
-    )
-    return (
-        CoScheduledRows(separate_decode_s=pass_s(model, costs))
-        if rows.is_decode_separate
-        else CoScheduledRows(costs)
     )

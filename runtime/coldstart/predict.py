@@ -121,7 +121,7 @@ def plan_step(
         num_tokens, request.adapter, split.layer, request.ready_s, request.start_position
     )
     warm_s = warm_step_s(model, co_scheduled.with_row(part))
-    return PlannedStep(split.layer, co_scheduled.separate_decode_s + split.end_s, warm_s)
+    return PlannedStep(split.layer, co_scheduled.separate_s + split.end_s, warm_s)
 
 
 def gains_by_waiting(

@@ -32,6 +32,7 @@ class StepRows:
     decodes: list[Request] = field(default_factory=list)  # warm, with one token to compute
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # warm, with tokens
     cold_chunks: list[tuple[Request, ColdChunk]] = field(default_factory=list)
+    is_cold_separate: bool = False  # cold rows have a separate forward pass, after the others
 
 
 class ColdStarts:

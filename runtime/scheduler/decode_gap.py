@@ -1,7 +1,7 @@
 """Bounds the prompt tokens of a step while other requests wait for their next token. Pure."""
 
 from ...profiles.models import MachineModel
-from ...profiles.step_time import RowCosts, pass_s, row_costs
+from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..request import Request
 from .cold import StepRows
 from .limits import SchedulerConfig
@@ -36,7 +36,9 @@ class DecodeGap:
         self._efficient_tokens: dict[int, int] = {}  # by the bytes of adapters
         self.bound_s = 0.0  # of the last step that had one
 
-    def max_tokens(self, rows: StepRows, request: Request, num_tokens: int) -> int:
+    def max_tokens(
+        self, rows: StepRows, request: Request, num_tokens: int, *, is_cold: bool
+    ) -> int:
         """Return how many of the next ``num_tokens`` tokens of ``request`` may join ``rows``.
 
         O(rows + log(tokens)).
@@ -44,7 +46,7 @@ class DecodeGap:
         model = self._model
         if model is None or num_tokens <= 1 or not _is_awaited(rows):
             return num_tokens
-        step = _StepCosts(model, rows)
+        step = _StepCosts(model, rows, is_cold=is_cold)
         num_others = step.num_prefill_tokens
         if self._max_gap_s is None:
             least_tokens = self._least_tokens(model, request.adapter_bytes)
@@ -111,17 +113,22 @@ class DecodeGap:
 
 
 class _StepCosts:
-    """Predicted times of a step with the rows that it has so far."""
+    """Predicted times of a step with the rows that it has so far, and one more, cold or warm."""
 
-    def __init__(self, model: MachineModel, rows: StepRows) -> None:
+    def __init__(self, model: MachineModel, rows: StepRows, *, is_cold: bool) -> None:
         self._model = model
         self._is_decode_separate = rows.is_decode_separate
         self._num_rows = len(rows.decodes) + len(rows.chunks) + len(rows.cold_chunks)
         self._decodes = _costs(model, [(request, 1) for request in rows.decodes])
-        chunks = rows.chunks + [(request, cold.num_tokens) for request, cold in rows.cold_chunks]
-        self._chunks = _costs(model, chunks)
+        warm = _costs(model, rows.chunks)
+        cold = _costs(model, [(request, cold.num_tokens) for request, cold in rows.cold_chunks])
+        # The pass that the row joins, and another one of chunks, if there is one.
+        self._chunks, self._others = warm.plus(cold), NO_ROWS
+        if rows.is_cold_separate:
+            self._chunks, self._others = (cold, warm) if is_cold else (warm, cold)
+        self._is_cold_separate = is_cold and rows.is_cold_separate
         self._num_decodes = len(rows.decodes)
-        self.num_prefill_tokens = self._chunks.num_prefill_tokens
+        self.num_prefill_tokens = warm.num_prefill_tokens + cold.num_prefill_tokens
 
     def decode_s(self) -> float:
         """Return the time of a step with only the decode rows."""
@@ -129,11 +136,14 @@ class _StepCosts:
 
     def step_s(self, request: Request, num_tokens: int) -> float:
         """Return the time of the step with ``num_tokens`` tokens of ``request`` added."""
-        model, num_rows = self._model, self._num_rows + 1
-        chunks = self._chunks.plus(_costs(model, [(request, num_tokens)]))
-        if self._is_decode_separate and self._num_decodes:
-            return _step_s(model, num_rows, chunks, self._decodes)
-        return _step_s(model, num_rows, chunks.plus(self._decodes))
+        model = self._model
+        chunks, others = self._chunks.plus(_costs(model, [(request, num_tokens)])), self._others
+        passes = [chunks, others, self._decodes]
+        if not self._is_decode_separate:
+            passes = [chunks.plus(self._decodes), others]
+            if self._is_cold_separate:
+                passes = [chunks, others.plus(self._decodes)]
+        return _step_s(model, self._num_rows + 1, *(rows for rows in passes if rows != NO_ROWS))
 
 
 def _is_awaited(rows: StepRows) -> bool:

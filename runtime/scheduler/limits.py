@@ -27,6 +27,7 @@ class SchedulerConfig:
     max_decode_gap_s: float | None = None  # see ``DecodeGap``; None = by the machine's speed
     max_queue_s: float | None = None  # before a request begins; None = no limit
     mix_decode_with_prefill: bool = True  # decode rows share the forward pass of prefill chunks
+    separate_assisted_rows: bool = False  # assisted rows have a forward pass of their own
     recompute_at_tokens: int | None = None  # KV of a shorter context is useless from here on
     prefetch_expected: bool = False  # load adapters of expected requests ahead
     max_prefetch_requests: int = 16  # adapters of so many waiting requests are loaded ahead

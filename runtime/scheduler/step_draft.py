@@ -52,6 +52,7 @@ class StepDraft:
         self.rows = StepRows(
             config.max_assisted_tokens_per_step,
             is_decode_separate=not config.mix_decode_with_prefill,
+            is_cold_separate=config.separate_assisted_rows,
         )
         self._new_requests: list[NewRequest] = []
         self._block_updates: dict[RequestId, BlockUpdate] = {}
@@ -68,7 +69,7 @@ class StepDraft:
         if request.sampling.prompt_logprobs is not None:
             num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         assert num_tokens > 0, request.request_id
-        num_tokens = self._in_time(request, num_tokens)
+        num_tokens = self._in_time(request, num_tokens, is_cold=False)
         if not num_tokens:
             return
         self.num_free_tokens -= num_tokens
@@ -77,9 +78,9 @@ class StepDraft:
         else:
             self.rows.chunks.append((request, num_tokens))
 
-    def _in_time(self, request: Request, num_tokens: int) -> int:
+    def _in_time(self, request: Request, num_tokens: int, *, is_cold: bool) -> int:
         """Return how many of these tokens may join. If not all may, close the step for others."""
-        in_time = self._gap.max_tokens(self.rows, request, num_tokens)
+        in_time = self._gap.max_tokens(self.rows, request, num_tokens, is_cold=is_cold)
         if in_time < num_tokens:
             self.num_free_tokens = in_time
         return in_time
@@ -93,7 +94,8 @@ class StepDraft:
 
     def cold_tokens_in_time(self, request: Request) -> int:
         """Return how many tokens of a cold ``request`` the step has room and time for."""
-        return self._in_time(request, min(request.num_pending_tokens, self.max_cold_tokens))
+        num_tokens = min(request.num_pending_tokens, self.max_cold_tokens)
+        return self._in_time(request, num_tokens, is_cold=True)
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
         """Add ``chunk`` of a cold request."""
@@ -155,8 +157,8 @@ class StepDraft:
 
         Rows of one adapter are adjacent, which makes their products fewer and larger. Rows share a
         pass, because each pass reads all weights, and no result returns before the end of the step.
-        Two kinds may be separate: decode rows, because their pass can be captured, and retried
-        rows.
+        Three kinds may be separate: decode rows, cold rows, because a GPU's pass that waits for
+        workers holds all of its rows, and retried rows.
         """
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
@@ -167,6 +169,9 @@ class StepDraft:
         separate: list[_Pass] = []
         if self._recovery:
             decodes, warm, cold, separate = self._separate(decodes, warm, cold)
+        if cold and self.rows.is_cold_separate:
+            separate.insert(0, (SubBatchKind.ASSISTED, cold))
+            cold = []
         if (warm or cold) and not self.rows.is_decode_separate:
             warm = [(request, 1, 0) for request in decodes] + warm
             decodes = []

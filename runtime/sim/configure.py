@@ -149,7 +149,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        mix_decode_with_prefill=_mixes(profile),
+        separate_assisted_rows=profile.subject.machine.device == "cuda",
         max_rank=max(budget.rank for budget in profile.budgets),
     )
 
@@ -157,11 +157,6 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
 def _memory_bytes(profile: Profile, config: EngineConfig) -> int:
     """For KV and adapters: a share of the free memory."""
     return int(profile.free_bytes * config.memory_fraction)
-
-
-def _mixes(profile: Profile) -> bool:
-    """Whether decode rows share passes with prefill rows, as in an engine on the CPU."""
-    return profile.subject.machine.device == "cpu"
 
 
 def _title(profile: Profile) -> str:

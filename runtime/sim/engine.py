@@ -229,6 +229,7 @@ def make_simulated_scheduler(
         max_model_len=machine.num_blocks * machine.block_size,  # limited by memory alone
         block_size=machine.block_size,
         mix_decode_with_prefill=machine.mix_decode_with_prefill,
+        separate_assisted_rows=machine.separate_assisted_rows,
         growth_headroom=options.growth_headroom,
         max_decode_gap_s=options.max_decode_gap_s,
     )

@@ -30,6 +30,7 @@ class SimulatedMachine:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
     mix_decode_with_prefill: bool = True  # False: each has a pass of its own
+    separate_assisted_rows: bool = False  # they have a pass of their own
     max_rank: int | None = None  # largest measured rank; None = times are set by hand
 
     @property

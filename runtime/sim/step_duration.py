@@ -36,10 +36,10 @@ def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
     That pass takes as long as the planner predicts: its layers run one after the other, each
     bounded by its products, the workers' deltas and the arrival of its layer group.
     """
-    separate_decode_s = sum(pass_s(model, _costs(model, one)) for one in passes if not one.waiting)
+    separate_s = sum(pass_s(model, _costs(model, one)) for one in passes if not one.waiting)
     with_waiting = [one for one in passes if one.waiting]
     if not with_waiting:
-        return model.host_step_s + separate_decode_s
+        return model.host_step_s + separate_s
     # There would be more if rows were computed apart after a failure; here nothing fails.
     (held,) = with_waiting
     first, *more = (_part(held.batch, row) for row in held.waiting)
@@ -51,9 +51,9 @@ def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
         start_position=first.start_position,
         num_workers=model.num_workers,
     )
-    co_scheduled = CoScheduledRows(_costs(model, held), separate_decode_s, tuple(more))
+    co_scheduled = CoScheduledRows(_costs(model, held), separate_s, tuple(more))
     times = layer_times(model, request, first.num_tokens, co_scheduled)
-    return separate_decode_s + end_of(times, first.split_layer)
+    return separate_s + end_of(times, first.split_layer)
 
 
 def _costs(model: MachineModel, one: Pass) -> RowCosts:

@@ -45,9 +45,9 @@ def make_scheduler(
         max_num_waiting=config.max_num_waiting,
         max_queue_s=config.max_queue_s,
         max_decode_gap_s=config.max_decode_gap_s,
-        # A forward on the CPU reads all weights, so one is cheaper than two. On CUDA, decode rows
-        # would wait for workers and be computed in tiles made for prompts.
-        mix_decode_with_prefill=loaded.model.device.type != "cuda",
+        # Each forward reads all weights, so warm rows share one. On CUDA, rows that wait for
+        # workers have their own: a held pass holds all of its rows.
+        separate_assisted_rows=loaded.model.device.type == "cuda",
         recompute_at_tokens=loaded.recompute_at_tokens,
         max_prefetch_requests=config.prefetch_requests,
         prefetch_expected=config.prefetch_expected,

@@ -67,6 +67,17 @@ def test_rows_that_decode_apart_have_a_pass_of_their_own_and_the_step_one_host()
     assert co_scheduled.num_forward_tokens == 40
 
 
+def test_cold_rows_apart_follow_one_pass_of_all_warm_rows() -> None:
+    rows = replace(_rows(is_decode_separate=False), is_cold_separate=True)
+    cold = ColdPart(16, _SHAPE, 0, (), 7)
+    co_scheduled = co_scheduled_rows(_MODEL, rows, [cold])
+    warm_s = forward_s(_MODEL, [1, 1, 40], [150, 9, 64], [_BYTES, 0, _BYTES])
+    cold_s = forward_s(_MODEL, [16], [7], [_BYTES])
+    expected_s = warm_s + cold_s - _MODEL.host_step_s
+    assert warm_step_s(_MODEL, co_scheduled) == pytest.approx(expected_s)
+    assert co_scheduled.num_forward_tokens == 16
+
+
 @pytest.mark.parametrize("is_decode_separate", [False, True])
 def test_later_steps_have_those_that_decode(is_decode_separate: bool) -> None:
     rows = _rows(is_decode_separate=is_decode_separate)

@@ -278,10 +278,10 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
         by_layer((0, 0, 1, 1), crowd.link.ready_s(crowd.loads[request.adapter_id], crowd.now_s))
         for request, _ in rows.cold_chunks
     ]
-    separate_decode_s = 0.004 * len(rows.decodes) if rows.is_decode_separate else 0.0
+    separate_s = 0.004 * len(rows.decodes) if rows.is_decode_separate else 0.0
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     num_tokens += 0 if rows.is_decode_separate else len(rows.decodes)
-    end_s = separate_decode_s
+    end_s = separate_s
     for layer in range(_LAYERS):
         end_s = max(
             [end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)]
@@ -291,7 +291,7 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
         # A fifth of the base products' time: never longer than these on one worker.
         end_s += len(helped) * crowd.model.invocation_s
         assert sum(helped) <= crowd.max_worker_tokens
-    warm_s = separate_decode_s + num_tokens * 0.004
+    warm_s = separate_s + num_tokens * 0.004
     return end_s - warm_s, warm_s
 
 

@@ -112,7 +112,7 @@ def test_chunks_share_their_steps_with_those_that_decode() -> None:
     assert beside.first_token_s == pytest.approx(alone.first_token_s + 4 * (2 * 0.016 + 0.0005))
     assert beside.stall_s == pytest.approx(0.0)
     # Or before each of them, in a forward of their own.
-    co_scheduled = CoScheduledRows(separate_decode_s=0.02)
+    co_scheduled = CoScheduledRows(separate_s=0.02)
     apart = predict(
         _model(),
         replace(chunked, co_scheduled=co_scheduled, later_co_scheduled=co_scheduled),
@@ -133,9 +133,7 @@ def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
 
 def test_the_load_goes_on_while_others_have_their_forward() -> None:
     request = _cold(load_s=0.4)
-    step = plan_step(
-        _model(), request, 32, CoScheduledRows(separate_decode_s=0.4), LoadStrategy.PIPELINED
-    )
+    step = plan_step(_model(), request, 32, CoScheduledRows(separate_s=0.4), LoadStrategy.PIPELINED)
     assert step.wait_s == pytest.approx(0.0)
 
 

@@ -2,6 +2,7 @@
 
 from mmap import PAGESIZE
 
+import pytest
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.host_cache import HostCache
@@ -106,10 +107,16 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
     assert cold_starts.num_ended_steps == 4
 
 
-def step_beside_a_cold_request(*, mix: bool, second_prompt: int) -> tuple[StepPlan, StepRows]:
+def step_beside_a_cold_request(
+    *, mix: bool, second_prompt: int, separate_assisted_rows: bool = False
+) -> tuple[StepPlan, StepRows]:
     """The step in which a cold request joins a decoding one, and perhaps a warm prompt."""
     cold_starts = FixedColdStarts()
-    scheduler = make_scheduler(cold_starts=cold_starts, mix_decode_with_prefill=mix)
+    scheduler = make_scheduler(
+        cold_starts=cold_starts,
+        mix_decode_with_prefill=mix,
+        separate_assisted_rows=separate_assisted_rows,
+    )
     executor = make_executor(scheduler, is_automatic=False)
     scheduler.add_request(make_request(1), 0.0)
     plan = scheduler.schedule(0.0)
@@ -149,6 +156,23 @@ def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
     assert (assisted.kind, assisted.request_ids) == (SubBatchKind.ASSISTED, (3, 2))
     assert assisted.split_layers == (0, 2)
     assert rows.is_decode_separate
+
+
+@pytest.mark.parametrize("second_prompt", [0, 6])
+def test_on_a_gpu_warm_rows_share_a_forward_and_cold_rows_have_their_own(
+    second_prompt: int,
+) -> None:
+    plan, rows = step_beside_a_cold_request(
+        mix=True, second_prompt=second_prompt, separate_assisted_rows=True
+    )
+    warm, assisted = plan.sub_batches
+    if second_prompt:
+        assert (warm.kind, warm.request_ids) == (SubBatchKind.MIXED, (1, 3))
+    else:
+        assert (warm.kind, warm.request_ids) == (SubBatchKind.DECODE, (1,))
+    assert (assisted.kind, assisted.request_ids) == (SubBatchKind.ASSISTED, (2,))
+    assert assisted.split_layers == (2,)
+    assert rows.is_cold_separate
 
 
 def test_others_go_on_while_a_cold_request_skips_steps() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -62,6 +62,14 @@ def adapter_of(version: AdapterId) -> AdapterFacts:
     return AdapterFacts(f"content {version}", 8, size * 130, host_bytes=(PAGESIZE,) * size)
 
 
+# Which rows have a forward pass of their own.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one pass": {},
+    "decode apart": {"mix_decode_with_prefill": False},
+    "cold apart": {"separate_assisted_rows": True},
+}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """A scheduler, an executor that ends steps and transfers on command, and failures."""
 
@@ -73,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_bytes=st.integers(-300, 700),
         max_num_batched_tokens=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
-        mix=st.booleans(),
+        layout=st.sampled_from(tuple(LAYOUTS)),
         recompute_at_tokens=st.none() | st.integers(4, 20),
         max_overtaking_tokens=st.integers(0, 40),
         cold_start_share=st.sampled_from([0.0, 0.5, 1.0]),
@@ -96,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_bytes: int,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        mix: bool,
+        layout: str,
         recompute_at_tokens: int | None,
         max_overtaking_tokens: int,
         cold_start_share: float,
@@ -152,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
-            mix_decode_with_prefill=mix,
+            **LAYOUTS[layout],
             recompute_at_tokens=recompute_at_tokens,
             growth_headroom=0.0,
             max_assisted_tokens_per_step=max_cold[0],
@@ -166,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.executor.outcome_of = self.outcome_of
         self.executor.spoils = lambda request_id, kind: request_id in self.cursed
         self.cursed: set[RequestId] = set()  # every forward pass with them fails
-        self.mix = mix
+        self.layout = layout
         self.outcomes: list[Outcome] = []  # of the next rows
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[RequestId, list[int]] = {}
@@ -282,8 +290,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.cursed:
             return  # rows may have to be apart from others
         kinds = [batch.kind for batch in plan.sub_batches]
-        assert len(kinds) <= (1 if self.mix else 2)
-        assert len(kinds) < 2 or kinds.count(SubBatchKind.DECODE) == 1
+        assert len(kinds) <= (1 if self.layout == "one pass" else 2)
+        if len(kinds) == 2:
+            apart = "DECODE" if self.layout == "decode apart" else "ASSISTED"
+            assert kinds.count(SubBatchKind[apart]) == 1
 
     @precondition(lambda self: self.executor.steps)
     @rule(
@@ -546,7 +556,7 @@ def live_through(
         spare_bytes=rng.choice([0, 0, 130, 400, 900]),
         max_num_batched_tokens=rng.randint(2, 20),
         max_num_seqs=rng.randint(2, 6),
-        mix=rng.random() < 0.5,
+        layout=tuple(LAYOUTS)[int(rng.random() * len(LAYOUTS))],
         recompute_at_tokens=rng.choice([None, None, 8, 14]),
         max_overtaking_tokens=rng.choice([0, 20, 1000]),
         cold_start_share=rng.choice([0.0, 0.7, 1.0]),
