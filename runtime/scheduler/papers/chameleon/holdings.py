@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ....plan import AdapterId, RequestId
 from ....request import Request
-from .ledger import QuotaLedger
+from .quotas import QuotaLedger
 
 _GROWTH_TOKENS = 16  # charged at once
 

@@ -3,8 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.plan import RequestId
-from corun.runtime.scheduler.papers.chameleon.ledger import QuotaLedger
-from corun.runtime.scheduler.papers.chameleon.quotas import QueueLoad, assign_quotas
+from corun.runtime.scheduler.papers.chameleon.quotas import QueueLoad, QuotaLedger, assign_quotas
 from hypothesis import given
 
 
