@@ -253,9 +253,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="150m", help="size of the model")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of corun")
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="KIND=COMMAND",
+        "--peer",
+        action="append",
+        default=[],
+        metavar="KIND=COMMAND",
         help="another project's server for a kind of weights, ready when /health answers",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--peer-fields",
         default="{}",

@@ -639,9 +639,12 @@ def make_record(device: str, wanted: Sequence[str]) -> dict[str, Any]:
     """Ask everything that is wanted and put it together."""
     machine = ask("machine", "cpu", 60.0)
     record: dict[str, Any] = {
-        "benchmark": "gpu_check", "date": time.strftime("%Y-%m-%d"), "commit": _commit(),
-        "machine": machine["figures"], "answers": {},
-    }  # fmt: skip
+        "benchmark": "gpu_check",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": machine["figures"],
+        "answers": {},
+    }
     if device == "cpu":
         record["note"] = NOTE_CPU
     if machine["status"] != "answered":

@@ -193,9 +193,12 @@ def _refusal(answer: bytes) -> str:
 
 
 def http_sender(
-    host: str, port: int, *, api_key: str = "",
+    host: str,
+    port: int,
+    *,
+    api_key: str = "",
     more_fields: Callable[[Job], dict[str, Any]] = lambda _: {},
-) -> Send:  # fmt: skip
+) -> Send:
     """Send jobs as streaming /v1/completions requests, one connection each.
 
     ``more_fields``: of a request's body, for servers that want others.

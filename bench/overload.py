@@ -254,9 +254,12 @@ async def measure(overload: Overload, num_pairs: int, num_clients: int) -> dict[
     for number in range(num_pairs):
         await overload.pair(number, is_control=True)
         await overload.pair(number, is_control=False)
-        print(f"pair {number + 1} of {num_pairs}: median gap "
-              f"{overload.tally.median_gaps[-1]:.3f}, P95 {overload.tally.p95_gaps[-1]:.3f}, "
-              f"control {overload.tally.control_gaps[-1]:.3f}", flush=True)  # fmt: skip
+        print(
+            f"pair {number + 1} of {num_pairs}: median gap "
+            f"{overload.tally.median_gaps[-1]:.3f}, P95 {overload.tally.p95_gaps[-1]:.3f}, "
+            f"control {overload.tally.control_gaps[-1]:.3f}",
+            flush=True,
+        )
     rounds = []
     for _ in range(_ROUNDS):
         await overload.leave(num_clients)

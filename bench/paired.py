@@ -103,10 +103,13 @@ def setup(root: Path | None = None) -> dict[str, Any]:
         check=False,
     ).stdout.strip()
     cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
-    )  # fmt: skip
+    )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "commit": commit or "unknown",

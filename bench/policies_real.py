@@ -198,9 +198,12 @@ def compare_limits(
 
 
 def runs_of(
-    pairs: Sequence[Pair], num_pairs: int, units: Mapping[str, float],
-    columns: Mapping[str, Column], num_requests: int,
-) -> list[tuple[Pair, Cell, bool]]:  # fmt: skip
+    pairs: Sequence[Pair],
+    num_pairs: int,
+    units: Mapping[str, float],
+    columns: Mapping[str, Column],
+    num_requests: int,
+) -> list[tuple[Pair, Cell, bool]]:
     """All runs in their order: of which pair, what, and whether it is its B."""
     runs = []
     for number in range(num_pairs):

@@ -113,10 +113,13 @@ class Engine:
         )
         self._scheduler = _make_scheduler(self._machine, load.host_adapters * self._host_bytes)
         self._core = EngineCore(
-            self._scheduler, self._executor, self.manager,
+            self._scheduler,
+            self._executor,
+            self.manager,
             CoreConfig(base_fingerprint="none", dtype="simulated"),
-            clock=self._clock, on_adapter_gone=self.manager.remove_version,
-        )  # fmt: skip
+            clock=self._clock,
+            on_adapter_gone=self.manager.remove_version,
+        )
         self.manager.attach(self._core)
         for number in range(load.adapters):
             self.manager.add_now(_name(number), f"/adapters/{number}")

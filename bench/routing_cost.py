@@ -64,10 +64,13 @@ def request_for(machine: SimulatedMachine, rng: random.Random) -> RouteRequest:
     index = rng.randrange(_NUM_ADAPTERS)
     rank = _RANKS[index % len(_RANKS)]
     return RouteRequest(
-        f"adapter-{index}", rng.randrange(50, 3000), rng.uniform(10.0, 500.0),
+        f"adapter-{index}",
+        rng.randrange(50, 3000),
+        rng.uniform(10.0, 500.0),
         f"session-{rng.randrange(500)}" if rng.random() < 0.5 else None,
-        rank, rank * machine.adapter_bytes_per_rank,
-    )  # fmt: skip
+        rank,
+        rank * machine.adapter_bytes_per_rank,
+    )
 
 
 def measure(

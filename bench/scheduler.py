@@ -70,9 +70,12 @@ _SMALL, _LARGE, _HUGE = (
 _PROMPTS = {
     num_tokens: (3,) * num_tokens
     for num_tokens in (
-        *range(_ROW_PROMPT_TOKENS, _ROW_PROMPT_TOKENS + _BLOCK_TOKENS), *_SMALL, *_LARGE, *_HUGE
+        *range(_ROW_PROMPT_TOKENS, _ROW_PROMPT_TOKENS + _BLOCK_TOKENS),
+        *_SMALL,
+        *_LARGE,
+        *_HUGE,
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +285,12 @@ def measure_refresh(policy: str, num_waiting: int) -> float:
 
 
 def _waiting_load(
-    policy: str, situation: Situation, num_waiting: int, num_steps: int,
+    policy: str,
+    situation: Situation,
+    num_waiting: int,
+    num_steps: int,
     memory_policy: str = MEMORY_POLICIES[0],
-) -> _Load:  # fmt: skip
+) -> _Load:
     """64 rows that decode, and so many that have come since."""
     load = _Load(policy, situation, num_steps, memory_policy)
     load.add_rows()
@@ -340,9 +346,12 @@ def main() -> None:
         "--policies", nargs="+", choices=SCHEDULER_POLICIES, default=list(SCHEDULER_POLICIES)
     )
     parser.add_argument(
-        "--memory-policies", nargs="+", choices=MEMORY_POLICIES, default=list(MEMORY_POLICIES),
+        "--memory-policies",
+        nargs="+",
+        choices=MEMORY_POLICIES,
+        default=list(MEMORY_POLICIES),
         help="rankings of a full tree for the first of --policies; others use the first of these",
-    )  # fmt: skip
+    )
     options = parser.parse_args()
     if options.steps <= NUM_ROWS:
         parser.error(f"--steps is {options.steps}, must be above {NUM_ROWS}")

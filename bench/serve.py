@@ -82,9 +82,12 @@ def corun_server(
 
 @contextlib.contextmanager
 def running_server(
-    command: Sequence[str], port: int, *, ready_path: str = "/ready",
+    command: Sequence[str],
+    port: int,
+    *,
+    ready_path: str = "/ready",
     environment: Mapping[str, str] | None = None,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Run a server and wait until it is ready; gives its process id."""
     process = subprocess.Popen(command, env=environment)
     try:
@@ -118,9 +121,12 @@ def engine_sender(engine: AsyncEngine) -> Send:
 
 
 async def compare_with_engine(
-    loop: tuple[int, int, int, int], over_http: Send, engine: AsyncEngine,
-    adapters: Sequence[str], num_pairs: int,
-) -> dict[str, Any]:  # fmt: skip
+    loop: tuple[int, int, int, int],
+    over_http: Send,
+    engine: AsyncEngine,
+    adapters: Sequence[str],
+    num_pairs: int,
+) -> dict[str, Any]:
     """Measure one closed loop both ways, with its A/A control."""
     num_clients, prompt_tokens, output_tokens, num_requests = loop
     jobs = make_jobs(Workload(num_requests, prompt_tokens, output_tokens, tuple(adapters)))
@@ -276,9 +282,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument(
-        "--clients", type=int, nargs="+", default=[loop[0] for loop in CLOSED_LOOPS],
+        "--clients",
+        type=int,
+        nargs="+",
+        default=[loop[0] for loop in CLOSED_LOOPS],
         help="which closed loops; a noisy machine needs more pairs of fewer loops",
-    )  # fmt: skip
+    )
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals per second (open loop)")
     parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
     parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")

@@ -187,8 +187,11 @@ def main() -> None:
         for number in range(1 + arguments.starts):
             controls_s.append(seconds(lambda: import_torch(environment)))
             starts.append(start_once(model, lora_dir, environment))
-            print(f"start {number + 1}: {starts[-1].ready_s:.2f} s; importing torch alone: "
-                  f"{controls_s[-1]:.2f} s", flush=True)  # fmt: skip
+            print(
+                f"start {number + 1}: {starts[-1].ready_s:.2f} s; importing torch alone: "
+                f"{controls_s[-1]:.2f} s",
+                flush=True,
+            )
     first, *later = starts
     warm_s = [start.ready_s for start in later]
     stages_s = {

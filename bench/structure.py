@@ -149,9 +149,12 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
         structured: StructuredOutput | None, *, is_forced: bool = False
     ) -> list[RequestState]:
         sampling = SamplingParams(
-            temperature=0, max_tokens=20 * num_steps, structured_output=structured,
-            structured_forced_tokens=is_forced, ignore_eos=True,
-        )  # fmt: skip
+            temperature=0,
+            max_tokens=20 * num_steps,
+            structured_output=structured,
+            structured_forced_tokens=is_forced,
+            ignore_eos=True,
+        )
         states = [
             RequestState(NewRequest(RequestId(one), (1, 2), sampling, BASE_ADAPTER), one, 4096)
             for one in range(num_rows)
@@ -188,12 +191,15 @@ def measure_rows(engine: Engine, num_pairs: int) -> dict[str, Any]:
     def batch_s(num_bound: int, *, is_forced: bool = False) -> float:
         sampling = [
             SamplingParams(
-                temperature=1.0, seed=row, max_tokens=NUM_TOKENS, ignore_eos=True,
+                temperature=1.0,
+                seed=row,
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
                 structured_output=schema() if row % 2 and row // 2 < num_bound else None,
                 structured_forced_tokens=is_forced,
             )
             for row in range(16)
-        ]  # fmt: skip
+        ]
         return seconds(lambda: engine.generate(prompts, sampling))
 
     free, drawn = functools.partial(batch_s, 0), functools.partial(batch_s, 8)

@@ -218,9 +218,12 @@ async def _left(cluster: LiveCluster, names: Sequence[str], *, after_first: bool
     engines = [one.url for one in (await cluster.engines()).values() if one.url is not None]
     num_tokens = _LONG_ANSWER
     body = {
-        "model": names[0], "prompt": [5] * (64 if after_first else _LONG_PROMPT),
-        "max_tokens": num_tokens, "temperature": 0, "stream": True,
-    }  # fmt: skip
+        "model": names[0],
+        "prompt": [5] * (64 if after_first else _LONG_PROMPT),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
     loads = {url: 0 for url in engines}
 
     async def watch(url: str) -> None:

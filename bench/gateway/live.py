@@ -172,10 +172,13 @@ def _body(workload: Workload, index: int) -> bytes:
     request = request_of(workload, index)
     return json.dumps(
         {
-            "model": request.adapter_name, "prompt": request.prompt_token_ids, "stream": True,
-            "max_tokens": workload.requests[index - 1].output_tokens, "ignore_eos": True,
+            "model": request.adapter_name,
+            "prompt": request.prompt_token_ids,
+            "stream": True,
+            "max_tokens": workload.requests[index - 1].output_tokens,
+            "ignore_eos": True,
         }
-    ).encode()  # fmt: skip
+    ).encode()
 
 
 async def _send(address: tuple[str, int], body: bytes, due_s: float) -> float:

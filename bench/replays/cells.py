@@ -77,9 +77,12 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
 def workload_of(cell: Cell, traces: Path | None) -> Workload:
     """Its requests. Raises ``ConfigError`` if there is no such recipe or trace."""
     return make_workload(
-        cell.recipe, rate_rps=cell.rate_rps, num_requests=cell.num_requests, seed=cell.seed,
+        cell.recipe,
+        rate_rps=cell.rate_rps,
+        num_requests=cell.num_requests,
+        seed=cell.seed,
         traces=traces,
-    )  # fmt: skip
+    )
 
 
 def simulate_cell(

@@ -32,9 +32,12 @@ def draw(results: Results, path: Path, title: str) -> None:
         if policy != BASELINE and any((setting, policy) in results for setting in settings)
     ]
     figure, rows = plt.subplots(
-        len(METRICS), 1, figsize=(max(8.0, 1.3 * len(settings)), 12), sharex=True,
+        len(METRICS),
+        1,
+        figsize=(max(8.0, 1.3 * len(settings)), 12),
+        sharex=True,
         layout="constrained",
-    )  # fmt: skip
+    )
     for axes, metric in zip(rows, METRICS, strict=True):
         for index, policy in enumerate(policies):
             shift = (index - (len(policies) - 1) / 2) * 0.8 / max(1, len(policies))

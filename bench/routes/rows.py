@@ -213,9 +213,12 @@ def _disturbed() -> Row:
 def _toppings(name: str, num_servers: int) -> Row:
     def at(router: str, rate_rps: float) -> Setting:
         return Setting(
-            machine="a100-llama2-7b", router=router, num_servers=num_servers,
-            rate_rps=rate_rps, workload=FUNCTIONS,
-        )  # fmt: skip
+            machine="a100-llama2-7b",
+            router=router,
+            num_servers=num_servers,
+            rate_rps=rate_rps,
+            workload=FUNCTIONS,
+        )
 
     loads = TOPPINGS_RPS[num_servers]
     return Row(

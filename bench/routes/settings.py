@@ -59,9 +59,12 @@ class Setting:
         )
 
     def runs(
-        self, num_seeds: int, seconds: float, capacity: Sequence[tuple[int, float]],
+        self,
+        num_seeds: int,
+        seconds: float,
+        capacity: Sequence[tuple[int, float]],
         traces: Path | None,
-    ) -> list[SimulatedRun]:  # fmt: skip
+    ) -> list[SimulatedRun]:
         """One for each seed; settings that differ in the cluster alone get the same requests.
 
         ``capacity``: see ``ClusterSpec``.

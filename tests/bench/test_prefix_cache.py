@@ -13,9 +13,12 @@ from models import llama_config, make_adapters, save_model
 @pytest.mark.full
 def test_every_case_compares_and_judges(tmp_path: Path) -> None:
     config = llama_config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     save_model(config, tmp_path / "model")
     make_adapters(tmp_path / "model", tmp_path / "adapters")
     # What is set in a process that is the engine's own has no place in this one.

@@ -129,9 +129,12 @@ def test_the_command_judges_keeps_and_ends_with_json(
     [(("--only", "x"), "LoRAServe 17"), (("--capacities", "x"), "PADDED_P2C_RPS")],
 )
 def test_unknown_names_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: Sequence[str], text: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: Sequence[str],
+    text: str,
+) -> None:
     monkeypatch.setattr(sys, "argv", ["routing.py", "--results", str(tmp_path), *arguments])
     with pytest.raises(SystemExit) as ended:
         routing.main()

@@ -7,14 +7,17 @@ import anthropic
 
 CITY, ANSWER, THOUGHT = "Paris", "It is sunny.", "I look outside."
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
-TOOLS: list[Any] = [{
-    "name": "get_weather",
-    "description": "The weather of a city.",
-    "input_schema": {
-        "type": "object", "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-    },
-}]  # fmt: skip
+TOOLS: list[Any] = [
+    {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+        },
+    }
+]
 
 
 def check_text(client: anthropic.Anthropic) -> None:

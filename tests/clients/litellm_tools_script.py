@@ -29,9 +29,12 @@ def check(provider: str, url: str) -> None:
 
     def ask(**fields: Any) -> Any:
         return litellm.completion(
-            model=f"{provider}/scripted", api_base=url, api_key="none", num_retries=0,
+            model=f"{provider}/scripted",
+            api_base=url,
+            api_key="none",
+            num_retries=0,
             **{"messages": ASKED, **fields},
-        )  # fmt: skip
+        )
 
     assert ask().choices[0].message.content == ANSWER
     pieces = [chunk.choices[0].delta.content or "" for chunk in ask(stream=True)]

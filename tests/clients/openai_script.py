@@ -23,9 +23,12 @@ def check_chat(client: openai.OpenAI) -> None:
     assert logprobs is not None and logprobs.content is not None
     assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
     stream = client.chat.completions.create(
-        model="upper", messages=MESSAGES, temperature=0, stream=True,
+        model="upper",
+        messages=MESSAGES,
+        temperature=0,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == "PLANET"

@@ -63,9 +63,12 @@ def check_tools(client: openai.OpenAI, model: str) -> None:
     assert told.choices[0].message.content == ANSWER and not told.choices[0].message.tool_calls
     for tool_choice in ("required", NAMED):
         forced = client.chat.completions.create(
-            model=model, messages=ASKED, tools=TOOLS, tool_choice=tool_choice,
+            model=model,
+            messages=ASKED,
+            tools=TOOLS,
+            tool_choice=tool_choice,
             parallel_tool_calls=False,
-        )  # fmt: skip
+        )
         (call,) = forced.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert json.loads(call.function.arguments).keys() == {"city"}, forced
@@ -150,9 +153,12 @@ def check_tools_of_responses(client: openai.OpenAI, model: str) -> None:
     choices: tuple[Any, ...] = ("required", {"type": "function", "name": "get_weather"})
     for choice in choices:
         forced = client.responses.create(
-            model=model, input=ASKED, tools=FLAT_TOOLS, tool_choice=choice,
+            model=model,
+            input=ASKED,
+            tools=FLAT_TOOLS,
+            tool_choice=choice,
             parallel_tool_calls=False,
-        )  # fmt: skip
+        )
         assert [item.type for item in forced.output] == ["function_call"], forced
     with client.responses.stream(model=model, input=ASKED, tools=FLAT_TOOLS) as stream:
         kinds = [event.type for event in stream]

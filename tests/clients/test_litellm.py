@@ -31,11 +31,14 @@ def config(small: str, large: str) -> dict[str, Any]:
     return {
         "model_list": models,
         "litellm_settings": {"num_retries": 0},
-        "router_settings": {"context_window_fallbacks": [
-            {f"small-{provider}": [f"large-{provider}"]} for provider in ("hosted_vllm", "openai")
-        ]},
+        "router_settings": {
+            "context_window_fallbacks": [
+                {f"small-{provider}": [f"large-{provider}"]}
+                for provider in ("hosted_vllm", "openai")
+            ]
+        },
         "general_settings": {"master_key": KEY},
-    }  # fmt: skip
+    }
 
 
 def wait_until_live(process: "subprocess.Popen[bytes]", url: str) -> None:

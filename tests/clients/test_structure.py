@@ -33,9 +33,12 @@ def test_client(scripted_recorder: Recorder, install: Install, client: str, tmp_
     commands = install(*CLIENTS[client])
     script = SCRIPTS / f"{client}_script.py"
     subprocess.run(
-        [str(commands / "python"), str(script), scripted_recorder.url], check=True,
-        timeout=TIMEOUT_S, cwd=tmp_path, env=ENVIRONMENT,
-    )  # fmt: skip
+        [str(commands / "python"), str(script), scripted_recorder.url],
+        check=True,
+        timeout=TIMEOUT_S,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+    )
 
 
 @pytest.mark.clients

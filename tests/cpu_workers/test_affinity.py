@@ -106,8 +106,11 @@ def test_a_placed_thread_starts_no_helpers_of_torch(placed: str, num_helpers: in
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_HELPERS, placed],
-        capture_output=True, text=True, check=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
     assert int(done.stdout) == num_helpers
 
 

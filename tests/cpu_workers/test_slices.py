@@ -82,9 +82,12 @@ def test_no_core_gets_more_slices_than_its_ring_has_slots(
     data: st.DataObject, num_cores: int, budget: int, block: int, num_requests: int, num_slots: int
 ) -> None:
     limit = max_tokens(
-        num_cores=num_cores, tokens_per_core=budget, max_requests=num_requests,
-        max_slices_per_core=num_slots, block_tokens=block,
-    )  # fmt: skip
+        num_cores=num_cores,
+        tokens_per_core=budget,
+        max_requests=num_requests,
+        max_slices_per_core=num_slots,
+        block_tokens=block,
+    )
     left, tokens = limit, []
     for _ in range(num_requests):
         # The worst are short ones, which leave most of a block empty.

@@ -50,17 +50,23 @@ def _has(number: int) -> Callable[[psutil.Process], bool]:
     ],
 )
 def test_all_processes_end_without_a_word(
-    command: Sequence[str], moment: Callable[[psutil.Process], bool], after_s: float,
-    number: signal.Signals, tmp_path: Path,
-) -> None:  # fmt: skip
+    command: Sequence[str],
+    moment: Callable[[psutil.Process], bool],
+    after_s: float,
+    number: signal.Signals,
+    tmp_path: Path,
+) -> None:
     errors = tmp_path / "errors"
     with errors.open("wb") as stderr:
         process = subprocess.Popen(
             # Jobs in the background of a script ignore SIGINT, and so does what they start.
             ["env", "--default-signal", sys.executable, "-m", "corun.runtime.cli", *command],
-            env=os.environ | {"XDG_STATE_HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
-        )  # fmt: skip
+            env=os.environ | {"XDG_STATE_HOME": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
     try:
         root = psutil.Process(process.pid)
         wait_until(lambda: moment(root), _TIMEOUT_S)

@@ -45,10 +45,13 @@ def save_wide_adapter(folder: Path, num_layers: int, rank: int = RANK) -> None:
     names = [f"base_model.model.model.layers.{i}.self_attn.o_proj" for i in range(num_layers)]
     shapes = {"lora_A": (rank, WIDTH), "lora_B": (WIDTH, rank)}
     save_file(
-        {f"{name}.{part}.weight": torch.randn(shape) * 0.01
-         for name in names for part, shape in shapes.items()},
+        {
+            f"{name}.{part}.weight": torch.randn(shape) * 0.01
+            for name in names
+            for part, shape in shapes.items()
+        },
         folder / "adapter_model.safetensors",
-    )  # fmt: skip
+    )
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
 

@@ -93,8 +93,11 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert picture.with_suffix(".json") == Path(str(options["profile"]))
 
     assert [group.name for group in profile.model.groups] == [
-        "q_proj", "o_proj", "gate_proj", "down_proj",
-    ]  # fmt: skip
+        "q_proj",
+        "o_proj",
+        "gate_proj",
+        "down_proj",
+    ]
     assert profile.coexecution_off == ""
     assert profile.model.num_workers == 1
     assert profile.model.invocation_s > 0

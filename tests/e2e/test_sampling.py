@@ -66,9 +66,12 @@ def test_stop(server: Served) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 def test_stop_strings_with_special_tokens(server: Served, skip: bool) -> None:
     body = {
-        "prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30, "logprobs": 0,
+        "prompt": chat_prompt("hello"),
+        "model": "upper",
+        "max_tokens": 30,
+        "logprobs": 0,
         "skip_special_tokens": skip,
-    }  # fmt: skip
+    }
     for stop, text in (("<|end|>", "HELLO"), ("LO<|end|>", "HEL"), (["never", "O<|end|>"], "HELL")):
         answer = complete(server, **body, stop=stop, n=2)
         assert texts(answer) == [text, text]

@@ -26,9 +26,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_text_is_answered(server: Served) -> None:
     body = {
-        "model": "wrapper", "max_tokens": 4, "temperature": 0, "ignore_eos": True,
+        "model": "wrapper",
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
         "messages": [{"role": "user", "content": "w5 w9 w31"}],
-    }  # fmt: skip
+    }
     chat = server.post("/v1/chat/completions", body).json()
     assert chat["usage"]["completion_tokens"] == 4
     prompt = {"model": "wrapper", "prompt": "w5 w9 w31 ", "max_tokens": 4, "temperature": 0}

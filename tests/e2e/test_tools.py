@@ -19,10 +19,13 @@ TEMPLATE = (
 )
 SMALL: dict[str, Any] = {
     "type": "object",
-    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99},
-                   "unit": {"enum": ["km", "mile"]}},
-    "required": ["x", "unit"], "additionalProperties": False,
-}  # fmt: skip
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"enum": ["km", "mile"]},
+    },
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
 TOOLS = [
     {"type": "function", "function": {"name": "convert", "parameters": SMALL}},
     {"type": "function", "function": {"name": "now"}},

@@ -135,8 +135,11 @@ def test_state_file(attacked: Attacked, disks: dict[str, Path]) -> None:
         disk.fill()
         try:
             assert load(served, full).status_code == 200
-            wait_until(lambda: any("state.json cannot be written" in line
-                                   for line in served.log_lines[num_lines:]))  # fmt: skip
+            wait_until(
+                lambda: any(
+                    "state.json cannot be written" in line for line in served.log_lines[num_lines:]
+                )
+            )
             assert complete(served, full).status_code == 200
             assert first in names_in(state) and full not in names_in(state)
         finally:

@@ -60,8 +60,11 @@ def run(text: str, max_model_len: int, num_kept: int | None) -> list[Any]:
 
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, text, str(max_model_len), json.dumps(num_kept)],
-        input=run_tokenizer(128).to_str(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        input=run_tokenizer(128).to_str(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result: list[Any] = json.loads(done.stdout)
     return result

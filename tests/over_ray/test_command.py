@@ -97,9 +97,12 @@ def ray() -> Iterator[RayCluster]:
 def tokens(url: str, headers: dict[str, str], model: str, text: str) -> list[str]:
     """Return the tokens of an answer."""
     body = {
-        "model": model, "prompt": chat_prompt(text), "max_tokens": MAX_TOKENS, "temperature": 0,
+        "model": model,
+        "prompt": chat_prompt(text),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
         "logprobs": 0,
-    }  # fmt: skip
+    }
     answer = httpx.post(
         f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S
     )

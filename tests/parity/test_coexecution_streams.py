@@ -50,10 +50,13 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with (
         exchanged_by_streams(),
         ColdEngine(
-            case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
-            figures=Figures(tokens_per_worker=8), delta_backend="numpy",
+            case.directory,
+            case.adapters,
+            tmp_path_factory.mktemp("engine"),
+            figures=Figures(tokens_per_worker=8),
+            delta_backend="numpy",
         ) as engine,
-    ):  # fmt: skip
+    ):
         assert isinstance(engine.assistant.handover, StreamHandover)
         yield engine
 

@@ -46,10 +46,13 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
     params = [SAMPLED if i % 3 == 2 else GREEDY for i in range(NUM_REQUESTS)]
     room_bytes = NUM_BLOCKS * case.kv_block_bytes(BLOCK_SIZE, dtype) + case.adapter_bytes(dtype)
     with Engine(
-        model=str(case.directory), dtype=str(dtype).removeprefix("torch."),
-        max_num_batched_tokens=32, block_size=BLOCK_SIZE, max_model_len=40,
+        model=str(case.directory),
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_batched_tokens=32,
+        block_size=BLOCK_SIZE,
+        max_model_len=40,
         **{"device": "cpu", "memory_gib": room_bytes / 2**30, **options},
-    ) as engine:  # fmt: skip
+    ) as engine:
         # A prediction that all outgrow.
         outputs = engine.generate(prompts, params, case.loras(names), predicted_output_tokens=1)
         assert (engine.get_stats().num_preemptions > 0) != has_room

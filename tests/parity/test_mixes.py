@@ -42,9 +42,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, igno
 
 def start(case: ParityCase, **options: Any) -> Engine:
     engine = Engine(
-        model=str(case.directory), dtype="float32", device="cpu", block_size=4,
+        model=str(case.directory),
+        dtype="float32",
+        device="cpu",
+        block_size=4,
         **{"max_num_batched_tokens": 23, "memory_gib": 0.05, "max_lora_rank": 64} | options,
-    )  # fmt: skip
+    )
     for name, path in case.adapters.items():
         if ":" not in name:
             engine.add_lora(LoRARequest(name, 1, str(path)))

@@ -34,8 +34,11 @@ GREEDY = SamplingParams(
     temperature=0, max_tokens=NUM_OUTPUT_TOKENS, logprobs=MAX_LOGPROBS, ignore_eos=True
 )
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 16, "memory_gib": 0.05,
-}  # fmt: skip
+    "dtype": "float32",
+    "block_size": BLOCK_SIZE,
+    "max_num_batched_tokens": 16,
+    "memory_gib": 0.05,
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,12 @@ def prompt_of(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 def ask(
-    case: ParityCase, engine: Engine, prompts: Sequence[list[int]], names: Sequence[str | None],
+    case: ParityCase,
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    names: Sequence[str | None],
     **options: Any,
-) -> list[RequestOutput]:  # fmt: skip
+) -> list[RequestOutput]:
     """Answers, compared with the truth of the named adapters."""
     outputs = engine.generate(list(prompts), GREEDY, case.loras(names), **options)
     check_exact(case, list(zip(names, outputs, strict=True)))
@@ -151,9 +157,12 @@ def test_those_that_were_preempted_go_on_behind_what_they_had(llama: ParityCase)
     options = {**OPTIONS, "memory_gib": memory_bytes / 2**30, "growth_headroom": 0.0}
     prompts = [prompt_of(20 + number, 10) for number in range(8)]
     with Engine(
-        model=str(llama.directory), device="cpu", max_model_len=40, scheduling_policy="fcfs",
+        model=str(llama.directory),
+        device="cpu",
+        max_model_len=40,
+        scheduling_policy="fcfs",
         **options,
-    ) as engine:  # fmt: skip
+    ) as engine:
         outputs = engine.generate(prompts, params, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 2
     check_exact(llama, [(None, output) for output in outputs])

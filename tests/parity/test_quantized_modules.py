@@ -106,18 +106,24 @@ def test_bitsandbytes(bits: int, tmp_path: Path) -> None:
     case = ParityCase(architecture, tmp_path, specs=SPECS)
     if bits == 4:
         model = store_in_four_bits(
-            case.directory, tmp_path / "stored", dtype=torch.float32, transposed=True,
+            case.directory,
+            tmp_path / "stored",
+            dtype=torch.float32,
+            transposed=True,
             skipped=("lm_head", "wte", "wpe"),
-        )  # fmt: skip
+        )
         config = json.loads((model / "config.json").read_text())
         config["quantization_config"]["bnb_4bit_compute_dtype"] = "float32"
         (model / "config.json").write_text(json.dumps(config))
     else:
         model = store_in("bitsandbytes int8", case.directory, tmp_path / "stored")
     with Engine(
-        model=str(model), device="cuda", dtype="float32", memory_gib=0.05,
+        model=str(model),
+        device="cuda",
+        dtype="float32",
+        memory_gib=0.05,
         skip_parity_probe=bits == 8,  # it does not expect rounding to 8 bits of float32
-    ) as engine:  # fmt: skip
+    ) as engine:
         assert engine.get_model_info().backends["weights"] == "bitsandbytes"
         max_error = MAX_RELATIVE_ERROR if bits == 4 else MAX_INT8_ERROR
         check(case, engine, prompts(len(SPECS) + 1, seed=5), max_error, is_found=False)

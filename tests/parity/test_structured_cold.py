@@ -76,11 +76,14 @@ def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(tmp_pat
         for _ in range(3):
             answers += [
                 engine.ask(
-                    PAIR[0], prompt, max_tokens=12, predicted_output_tokens=1,
+                    PAIR[0],
+                    prompt,
+                    max_tokens=12,
+                    predicted_output_tokens=1,
                     structured_output=regex(PATTERN),
                 )
                 for prompt in prompts(12, seed=11, num_tokens=24)
-            ]  # fmt: skip
+            ]
             engine.run()
         assert engine.num_host_cached_tokens > 0 and engine.core.stats().num_preemptions > 0
     check_all(answers)

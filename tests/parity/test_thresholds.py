@@ -30,8 +30,11 @@ NOISE_FACTOR = 1.5  # of the largest error that plain transformers makes in the 
 MIN_SEPARATION = 2.0  # an error without the window is this many times the limit, or more
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=MAX_LOGPROBS, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "block_size": 4, "memory_gib": 0.05,
-}  # fmt: skip
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 4,
+    "memory_gib": 0.05,
+}
 # PEFT makes adapters of experts, which are not served, of names in a feed-forward.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {"jetmoe": ("kv_proj",)}  # its other projections are experts

@@ -116,9 +116,12 @@ class Pair:
 @pytest.fixture(params=[2**32 - 3])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     shape = RingShape.for_widths(
-        num_workers=1, num_slots=4, max_slice_tokens=NUM_TOKENS,
-        max_in_features=NUM_COLUMNS, max_out_columns=NUM_COLUMNS,
-    )  # fmt: skip
+        num_workers=1,
+        num_slots=4,
+        max_slice_tokens=NUM_TOKENS,
+        max_in_features=NUM_COLUMNS,
+        max_out_columns=NUM_COLUMNS,
+    )
     with (
         Control.create(num_workers=1, num_slots=8, first_sequence=request.param) as control,
         Rings.create(shape) as rings,

@@ -21,9 +21,12 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
-    "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 
@@ -82,8 +85,11 @@ _DEEP = Architecture(
 # Heads of 12 values, with rows in head order: only some strides are multiples of 16.
 _ODD_HEADS = Architecture("odd-heads", "gpt_neox", {"rotary_pct": 0.5, "hidden_size": 48})
 _EXPERTS: dict[str, Any] = {
-    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 # Models in which something begins later than the start-up probe looks.
 THRESHOLD = 36
 _THRESHOLDS = [
@@ -104,8 +110,11 @@ _THRESHOLDS = [
 ]  # fmt: skip
 WITH_THRESHOLDS = {architecture.name: architecture for architecture in _THRESHOLDS}
 _BY_NAME = {
-    **ARCHITECTURES, **WITH_THRESHOLDS, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS,
-}  # fmt: skip
+    **ARCHITECTURES,
+    **WITH_THRESHOLDS,
+    _DEEP.name: _DEEP,
+    _ODD_HEADS.name: _ODD_HEADS,
+}
 
 
 def mostly(*names: str) -> list[Any]:

@@ -134,9 +134,12 @@ def base_config(model_type: str) -> Any:
     text, vision, own = WRAPPERS[model_type]
     # The wrapper's own place for tied embeddings goes before the text model's.
     return AutoConfig.for_model(
-        model_type, text_config={**COMMON, **text}, vision_config=dict(vision),
-        tie_word_embeddings=False, **own,
-    )  # fmt: skip
+        model_type,
+        text_config={**COMMON, **text},
+        vision_config=dict(vision),
+        tie_word_embeddings=False,
+        **own,
+    )
 
 
 def auto_class(config: Any) -> Any:

@@ -189,10 +189,13 @@ class ColdEngine:
         sampling = SamplingParams(max_tokens=max_tokens, **values)
         self.core.add_request(
             AddRequest(
-                request_id, tuple(prompt), sampling, adapter,
+                request_id,
+                tuple(prompt),
+                sampling,
+                adapter,
                 predicted_output_tokens=predicted_output_tokens,
             )
-        )  # fmt: skip
+        )
         self.answers[request_id] = Answer(adapter, tuple(prompt))
         return self.answers[request_id]
 

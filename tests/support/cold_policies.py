@@ -79,10 +79,13 @@ class _Policies:
     def add(self, request_id: int, name: str) -> None:
         version = self.registry.resolve(name)
         request = Request(
-            request_id=RequestId(request_id), prompt_token_ids=(5,) * 16, arrival_s=0.0,
-            sampling=SamplingParams(max_tokens=2), adapter_id=version.adapter_id,
+            request_id=RequestId(request_id),
+            prompt_token_ids=(5,) * 16,
+            arrival_s=0.0,
+            sampling=SamplingParams(max_tokens=2),
+            adapter_id=version.adapter_id,
             adapter=version.facts,
-        )  # fmt: skip
+        )
         self.scheduler.add_request(request, 0.0)
 
     def schedule(self, now_s: float) -> StepPlan:

@@ -22,9 +22,12 @@ def save_base(directory: Path, *, chat_template: str) -> Path:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(_WORDS[:3]))
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
         chat_template=chat_template,
-    ).save_pretrained(directory)  # fmt: skip
+    ).save_pretrained(directory)
     config = LlamaConfig(
         vocab_size=NUM_EMBEDDINGS, hidden_size=_SIZE, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
@@ -46,9 +49,12 @@ def save_adapter(directory: Path, *, seed: int = 0) -> Path:
     """Save an adapter of that base; with another ``seed`` its weights are others."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 2,
         "target_modules": ["q_proj"],
-    }  # fmt: skip
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     a, b = torch.full((2, _SIZE), 1.0 + seed), torch.zeros(_SIZE, 2)

@@ -30,9 +30,12 @@ _Edit = tuple[int, int, bytes]  # a place, bytes that are left out there, and by
 def few_and_many(num_cases: int) -> settings:
     """Return settings of a test with so many cases, the same ones each time."""
     return settings(
-        max_examples=num_cases, derandomize=True, deadline=None, database=None,
+        max_examples=num_cases,
+        derandomize=True,
+        deadline=None,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
 
 
 def damaged(genuine: bytes) -> st.SearchStrategy[bytes]:

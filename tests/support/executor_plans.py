@@ -96,9 +96,12 @@ class Device:
         self.executor.finish_transfer(transfer_id)
 
     def begin(
-        self, direction: Direction, block_ids: tuple[int, ...], slots: tuple[int, ...],
+        self,
+        direction: Direction,
+        block_ids: tuple[int, ...],
+        slots: tuple[int, ...],
         **fields: Any,
-    ) -> TransferId:  # fmt: skip
+    ) -> TransferId:
         """Begin a copy with a plan of its own, which ends at once."""
         self.num_transfers += 1
         copy = KvTransfer(
@@ -111,9 +114,12 @@ class Device:
         return copy.transfer_id
 
     def copy(
-        self, direction: Direction, block_ids: tuple[int, ...], slots: tuple[int, ...],
+        self,
+        direction: Direction,
+        block_ids: tuple[int, ...],
+        slots: tuple[int, ...],
         error: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         transfer_id = self.begin(direction, block_ids, slots)
         self.executor.finish_step()
         self.executor.finish_transfer(transfer_id, error)

@@ -281,12 +281,15 @@ class ScriptedController:
         stream = EventStream(request, send_timeout_s=1.0)
         response = await stream.begin()
         self.sequence += 1
-        await stream.send(TableChange(
-            sequence=self.sequence, is_whole=True,
-            engines=tuple(one.card() for one in self.engines.values()),
-            agents=(AgentCard(agent_id="agent", url=self.url, digests=("digest-on-agent",)),),
-            adapters=tuple(self.adapters.values()),
-        ))  # fmt: skip
+        await stream.send(
+            TableChange(
+                sequence=self.sequence,
+                is_whole=True,
+                engines=tuple(one.card() for one in self.engines.values()),
+                agents=(AgentCard(agent_id="agent", url=self.url, digests=("digest-on-agent",)),),
+                adapters=tuple(self.adapters.values()),
+            )
+        )
         self._streams.append(stream)
         try:
             while request.transport is not None:
@@ -339,18 +342,24 @@ class GatewayCluster:
     """A running gateway with its client, controller and engines."""
 
     def __init__(
-        self, url: str, session: ClientSession, controller: ScriptedController,
+        self,
+        url: str,
+        session: ClientSession,
+        controller: ScriptedController,
         engines: list[ScriptedEngine],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.url = url
         self.session = session
         self.controller = controller
         self.engines = engines
 
     async def complete(
-        self, *, path: str = "/v1/completions", headers: Mapping[str, str] | None = None,
+        self,
+        *,
+        path: str = "/v1/completions",
+        headers: Mapping[str, str] | None = None,
         **fields: Any,
-    ) -> tuple[int, bytes]:  # fmt: skip
+    ) -> tuple[int, bytes]:
         """Send a request; return status and body."""
         body = {"prompt": "Once upon a time", "max_tokens": 3} | fields
         async with self.session.post(self.url + path, json=body, headers=headers) as response:

@@ -261,10 +261,13 @@ class LoadingEngine:
         assistant = Assistant(HostHandover(exchange), self.backend, None, num_layers)
         self._runner = _Runner(self)
         self.executor = DeviceExecutor(
-            self._runner, _Sampler(()), self.table,  # type: ignore[arg-type]
+            self._runner,  # type: ignore[arg-type]
+            _Sampler(()),
+            self.table,
             AdapterFetch(self._fetch, self.host.evict),
-            max_model_len=64, assistant=assistant,
-        )  # fmt: skip
+            max_model_len=64,
+            assistant=assistant,
+        )
         self._arrivals: list[tuple[Copied, str]] = []  # and their contents
         self.contents: dict[AdapterId, str] = {}  # of all versions, until they are gone
         self.digests: dict[str, str] = {}
@@ -307,9 +310,12 @@ class LoadingEngine:
         self._num_requests += 1
         adapter_id = self.served[name] if version is None else version
         request = make_request(
-            self._num_requests, prompt=num_tokens, adapter_id=adapter_id,
-            adapter=self._facts[self.contents[adapter_id]], max_tokens=5,
-        )  # fmt: skip
+            self._num_requests,
+            prompt=num_tokens,
+            adapter_id=adapter_id,
+            adapter=self._facts[self.contents[adapter_id]],
+            max_tokens=5,
+        )
         self.scheduler.add_request(request, self._now_s)
         self.live[request.request_id] = adapter_id
 

@@ -132,9 +132,12 @@ def check_case(
 
 
 def check_factors(
-    make_backend: Callable[[LoraTable], LoraBackend], dtype: torch.dtype, device: str = "cpu",
-    *, num_tokens: int = 7,
-) -> None:  # fmt: skip
+    make_backend: Callable[[LoraTable], LoraBackend],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    num_tokens: int = 7,
+) -> None:
     """Adapters with factors on one of two targets, beside one without; against a float64 loop."""
     generator = torch.Generator().manual_seed(1)
 

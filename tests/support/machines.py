@@ -7,9 +7,12 @@ Cpus = tuple[int, ...]
 
 
 def machine(
-    cores: tuple[Cpus, ...], *, nodes: tuple[Cpus, ...] = (), allowed: Cpus | None = None,
+    cores: tuple[Cpus, ...],
+    *,
+    nodes: tuple[Cpus, ...] = (),
+    allowed: Cpus | None = None,
     quota: float | None = None,
-) -> MachineFacts:  # fmt: skip
+) -> MachineFacts:
     """One of these cores, each the CPUs that share it."""
     cpus = tuple(sorted(cpu for core in cores for cpu in core))
     return MachineFacts(

@@ -28,9 +28,12 @@ class Loads:
             layers = AdapterLayers(((8,),) * len(group_bytes), group_bytes, groups)
             adapter = AdapterFacts("content", 8, sum(group_bytes), layers=layers)
         command = AdapterTransfer(
-            self.table.new_id(), AdapterId(adapter_id), adapter.num_bytes, is_demand,
+            self.table.new_id(),
+            AdapterId(adapter_id),
+            adapter.num_bytes,
+            is_demand,
             host=HostPlace(HostPlaceId(adapter_id), (), is_filled=is_on_host),
-        )  # fmt: skip
+        )
         load = OpenLoad(command=command, part_bytes=group_bytes, adapter=adapter)
         self.table.begin(load, now_s)
         return load

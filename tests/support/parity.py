@@ -58,8 +58,11 @@ ADAPTER_SPECS = (
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Names of the linears that adapters of this model may have, without expert routers."""
-    names = {path.rpartition(".")[2] for path, module in model.named_modules()
-             if isinstance(module, torch.nn.Linear | Conv1D)}  # fmt: skip
+    names = {
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+    }
     return sorted(names & set(ATTENTION_AND_MLP))
 
 
@@ -207,9 +210,11 @@ class HalfErrors:
     """
 
     def __init__(
-        self, case: ParityCase, dtype: torch.dtype = torch.bfloat16,
+        self,
+        case: ParityCase,
+        dtype: torch.dtype = torch.bfloat16,
         control: ParityCase | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._case = case
         self._dtype = dtype
         self._control = control or case
@@ -217,9 +222,12 @@ class HalfErrors:
         self._theirs: list[torch.Tensor] = []
 
     def add(
-        self, adapter: str | None, prompt: Sequence[int], token_ids: Sequence[int],
+        self,
+        adapter: str | None,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
         candidates: Sequence[dict[int, float]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``candidates``: by output token, log-probabilities by token id."""
         assert len(candidates) == len(token_ids) > 0
         tokens, first = [*prompt, *token_ids], len(prompt)

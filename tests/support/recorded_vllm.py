@@ -247,8 +247,11 @@ class _Answer:
     async def whole(self) -> web.Response:
         text = "".join([token async for token in self.tokens()])
         choice: dict[str, Any] = {
-            "index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None,
-        }  # fmt: skip
+            "index": 0,
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:

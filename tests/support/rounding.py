@@ -32,9 +32,12 @@ class RoundingErrors:
 
 
 def rounding_errors(
-    case: ParityCase, outputs: list[Any], *, without: dict[str, Any],
+    case: ParityCase,
+    outputs: list[Any],
+    *,
+    without: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
-) -> RoundingErrors:  # fmt: skip
+) -> RoundingErrors:
     """Errors of the base's answers, each with one choice of as many tokens.
 
     ``without``: values of the configuration that plain transformers must not come close with.

@@ -79,11 +79,14 @@ class DrivenExecutor:
         forget: tuple[int, ...] = (), evict: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         plan = StepPlan(
-            StepId(self._next_step_id), batches, new, transfers=transfers,
+            StepId(self._next_step_id),
+            batches,
+            new,
+            transfers=transfers,
             evict_adapters=tuple(AdapterId(number) for number in evict),
             ended_requests=tuple(RequestId(number) for number in forget),
             promoted_transfers=tuple(TransferId(number) for number in promoted),
-        )  # fmt: skip
+        )
         self._next_step_id += 1
         self.executor.submit(plan)
 
@@ -110,9 +113,12 @@ def row(
     is_assisted = split_layer is not None
     return SubBatch(
         SubBatchKind.ASSISTED if is_assisted else SubBatchKind.MIXED,
-        (RequestId(number),), (start,), (num_tokens,), (samples,),
+        (RequestId(number),),
+        (start,),
+        (num_tokens,),
+        (samples,),
         (split_layer,) if split_layer is not None else (),
-    )  # fmt: skip
+    )
 
 
 def load(number: int, *, is_demand: bool = True) -> AdapterTransfer:
@@ -130,6 +136,9 @@ def copy_kv(
 ) -> KvTransfer:
     """Of blocks of 400 bytes."""
     return KvTransfer(
-        TransferId(number), direction, tuple(map(BlockId, range(num_blocks))),
-        tuple(map(HostSlot, range(num_blocks))), is_demand,
-    )  # fmt: skip
+        TransferId(number),
+        direction,
+        tuple(map(BlockId, range(num_blocks))),
+        tuple(map(HostSlot, range(num_blocks))),
+        is_demand,
+    )

@@ -94,9 +94,12 @@ class Loading:
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
             transfer = AdapterTransfer(
-                TransferId(100 + number), AdapterId(number), 1,
-                is_demand, offset_bytes=64 * number,
-            )  # fmt: skip
+                TransferId(100 + number),
+                AdapterId(number),
+                1,
+                is_demand,
+                offset_bytes=64 * number,
+            )
             self.loader.start(transfer)
 
     def wait(self) -> list[LoadedAdapter]:

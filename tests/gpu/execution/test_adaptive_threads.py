@@ -90,9 +90,12 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
     ],
 )
 def test_a_fixed_number_is_logged(
-    machine: Machine, caplog: pytest.LogCaptureFixture,
-    max_threads: int, is_fixed: bool, consequence: str,
-) -> None:  # fmt: skip
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+    max_threads: int,
+    is_fixed: bool,
+    consequence: str,
+) -> None:
     threads = machine.engine(max_threads, is_fixed=is_fixed)
     for share in (0.5, 0.6, *[0.0] * 70):
         machine.pass_by(0.5, share)

@@ -43,10 +43,12 @@ def test_serving_asks_for_no_variant_that_was_not_warmed(num_passes: int) -> Non
         # Prefill, and decode with 1, 2, 4, 8, 16 and 32 parts of a context; with a small window 1.
         num_attend = 7 + (2 if name == "gemma2" else 0)
         assert warmed == {
-            "attend_kernel": num_attend, "merge_kernel": 5,
-            "shrink_kernel": 2, "expand_kernel": 4,  # for few tokens and many; with factors, too
+            "attend_kernel": num_attend,
+            "merge_kernel": 5,
+            "shrink_kernel": 2,
+            "expand_kernel": 4,  # for few tokens and many; with factors, too
             **FUSED[name],
-        }, name  # fmt: skip
+        }, name
 
 
 @pytest.mark.gpu

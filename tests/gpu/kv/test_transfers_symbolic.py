@@ -113,10 +113,13 @@ class Engine:
         blocks, slots = zip(*pairs, strict=True)
         self.transfers.start(
             KvTransfer(
-                transfer_id, direction, tuple(map(BlockId, blocks)), tuple(map(HostSlot, slots)),
+                transfer_id,
+                direction,
+                tuple(map(BlockId, blocks)),
+                tuple(map(HostSlot, slots)),
                 is_demand,
             )
-        )  # fmt: skip
+        )
         return transfer_id
 
     def wait(self, num_results: int = 1) -> None:
@@ -220,9 +223,12 @@ def closed_with_copies_under_way(engine: Engine) -> None:
 
 
 LIVES = (
-    used_again_and_back, into_a_block_that_was_just_read, promoted,
-    a_demand_beside_a_prefetch_and_a_copy_out, closed_with_copies_under_way,
-)  # fmt: skip
+    used_again_and_back,
+    into_a_block_that_was_just_read,
+    promoted,
+    a_demand_beside_a_prefetch_and_a_copy_out,
+    closed_with_copies_under_way,
+)
 
 
 @pytest.fixture(autouse=True)

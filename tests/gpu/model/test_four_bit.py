@@ -28,7 +28,10 @@ NESTED_NF4 = {
     ),
 }  # fmt: skip
 PLAIN_NF4 = {
-    "kind": "nf4", "dtype": torch.float16, "shape": [3, 21], "block_size": 32,
+    "kind": "nf4",
+    "dtype": torch.float16,
+    "shape": [3, 21],
+    "block_size": 32,
     "codes": "589478659656998a46b67bd366050b11778fc4342d8677777777667778777777",
     "scales": [1.9130859375, 2.1328125],
     "values": (
@@ -36,7 +39,7 @@ PLAIN_NF4 = {
         "4e3c0bba93b193b1a7bfa8b5a7bf2c3954bd54bd000000006e314440853bdab8bdbadab87bbccd3c6e3137b2"
         "0000000000000000000000000000000037b237b20000000000006e3100000000000000000000"
     ),
-}  # fmt: skip
+}
 NESTED_FP4 = {
     "kind": "fp4", "dtype": torch.bfloat16, "shape": [3, 21], "block_size": 32,
     "codes": "e16f91ee6efe6617c949145ceebeb4aa99135fcfa51999191191999191199990",
@@ -98,11 +101,14 @@ def test_values_are_those_of_bitsandbytes(vector: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("shape", "block_size", "storage"),
     [
-        ((64, 64), 64, torch.uint8), ((5, 7), 64, torch.uint8), ((33, 66), 32, torch.int8),
-        ((3, 5000), 4096, torch.bfloat16), ((700, 130), 128, torch.float32),
+        ((64, 64), 64, torch.uint8),
+        ((5, 7), 64, torch.uint8),
+        ((33, 66), 32, torch.int8),
+        ((3, 5000), 4096, torch.bfloat16),
+        ((700, 130), 128, torch.float32),
         ((5, 7), 64, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_shapes_blocks_and_storage(
     kind: str, nested: bool, shape: tuple[int, int], block_size: int, storage: torch.dtype,
     tmp_path: Path,

@@ -232,9 +232,12 @@ def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
-        "config_groups": {"group_0": group}, "quantization_status": "compressed",
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+        "quantization_status": "compressed",
+    }
 
 
 def test_weights_count_and_activations_do_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -222,9 +222,12 @@ def test_linears_outside_of_the_layers_belong_to_the_layer_beside_them() -> None
     }  # fmt: skip
     found = with_calls(TargetMap(targets, {}), calls)
     assert {one.path: (one.layer, one.input_group) for one in found.targets} == {
-        "before": (0, -1), "layers.0.a": (0, 0), "layers.1.a": (1, 0), "behind": (1, 1),
+        "before": (0, -1),
+        "layers.0.a": (0, 0),
+        "layers.1.a": (1, 0),
+        "behind": (1, 1),
         "head": (1, 2),
-    }  # fmt: skip
+    }
     assert [one.index for one in found.targets] == list(range(5))
     each = "it is outside of the decoder layers, and does not run once for each token"
     between = "it is outside of the decoder layers, and is called between them"

@@ -30,8 +30,11 @@ def test_a_paced_link_is_found_again() -> None:
         num_bytes = point.chunk_bytes * point.concurrency
         assert num_bytes / point.bytes_per_s > 500e-6 + num_bytes / (0.55 * 2**30)
     assert [(p.chunk_bytes, p.concurrency) for p in times.points] == [
-        (2**18, 1), (2**18, 2), (2**20, 1), (2**20, 2),
-    ]  # fmt: skip
+        (2**18, 1),
+        (2**18, 2),
+        (2**20, 1),
+        (2**20, 2),
+    ]
 
 
 class CountedCopies:

@@ -59,8 +59,11 @@ def test_begin_base_and_add_are_told_apart() -> None:
         GroupSpan(0, 1, begin_s=6.0, base_s=7.0, add_s=8.0),
     )
     assert inner.calls == [
-        ("begin", (0, 0)), ("add", (0, 0)), ("begin", (0, 1)), ("add", (0, 1)),
-    ]  # fmt: skip
+        ("begin", (0, 0)),
+        ("add", (0, 0)),
+        ("begin", (0, 1)),
+        ("add", (0, 1)),
+    ]
 
 
 def test_without_anything_inside_it_only_marks() -> None:

@@ -145,9 +145,12 @@ def test_the_same_tokenizer_is_compared_once(
     ],
 )
 def test_what_cannot_be_read_refuses_conversations_and_it_is_said(
-    reader: ConventionReader, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Any,
+    reader: ConventionReader,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    files: Any,
     reason: str,
-) -> None:  # fmt: skip
+) -> None:
     write(tmp_path, **{"chat_template__jinja": TEMPLATE} | files)
     with caplog.at_level(logging.WARNING):
         found = reader.read(tmp_path)

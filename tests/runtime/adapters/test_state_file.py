@@ -37,12 +37,15 @@ def test_what_is_put_is_there_the_next_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "{", "[]", '{"version": 2, "adapters": []}', '{"version": 1}',
+        "{",
+        "[]",
+        '{"version": 2, "adapters": []}',
+        '{"version": 1}',
         '{"version": 1, "adapters": [1]}',
         '{"version": 1, "adapters": [{"name": "a", "path": 1, "pinned": false}]}',
         '{"version": 1, "adapters": [{"name": "a", "path": "b", "pinned": false, "x": 1}]}',
     ],
-)  # fmt: skip
+)
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)

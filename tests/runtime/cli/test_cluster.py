@@ -122,9 +122,12 @@ OVER_RAY = ("cluster", "--engines", "1", "--ray")
     ],
 )
 def test_ray_that_is_not_there_is_one_line(
-    arguments: tuple[str, ...], version: str | None, words: str,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    arguments: tuple[str, ...],
+    version: str | None,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def installed(name: str) -> str:
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)

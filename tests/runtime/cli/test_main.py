@@ -81,9 +81,12 @@ def test_a_flag_takes_several_keys(flag: str) -> None:
 )
 @pytest.mark.parametrize("command", ["serve", "cluster"])
 def test_a_key_is_not_taken_for_a_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    command: str, argv: list[str],
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    argv: list[str],
+) -> None:
     (tmp_path / "secret-b").write_text("secret-a\nsecret-b\n")
     places = {"file": "secret-b", "directory": str(tmp_path)}
     monkeypatch.chdir(tmp_path)

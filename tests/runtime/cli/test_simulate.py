@@ -194,9 +194,12 @@ def test_this_machine_as_it_was_measured(
 
 @pytest.mark.parametrize("percentile", [95.0, pytest.param(80.0, marks=pytest.mark.full)])
 def test_table_and_pictures_say_the_same(
-    percentile: float, workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    percentile: float,
+    workload: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     drawn: list[tuple[Mapping[str, FirstTokenCurve], float, str]] = []
     monkeypatch.setattr(
         pictures,
@@ -242,8 +245,10 @@ def test_options_of_a_policy_belong_to_its_name() -> None:
     compare = ("scheduling-policy=corun,chameleon:queues=2,refresh=60,sjf",)
     variants = variants_of(EngineConfig(), SimulateConfig(compare=compare))
     assert [one.engine.scheduling_policy for one in variants] == [
-        "corun", "chameleon:queues=2,refresh=60", "sjf",
-    ]  # fmt: skip
+        "corun",
+        "chameleon:queues=2,refresh=60",
+        "sjf",
+    ]
     with pytest.raises(ConfigError, match="'queues' to compare, which is gone: give --scheduling"):
         variants_of(EngineConfig(), SimulateConfig(compare=("queues=fixed:1,fixed:2",)))
 

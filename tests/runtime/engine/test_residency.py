@@ -78,9 +78,12 @@ class World:
     ) -> AdapterContent:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
-            self.contents[str(path)], 8, sum(GROUP_BYTES), layers=layers,
+            self.contents[str(path)],
+            8,
+            sum(GROUP_BYTES),
+            layers=layers,
             host_bytes=(PAGESIZE, PAGESIZE),
-        )  # fmt: skip
+        )
         return AdapterContent(facts)
 
     def add(self, name: str, content: str) -> None:
@@ -133,8 +136,11 @@ class World:
         memory, residency = self.scheduler.memory, info.residency
         if info.state not in ("ready", "draining"):
             return
-        versions = [one for one in memory.cache.resident_ids()
-                    if self.manager.version(one).name == info.name]  # fmt: skip
+        versions = [
+            one
+            for one in memory.cache.resident_ids()
+            if self.manager.version(one).name == info.name
+        ]
         is_there = residency.level == "device" or any(
             one.residency.level == "device" for one in info.draining
         )

@@ -203,8 +203,11 @@ def test_only_an_administrator_has_any_adapter_of_the_hub_fetched(tokenizer_dir:
             await find("acme/adapter", is_admin=False)
         await find("no-name-of-the-hub", is_admin=False)
         assert [name for _, name in other.asked] == [
-            "some/adapter", "some/adapter", "acme/adapter", "no-name-of-the-hub"
-        ]  # fmt: skip
+            "some/adapter",
+            "some/adapter",
+            "acme/adapter",
+            "no-name-of-the-hub",
+        ]
 
     asyncio.run(test())
 

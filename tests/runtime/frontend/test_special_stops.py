@@ -244,9 +244,12 @@ def test_streams_are_the_whole_text_cut(
     tokens: list[int], stops: list[list[int]], skip: bool, include: bool
 ) -> None:
     shown = Shown(
-        _TOKENIZER, tokens, stop=[spelled(one) for one in stops], skip_special_tokens=skip,
+        _TOKENIZER,
+        tokens,
+        stop=[spelled(one) for one in stops],
+        skip_special_tokens=skip,
         include_stop_str_in_output=include,
-    )  # fmt: skip
+    )
     expected = _expected(tokens, stops, skip=skip, include=include)
     assert shown.end == expected
     for number in range(len(shown.pieces)):  # no piece of a stop string is ever shown

@@ -82,10 +82,13 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )  # fmt: skip
     pairs = st.lists(inner, min_size=1, max_size=3)
     return st.one_of(
-        arrays, objects, objects,
-        pairs.map(lambda some: {"anyOf": some}), pairs.map(lambda some: {"oneOf": some}),
+        arrays,
+        objects,
+        objects,
+        pairs.map(lambda some: {"anyOf": some}),
+        pairs.map(lambda some: {"oneOf": some}),
         inner.map(lambda one: {"allOf": [one, {"title": "the same"}]}),
-    )  # fmt: skip
+    )
 
 
 SCHEMAS = st.recursive(LEAVES, containers, max_leaves=8)

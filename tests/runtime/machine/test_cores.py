@@ -137,8 +137,11 @@ def test_slow_lists_are_warned_of() -> None:
     chosen = plan(facts, workers=(1, 8, 2, 10, 5), engine=(0,), node=0)
     assert chosen.worker_cpus == (1, 8, 2, 10, 5)  # it is done as it was said
     assert [text.partition(" ")[0] for text in chosen.warnings] == [
-        "workers", "the", "workers", "--cpu-cores",
-    ]  # fmt: skip
+        "workers",
+        "the",
+        "workers",
+        "--cpu-cores",
+    ]
     assert "workers on 8 share a physical core with the engine" in chosen.warnings[0]
     assert "the workers on 2,10 share one physical core" in chosen.warnings[1]
     assert "workers on 5 are not on the accelerator's NUMA node 0" in chosen.warnings[2]

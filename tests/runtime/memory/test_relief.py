@@ -199,8 +199,11 @@ def test_requests_that_run_are_answered_while_memory_stays_short(depth: int) -> 
                 break
             executor.submit(plan)
         for result in executor.poll():
-            finished += [event for event in scheduler.update(result, float(turn))
-                         if event.finish_reason is not None]  # fmt: skip
+            finished += [
+                event
+                for event in scheduler.update(result, float(turn))
+                if event.finish_reason is not None
+            ]
         scheduler.check_invariants()
     assert sorted(event.request_id for event in finished) == list(range(1, 12))
     assert {event.finish_reason for event in finished} == {"length"}

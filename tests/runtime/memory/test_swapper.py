@@ -307,10 +307,13 @@ class SwapMachine(RuleBasedStateMachine):
         self, policy: str, num_blocks: int, num_host_slots: int, max_history_blocks: int | None
     ) -> None:
         self.memory = make_memory(
-            num_blocks=num_blocks, keeps_prefixes=True, num_host_slots=num_host_slots,
-            max_history_blocks=max_history_blocks, policy=policy,
+            num_blocks=num_blocks,
+            keeps_prefixes=True,
+            num_host_slots=num_host_slots,
+            max_history_blocks=max_history_blocks,
+            policy=policy,
             capacity_bytes=2 * num_blocks * BLOCK_BYTES,
-        )  # fmt: skip
+        )
         self.swapper = swapper_of(self.memory)
         load(self.memory, 1, 100)
         self.memory.cache.acquire(AdapterId(1))
@@ -345,10 +348,13 @@ class SwapMachine(RuleBasedStateMachine):
                 return
             self.blocks[found[0]] = (namespace, tuple(symbols[: number + 1]))
             node = self.memory.prefixes.store(
-                adapter_id, namespace,
+                adapter_id,
+                namespace,
                 running.path[-1] if running.path else None,
-                (symbols[number],) * BLOCK_SIZE, found[0], self.now_s,
-            )  # fmt: skip
+                (symbols[number],) * BLOCK_SIZE,
+                found[0],
+                self.now_s,
+            )
             running.path.append(node)
             if node.block_id != found[0]:
                 running.own.append(found[0])

@@ -245,8 +245,11 @@ def test_cold_starts_learn_what_was_read_from_files_and_only_once() -> None:
     scheduler.update(TransferRead(load.transfer_id, 2, 1.0), 1.0)
     news = [entry for entry in cold_starts.log if "bytes" in entry]
     assert news == [
-        "60 bytes in 0.25 s", "0 bytes in 0.0 s", "40 bytes in 0.5 s", "0 bytes in 0.0 s",
-    ]  # fmt: skip
+        "60 bytes in 0.25 s",
+        "0 bytes in 0.0 s",
+        "40 bytes in 0.5 s",
+        "0 bytes in 0.0 s",
+    ]
 
 
 def test_a_failed_load_ends_its_requests_and_frees_its_bytes_with_the_last_step() -> None:

@@ -34,9 +34,12 @@ _MAX_TOKENS = 512
 
 
 def make(
-    *, times: StepTimes | None = None, pace: StepPace | None = None,
-    max_decode_gap_s: float | None = None, mix_decode_with_prefill: bool = True,
-) -> Scheduler:  # fmt: skip
+    *,
+    times: StepTimes | None = None,
+    pace: StepPace | None = None,
+    max_decode_gap_s: float | None = None,
+    mix_decode_with_prefill: bool = True,
+) -> Scheduler:
     return make_scheduler(
         memory=make_memory(num_blocks=2000), times=times, pace=pace, max_model_len=4000,
         max_num_batched_tokens=_MAX_TOKENS, max_num_seqs=64, max_decode_gap_s=max_decode_gap_s,

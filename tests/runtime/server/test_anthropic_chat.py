@@ -79,9 +79,12 @@ def test_other_fields() -> None:
     schema = {"type": "object"}
     form = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
     body = body_of(
-        max_tokens=5, stop_sequences=["x"], stream=True, thinking={"type": "disabled"},
+        max_tokens=5,
+        stop_sequences=["x"],
+        stream=True,
+        thinking={"type": "disabled"},
         output_config=form,
-    )  # fmt: skip
+    )
     assert (body["max_tokens"], body["stop"]) == (5, ["x"])
     assert body["stream_options"] == {"include_usage": True}
     assert (body["enable_thinking"], body["reasoning_effort"]) == (False, "low")

@@ -282,9 +282,12 @@ def test_a_request_that_generates_ends_with_what_its_client_sends(
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_a_request_ends_with_its_client_also_if_others_wait_behind_it(
-    start_server: Callable[..., Any], engine: Any, wait_until: Callable[..., None],
-    is_reset: bool, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    start_server: Callable[..., Any],
+    engine: Any,
+    wait_until: Callable[..., None],
+    is_reset: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = type(engine)()
     engine.held.set()
     server = start_server(engine)

@@ -204,10 +204,13 @@ BAD_BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "status", "code", "param", "parts"), [
-    (path, body, status, code, param, parts)
-    for path, body, status, code, param, *parts in BAD_BODIES
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param", "parts"),
+    [
+        (path, body, status, code, param, parts)
+        for path, body, status, code, param, *parts in BAD_BODIES
+    ],
+)
 def test_bad_body(
     http: httpx.Client,
     path: str,

@@ -20,9 +20,12 @@ MODELS = (
 )  # fmt: skip
 # Fields that clients send by themselves: editors, agents, routers, benchmarks.
 EXTRAS: dict[str, Any] = {
-    "id": "msg_1", "refusal": None, "annotations": [], "cache_control": {"type": "ephemeral"},
+    "id": "msg_1",
+    "refusal": None,
+    "annotations": [],
+    "cache_control": {"type": "ephemeral"},
     "reasoning_content": "Hm.",
-}  # fmt: skip
+}
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -58,8 +58,11 @@ def test_stream(http: httpx.Client, engine: Any, expected_text: Callable[..., st
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
     assert kinds[-4:] == [
-        "output_text.done", "content_part.done", "output_item.done", "incomplete",
-    ]  # fmt: skip
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
     text = expected_text("<user>hi<assistant>", 4)
     assert "".join(event["delta"] for event in events[4:-4]) == text
     last = Response.model_validate(events[-1]["response"])

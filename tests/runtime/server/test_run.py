@@ -75,9 +75,12 @@ def test_urls() -> None:
     [(1024, 4096, 2256), (1024, -1, 2256), (-1, -1, None), (4096, 4096, None), (1024, 2000, 2000)],
 )
 def test_open_files(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    soft: int, hard: int, allowed: int | None,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    allowed: int | None,
+) -> None:
     set_limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_limits.append(limits))

@@ -46,9 +46,12 @@ def test_every_answer_fits_the_document(
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
     @settings(
-        max_examples=num_cases, derandomize=True, deadline=None, database=None,
+        max_examples=num_cases,
+        derandomize=True,
+        deadline=None,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(case=document[path][method].as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
         case.call_and_validate(checks=CHECKS)

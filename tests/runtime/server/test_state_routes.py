@@ -74,8 +74,11 @@ def test_later_ones_say_what_has_changed(http: httpx.Client, engine: FakeEngine)
         next(states)
         silent = next(states)
         assert (silent.load, silent.adapters, silent.removed, silent.accepted) == (
-            None, (), (), None,
-        )  # fmt: skip
+            None,
+            (),
+            (),
+            None,
+        )
         changed = msgspec.structs.replace(LOAD, queued_prefill_tokens=501)
         engine.adapters["more"] = make_adapter("more", level="disk")
         del engine.adapters["upper"]

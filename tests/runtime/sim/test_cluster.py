@@ -79,9 +79,11 @@ def test_one_server_gives_what_a_replay_gives(
 ) -> None:
     requests = make_workload(name, rate_rps=rate_rps, num_requests=60, seed=3, traces=None)
     options = SimulationOptions(
-        scheduling_policy=policy, prefix_cache=True, host_adapter_bytes=6 * 2**30,
+        scheduling_policy=policy,
+        prefix_cache=True,
+        host_adapter_bytes=6 * 2**30,
         slo_ttft_s=4.0,
-    )  # fmt: skip
+    )
     spec = ClusterSpec(servers=(LIFE,), router="random")
     for horizon_s in (2.0, float("inf")):
         alone = simulate(MACHINES[machine], requests, options, horizon_s=horizon_s)
@@ -280,9 +282,12 @@ def test_reports_say_what_there_is() -> None:
 
     class Reader(ByAdapter):
         def rank(
-            self, request: RouteRequest, servers: Sequence[ServerView], now_s: float,
+            self,
+            request: RouteRequest,
+            servers: Sequence[ServerView],
+            now_s: float,
             rng: random.Random,
-        ) -> Sequence[ServerId]:  # fmt: skip
+        ) -> Sequence[ServerId]:
             reports.extend(view.report for view in servers)
             return super().rank(request, servers, now_s, rng)
 

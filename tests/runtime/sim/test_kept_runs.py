@@ -123,9 +123,12 @@ def _runs() -> Mapping[str, Callable[[], _Kept]]:
         for name in ROUTERS
     }
     placed = partial(
-        _many, _drawn("shifting", 120.0, 70), router="loraserve", placement_every_s=0.15,
+        _many,
+        _drawn("shifting", 120.0, 70),
+        router="loraserve",
+        placement_every_s=0.15,
         capacity=_CAPACITY,
-    )  # fmt: skip
+    )
     placements = {f"placement {name}": partial(placed, placement=name) for name in PLACEMENTS}
     return scheduling | memory | machines | workloads | routers | placements
 

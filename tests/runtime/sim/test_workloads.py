@@ -39,9 +39,12 @@ def draw(
 ) -> Workload:
     try:
         return make_workload(
-            name, rate_rps=2.0, num_requests=num_requests, seed=seed,
+            name,
+            rate_rps=2.0,
+            num_requests=num_requests,
+            seed=seed,
             traces=_TRACES if has_traces else None,
-        )  # fmt: skip
+        )
     except TraceError as error:
         if has_traces and any(text in str(error) for text in ("does not hold", "needs pyarrow")):
             pytest.skip(str(error))
@@ -109,12 +112,15 @@ def write_sessions(directory: Path, *, num_sessions: int, num_turns: int) -> Non
             "input_length": 512 * (2 + number // num_sessions),
             "output_length": 9,
             "hash_ids": [
-                0, *range(session := 100 * (1 + number % num_sessions),
-                          session + 1 + number // num_sessions),
+                0,
+                *range(
+                    session := 100 * (1 + number % num_sessions),
+                    session + 1 + number // num_sessions,
+                ),
             ],
         }
         for number in range(num_sessions * num_turns)
-    ]  # fmt: skip
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (directory / "conversation_trace.jsonl").write_text(text, encoding="utf-8")
 

@@ -64,9 +64,12 @@ def answers(found: AnswerFormat, *, special: bool, forced: bool) -> Iterator[Par
     mark_ids = {one: ids[one] for one in MARKS if special or one[0] == "<"}
     assert found.calls is not None
     grammar = CallGrammar(
-        calls=found.calls, functions={"add": ADD, "now": NOW}, is_parallel=True, mark_ids=mark_ids,
+        calls=found.calls,
+        functions={"add": ADD, "now": NOW},
+        is_parallel=True,
+        mark_ids=mark_ids,
         opens_content=found.opens_content,
-    )  # fmt: skip
+    )
     text = grammar.forced() if forced else grammar.optional()
     size = backend.get_vocab_size()
     tree: LLTokenizer = make_ll_tokenizer(backend.to_str(), num_ids=size, eos_token_ids=[END])

@@ -86,10 +86,13 @@ def test_the_form_of_calls_follows_from_a_template_with_json() -> None:
 
 def tools(mode: CallMode = CallMode.ALLOWED) -> Tools:
     return Tools(
-        definitions=[{"type": "function", "function": {"name": "add"}}], mode=mode,
-        callable_names=["add"], parameters={"add": arguments_schema(ADD)},
-        strict_names=frozenset(), is_parallel=True,
-    )  # fmt: skip
+        definitions=[{"type": "function", "function": {"name": "add"}}],
+        mode=mode,
+        callable_names=["add"],
+        parameters={"add": arguments_schema(ADD)},
+        strict_names=frozenset(),
+        is_parallel=True,
+    )
 
 
 def reader_for(offered: Tools | None, templates: Templates) -> AnswerReader:

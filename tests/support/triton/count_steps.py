@@ -149,9 +149,12 @@ class CountedEngine:
         self._forward = Work()
         sampler = _WatchedSampler(self._begin_sampling)
         self._executor = assemble.make_executor(
-            self.loaded, self.runner, AdapterFetch(self._fetch, lambda _: None), sampler,
+            self.loaded,
+            self.runner,
+            AdapterFetch(self._fetch, lambda _: None),
+            sampler,
             max_model_len=max_model_len,
-        )  # fmt: skip
+        )
         self._num_steps = self._num_requests = 0
         transfers = [load(n, AdapterId(n)) for n in range(1, len(ranks) + 1)]
         self._submit(transfers=tuple(transfers))
@@ -192,11 +195,13 @@ class CountedEngine:
         for earlier in (1, 0) if is_decode else (0,):
             self._gpu.begin()
             self._submit(
-                rows(*(
-                    (i, row.context_len - row.num_tokens - earlier, row.num_tokens, True)
-                    for i, row in zip(ids, batch, strict=True)
-                ))
-            )  # fmt: skip
+                rows(
+                    *(
+                        (i, row.context_len - row.num_tokens - earlier, row.num_tokens, True)
+                        for i, row in zip(ids, batch, strict=True)
+                    )
+                )
+            )
             self._check_tokens(len(batch))
         sampling = self._gpu.take()
         self._submit(ended_requests=tuple(ids))

@@ -18,8 +18,11 @@ def test_no_sum_of_a_tile_is_kept_in_memory(level: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_SPILLS],
-        env=inherited | isa.forcing_environment(level), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=inherited | isa.forcing_environment(level),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -52,9 +55,12 @@ _WITH_DOT = {
     "float64": "vpdpbusd", "boolean": "vpdpwssd",
 }  # fmt: skip
 _WITHOUT_DOT = {
-    "int8": "vpmaddwd", "uint8": "vpmaddubsw", "uint64": "vpmaddwd", "float64": "vpmaddubsw",
+    "int8": "vpmaddwd",
+    "uint8": "vpmaddubsw",
+    "uint64": "vpmaddwd",
+    "float64": "vpmaddubsw",
     "boolean": "vpmaddwd",
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
@@ -78,8 +84,11 @@ def test_tiles_of_integers_are_made_of_products_and_keep_their_sums(
     register = "zmm" if level == "avx512" else "ymm"
     done = subprocess.run(
         [sys.executable, "-c", _INNER_LOOPS, register, *instructions],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     loops = json.loads(done.stdout)
     for kind, instruction in instructions.items():
         assert len(loops[kind]) >= 7, loops[kind]  # one for each shape, and more in halves

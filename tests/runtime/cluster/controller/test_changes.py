@@ -89,9 +89,12 @@ class CrashingTable(RoutingTable):
 
 
 _CHANGE = st.tuples(
-    st.sampled_from(["load", "unload", "pin"]), st.sampled_from("xy"), st.sampled_from("pq"),
-    st.booleans(), st.one_of(st.none(), st.integers(0, 6)),
-)  # fmt: skip
+    st.sampled_from(["load", "unload", "pin"]),
+    st.sampled_from("xy"),
+    st.sampled_from("pq"),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(0, 6)),
+)
 
 
 def begun(registry: Registry, world: World) -> tuple[CrashingTable, AdapterChanges]:
@@ -114,9 +117,12 @@ async def crash_at_will(
     for action, name, content, refuses, crash_after in steps:
         world.refuses, world.steps_left = refuses, crash_after
         change = AdapterChange(
-            action=action, name=name, load_inplace=True, path=content if action == "load" else None,
+            action=action,
+            name=name,
+            load_inplace=True,
+            path=content if action == "load" else None,
             pinned=refuses if action == "pin" else None,
-        )  # fmt: skip
+        )
         try:
             await changes.apply(change)
             if action == "load":

@@ -316,8 +316,11 @@ def test_a_server_that_is_killed_ends_its_streams_and_comes_back(tmp_path: Path)
             async with front.stream() as first, front.stream() as second:
                 servers[0].close()
                 rests = [await one.content.read() for one in (first, second)]
-            codes = [json.loads(one.rsplit(b"data: ", 1)[1])["error"]["code"]
-                     for one in rests if b'"error"' in one]  # fmt: skip
+            codes = [
+                json.loads(one.rsplit(b"data: ", 1)[1])["error"]["code"]
+                for one in rests
+                if b'"error"' in one
+            ]
             assert codes == ["engine_lost"]  # one stream each: the other one is complete
             assert sum(one.endswith(b"data: [DONE]\n\n") for one in rests) == 1
             await front.usable(1)

@@ -65,8 +65,11 @@ def test_an_engine_gets_its_share_and_its_keys(
         assert (found["api_key"], found["admin_key"]) == (KEY, KEY)
         assert found["visible"] == "GPU-x"
         assert found["options"] == {
-            "model": "m", "engine-cores": str(CPU), "cpu-cores": "none", "memory-gib": 1.7,
-        }  # fmt: skip
+            "model": "m",
+            "engine-cores": str(CPU),
+            "cpu-cores": "none",
+            "memory-gib": 1.7,
+        }
         command = " ".join(psutil.Process(ready.pid).cmdline())
         assert KEY not in command
 
@@ -158,5 +161,8 @@ def test_each_engine_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 def test_keys_with_spaces_stay_one_key() -> None:
     environment = engine_environment({"PATH": "x", "CORUN_OTHER": "y"}, "a b", EngineShare())
     assert environment == {
-        "PATH": "x", "CORUN_OTHER": "y", "CORUN_API_KEY": "'a b'", "CORUN_ADMIN_KEY": "'a b'",
-    }  # fmt: skip
+        "PATH": "x",
+        "CORUN_OTHER": "y",
+        "CORUN_API_KEY": "'a b'",
+        "CORUN_ADMIN_KEY": "'a b'",
+    }

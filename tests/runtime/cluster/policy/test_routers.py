@@ -99,13 +99,16 @@ def test_zero_full_and_infinite_servers_are_no_error(name: str, is_padded: bool)
         servers = servers_of(
             server_report(free_kv_tokens=0, total_kv_tokens=0),
             server_report(
-                num_running_by_rank={128: 32}, num_waiting_by_rank={8: 1000, 0: 0},
-                queued_prefill_tokens=10**9, running_context_tokens=10**6, free_kv_tokens=0,
+                num_running_by_rank={128: 32},
+                num_waiting_by_rank={8: 1000, 0: 0},
+                queued_prefill_tokens=10**9,
+                running_context_tokens=10**6,
+                free_kv_tokens=0,
             ),
             server_report(measured_over_predicted=_INFINITE),
             server_report(measured_over_predicted=0.0),
             costs=costs,
-        )  # fmt: skip
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for order in _send(router, servers, 20):

@@ -314,9 +314,12 @@ def test_adapters_answer_the_same_and_leave_nothing(
 
 
 def test_adapters_have_memory_of_their_own_where_it_is_planned(
-    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """As on CUDA; here only the plan is CUDA's."""
 
     def plan_as_on_cuda(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
@@ -353,9 +356,12 @@ def test_without_a_profile_requests_wait_for_their_adapters(
 
 @pytest.mark.parametrize("link_gib_per_s", [None, 1.0])
 def test_a_model_that_adapters_cannot_change_is_served(
-    options: dict[str, Any], link_gib_per_s: float | None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    options: dict[str, Any],
+    link_gib_per_s: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Nothing is measured for adapters, and every adapter is refused."""
     expected = answer(options)
     monkeypatch.setattr(assemble, "build_target_map", lambda _: TargetMap((), {}))

@@ -145,9 +145,12 @@ def test_without_a_link_there_is_what_was_saved(
     ["profiles.measure.profiler.measure_profile", "gpu.device.select.make_device"],
 )
 def test_a_start_does_not_depend_on_measuring(
-    loaded: assemble.LoadedModel, failing: str,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,
-) -> None:  # fmt: skip
+    loaded: assemble.LoadedModel,
+    failing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("no such kernel image")
 

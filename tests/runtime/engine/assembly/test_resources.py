@@ -42,9 +42,12 @@ def test_context_over_the_models_is_refused_with_both_numbers() -> None:
 
 
 def host_facts(
-    free_gib: float, *, total_gib: float = 1000.0, limit_gib: float | None = None,
+    free_gib: float,
+    *,
+    total_gib: float = 1000.0,
+    limit_gib: float | None = None,
     adapter_gib: float = 0.0,
-) -> DeviceFacts:  # fmt: skip
+) -> DeviceFacts:
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     host = HostFacts(int(total_gib * GIB), limit_bytes, int(adapter_gib * GIB))
     return replace(facts(free_gib), host=host)

@@ -25,8 +25,11 @@ def arrive(policy: CorunMemoryPolicy, number: int) -> None:
 def test_what_costs_less_to_reload_per_byte_goes_first() -> None:
     policy = make()
     for name, num_bytes, cost_s in [
-        ("dear", 100, 2.0), ("large", 300, 2.0), ("cheap", 100, 0.5), ("small", 10, 0.5),
-    ]:  # fmt: skip
+        ("dear", 100, 2.0),
+        ("large", 300, 2.0),
+        ("cheap", 100, 0.5),
+        ("small", 10, 0.5),
+    ]:
         policy.offer(Item(name, num_bytes, cost_s=cost_s))
     assert names_of(policy) == ["cheap", "large", "dear", "small"]
 

@@ -80,9 +80,12 @@ def check(
 @pytest.mark.parametrize("name", OURS)
 @given(demand=demands(), later=demands(), num_servers=st.integers(1, 6), data=st.data())
 def test_contract(
-    name: str, demand: list[AdapterDemand], later: list[AdapterDemand], num_servers: int,
+    name: str,
+    demand: list[AdapterDemand],
+    later: list[AdapterDemand],
+    num_servers: int,
     data: st.DataObject,
-) -> None:  # fmt: skip
+) -> None:
     """Each adapter has a server, stores are not exceeded, and equal demand moves nothing."""
     room = 6000 if name != "everywhere" else 20_000
     servers = servers_of(*(room + 100 * i for i in range(num_servers)))
