@@ -17,9 +17,14 @@ from .quantized import QuantizedWeight
 
 # By name, as in the options and the formats; "/32": in groups of 32.
 TAGS: Mapping[str, np.generic] = {
-    "int8": layout.INT8, "int4": layout.INT4, "w8a8": layout.W8A8, "nf4": layout.NF4,
-    "int8/32": layout.INT8_SMALL, "int4/32": layout.INT4_SMALL, "mxfp4": layout.MXFP4,
-}  # fmt: skip
+    "int8": layout.INT8,
+    "int4": layout.INT4,
+    "w8a8": layout.W8A8,
+    "nf4": layout.NF4,
+    "int8/32": layout.INT8_SMALL,
+    "int4/32": layout.INT4_SMALL,
+    "mxfp4": layout.MXFP4,
+}
 _WEIGHTS_AT_ONCE = 1 << 20  # dequantised at a time
 
 
@@ -103,8 +108,10 @@ def _tag_of(weight: QuantizedWeight, *, x_bits: int) -> np.generic:
         found = layout.CODED[tag.dtype.name]
         is_of_x = weight.levels is not None or found.x_bits == x_bits
         if is_of_x and (found.bits, found.group_size, found.levels) == (
-            weight.bits, weight.group_size, weight.levels,
-        ):  # fmt: skip
+            weight.bits,
+            weight.group_size,
+            weight.levels,
+        ):
             return tag
     raise ValueError(f"no format has {weight.bits} bits in groups of {weight.group_size}")
 

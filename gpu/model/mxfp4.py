@@ -123,9 +123,10 @@ def _check_experts(files: WeightFiles, name: str, codes: str, scales: str) -> No
     found, of_scales = _shape(files, codes), files.shape(scales)
     if len(found) != 4 or found[3] != _BLOCK_BYTES or of_scales != found[:3] or 0 in found:
         raise unreadable(
-            name, f"its codes are {list(found)}, its scales {of_scales and list(of_scales)}; "
+            name,
+            f"its codes are {list(found)}, its scales {of_scales and list(of_scales)}; "
             f"they must be [experts, out, in / 32, {_BLOCK_BYTES}] and [experts, out, in / 32]",
-        )  # fmt: skip
+        )
     _check_bytes(files, name, scales)
 
 
@@ -134,9 +135,10 @@ def _check_linear(files: WeightFiles, name: str, codes: str, scales: str) -> Non
     is_matrix = len(found) == 2 and 0 not in found and found[1] % _BLOCK_BYTES == 0
     if not is_matrix or of_scales != (found[0], found[1] // _BLOCK_BYTES):
         raise unreadable(
-            name, f"its codes are {list(found)}, its scales {of_scales and list(of_scales)}; "
+            name,
+            f"its codes are {list(found)}, its scales {of_scales and list(of_scales)}; "
             "they must be [out, in / 2] and [out, in / 32]",
-        )  # fmt: skip
+        )
     _check_bytes(files, name, scales)
     if files.shape(f"{name.removesuffix('.weight')}{_ZERO_POINTS}") is not None:
         raise unreadable(name, "it has floats and zero points")

@@ -59,6 +59,7 @@ class Weights:
     quantized_bytes: int = 0  # the part of linears in 8 or 4 bits
     kind: str = ""  # their format, for logs; "" = there are none
     label: str = ""  # identifies the conversion of the files, for KV namespaces
+    num_in_full: int = 0  # quantised matrices that are read in full beside those as stored
 
 
 def open_files(source: ModelSource, stored: StoredQuantization | None) -> WeightFiles:
@@ -129,8 +130,7 @@ class QuantizedLinears:
             assert self._quantization.stored is not None
             _LOG.info(
                 "%d matrices of the checkpoint are quantised (%s); %d of them are read in full",
-                self._files.num_quantized, self._quantization.stored.method,
-                self._files.num_quantized - len(self._stored),
+                self._files.num_quantized, self._quantization.stored.method, self._num_in_full,
             )  # fmt: skip
         zero = torch.zeros((), dtype=dtype)
         shapes = {
@@ -218,8 +218,18 @@ class QuantizedLinears:
         replaced = {f"{path}.weight" for path in made}
         others = sum(size for name, size in full_bytes.items() if name not in replaced)
         return Weights(
-            quantized_bytes + others, quantized_bytes, self.kind, self._quantization.label
+            quantized_bytes + others,
+            quantized_bytes,
+            self.kind,
+            self._quantization.label,
+            self._num_in_full if self._stored else 0,
         )
+
+    @property
+    def _num_in_full(self) -> int:
+        if not isinstance(self._files, FullFiles):
+            return 0
+        return self._files.num_quantized - len(self._stored)
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
         """Choose which of ``linears`` are quantised."""
@@ -357,6 +367,10 @@ def _from_arrays(
 ) -> PackedWeight:
     (name,) = TAGS.keys() & arrays.keys()
     return PackedWeight(
-        TAGS[name], out_features, in_features, arrays[name], arrays.get(_GROUP_VALUES),
+        TAGS[name],
+        out_features,
+        in_features,
+        arrays[name],
+        arrays.get(_GROUP_VALUES),
         arrays.get(_ORDER),
-    )  # fmt: skip
+    )

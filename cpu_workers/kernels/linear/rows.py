@@ -135,9 +135,16 @@ def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
 
 @part
 def make_blocks(
-    tag: Any, x: int, x_stride: int, order: int, steps: int, num_tokens: int, rows: int,
-    first: int, last: int,
-) -> None:  # fmt: skip
+    tag: Any,
+    x: int,
+    x_stride: int,
+    order: int,
+    steps: int,
+    num_tokens: int,
+    rows: int,
+    first: int,
+    last: int,
+) -> None:
     """Convert blocks [first, last): block by block, chunk by chunk, then token by token.
 
     Tokens that only pad a block become zeros. ``order``: see ``multiply``.

@@ -34,6 +34,7 @@ class _Figures:
     kind: str
     num_bytes: int
     num_quantized_bytes: int
+    num_in_full: int  # see ``Weights``
     perplexity: float
     next_tokens: tuple[int, ...]  # the most likely one after each token
 
@@ -57,7 +58,7 @@ class QuantizationReport:
         full, quantized = self.full, self.quantized
         share = quantized.num_bytes / full.num_bytes
         change = quantized.perplexity / full.perplexity - 1
-        return (
+        lines = (
             f"{self.model} in {quantized.kind}, against {full.kind}, over "
             f"{len(full.next_tokens)} tokens",
             f"  weights     {quantized.num_bytes / _MIB:.1f} MiB, {full.num_bytes / _MIB:.1f} MiB "
@@ -66,6 +67,10 @@ class QuantizationReport:
             f"({change:+.2%})",
             f"  next token  the same after {self.agreement:.1%} of all tokens",
         )
+        if not quantized.num_in_full:
+            return lines
+        count = f"{quantized.num_in_full} matrices that the files have in fewer bits"
+        return (*lines, f"  in full     {count}")
 
 
 def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
@@ -117,7 +122,12 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
         perplexity = math.exp(loss / len(next_tokens))
         weights = loaded.weights
         return _Figures(
-            kind, weights.num_bytes, weights.quantized_bytes, perplexity, tuple(next_tokens)
+            kind,
+            weights.num_bytes,
+            weights.quantized_bytes,
+            weights.num_in_full,
+            perplexity,
+            tuple(next_tokens),
         )
     finally:
         loaded.close()

@@ -37,9 +37,14 @@ KINDS = [
 ]
 # The error of products over that of the weights alone, with outliers in x.
 MAX_OVER_WEIGHTS = {
-    "int8": 1.1, "int4": 1.05, "w8a8": 2.2, "nf4": 1.01,
-    "int8/32": 1.1, "int4/32": 1.05, "mxfp4": 1.01,
-}  # fmt: skip
+    "int8": 1.1,
+    "int4": 1.05,
+    "w8a8": 2.2,
+    "nf4": 1.01,
+    "int8/32": 1.1,
+    "int4/32": 1.05,
+    "mxfp4": 1.01,
+}
 LEVELS: dict[str, Levels] = {"nf4": NF4_LEVELS, "mxfp4": MXFP4_LEVELS}
 X_BITS_8 = ("int4", "int4/32", "w8a8")
 each_kind = pytest.mark.parametrize(("kind", "has_zeros"), KINDS)

@@ -51,9 +51,13 @@ print(spills)
 
 
 _WITH_DOT = {
-    "int8": "vpdpwssd", "uint8": "vpdpbusd", "uint32": "vpdpbusd", "uint64": "vpdpwssd",
-    "float64": "vpdpbusd", "boolean": "vpdpwssd",
-}  # fmt: skip
+    "int8": "vpdpwssd",
+    "uint8": "vpdpbusd",
+    "uint32": "vpdpbusd",
+    "uint64": "vpdpwssd",
+    "float64": "vpdpbusd",
+    "boolean": "vpdpwssd",
+}
 _WITHOUT_DOT = {
     "int8": "vpmaddwd",
     "uint8": "vpmaddubsw",
