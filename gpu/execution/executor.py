@@ -201,9 +201,11 @@ class DeviceExecutor:
     def _lower(self, batch: SubBatch) -> tuple[list[RequestState], ForwardInputs, list[ScoredSpan]]:
         """The rows' requests, their inputs on the device, and the spans of prompts with scores."""
         states = [self._requests[request_id] for request_id in batch.request_ids]
-        ends = np.cumsum(batch.num_tokens)
-        spans = scored_spans(batch, states, (ends - batch.num_tokens).tolist())
-        wanted = np.concatenate([ends[list(batch.samples)] - 1, packed_indices(spans)])
+        spans = scored_spans(batch, states)
+        wanted = None  # the last token of each row
+        if spans or not all(batch.samples):
+            ends = np.cumsum(batch.num_tokens)
+            wanted = np.concatenate([ends[list(batch.samples)] - 1, packed_indices(spans)])
         packed = self._pack(batch, states, wanted)
         inputs = lower(packed, self._runner.block_size, self._runner.device, self._table.mirror)
         return states, inputs, spans
@@ -300,7 +302,10 @@ class DeviceExecutor:
         return logits[:num_sampling]
 
     def _pack(
-        self, batch: SubBatch, states: Sequence[RequestState], logit_indices: NDArray[np.int64]
+        self,
+        batch: SubBatch,
+        states: Sequence[RequestState],
+        logit_indices: NDArray[np.int64] | None,
     ) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
         token_ids = np.concatenate([s.tokens[start : start + num] for s, start, num in spans])

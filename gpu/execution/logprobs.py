@@ -4,6 +4,7 @@ Those of a prompt are computed chunk by chunk, and again if a chunk is computed 
 gets all of them with its first token.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,19 +29,18 @@ class ScoredSpan:
     num_tokens: int
 
 
-def scored_spans(
-    batch: SubBatch, states: Sequence[RequestState], row_starts: Sequence[int]
-) -> list[ScoredSpan]:
-    """Return the spans of a sub-batch; ``row_starts``: packed index of each row's first token."""
+def scored_spans(batch: SubBatch, states: Sequence[RequestState]) -> list[ScoredSpan]:
+    """Return the spans of a sub-batch; ``states``: of its rows."""
     spans = []
-    for row, state in enumerate(states):
+    row_starts = itertools.accumulate(batch.num_tokens, initial=0)
+    for row, (state, row_start) in enumerate(zip(states, row_starts, strict=False)):
         if state.sampling.prompt_logprobs is None:
             continue
         start = batch.start_positions[row]
         # The logits of the prompt's last token belong to the output.
         number = min(batch.num_tokens[row], state.num_prompt_tokens - 1 - start)
         if number > 0:
-            spans.append(ScoredSpan(row, state, start, row_starts[row], number))
+            spans.append(ScoredSpan(row, state, start, row_start, number))
     return spans
 
 
