@@ -255,6 +255,7 @@ def test_together_is_what_each_computes_alone(tokens: int, kind: str, has_zeros:
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:
         group.join(backend, None)
+    group.fuse()
     x = torch.randn(1, tokens, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     for member, backend in enumerate(backends):
         assert torch.equal(group.product(member, x), backend(x))
@@ -272,6 +273,7 @@ def test_a_group_may_have_several_orders(seeds: tuple[int | None, ...]) -> None:
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:
         group.join(backend, None)
+    group.fuse()
     x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     for member, backend in enumerate(backends):
         assert torch.equal(group.product(member, x), backend(x))
@@ -303,6 +305,7 @@ def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:
         group.join(backend, None)
+    group.fuse()
     x = torch.randn(1, 3, 128, generator=generator).bfloat16()
     for member, backend in enumerate(backends):
         assert torch.equal(group.product(member, x), backend(x))
