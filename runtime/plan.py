@@ -153,6 +153,7 @@ class RetryCause(StrEnum):
     DELTAS = "deltas"  # the source of the row's own deltas has failed, or was not started
     FORWARD = "forward"  # its forward pass has failed, possibly because of this row
     OTHER_ROW = "other_row"  # another row of the sub-batch is the cause
+    MEMORY = "memory"  # the device has too little memory for so many tokens in one sub-batch
 
 
 @dataclass(frozen=True, slots=True)

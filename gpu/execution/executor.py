@@ -182,11 +182,14 @@ class DeviceExecutor:
             return self._take_tokens(batch, states, logits)
         except Exception as error:
             raise_if_lost(error)
+            reason = f"the step failed: {type(error).__name__}: {error}"
+            if isinstance(error, torch.OutOfMemoryError) and sum(batch.num_tokens) > 1:
+                all_rows = [True] * len(batch.request_ids)
+                return _not_computed(batch, all_rows, RetryCause.MEMORY, reason)
             _LOG.exception(
                 "a %s sub-batch of %d rows failed; the rows will be planned again, or their "
                 "requests fail", batch.kind, len(batch.request_ids),
             )  # fmt: skip
-            reason = f"the step failed: {type(error).__name__}: {error}"
             # Rows with an adapter that is not on the device are the most likely cause.
             is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
             return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)

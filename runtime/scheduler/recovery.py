@@ -8,15 +8,19 @@ sub-batches without other rows. Failures caused by other rows cost a step each:
 - After a failure caused by another row, the row's next sub-batch has no cold rows; after a second
   one it has no other rows.
 - After a failed forward pass that the row may have caused, its next sub-batch has no other rows.
+- After too little memory for a sub-batch, all later steps have at most half as many tokens.
 
 So a position is computed at most ``MAX_RETRIES`` + 1 times because of its own row, and twice more
 because of other rows.
 """
 
 import enum
+import logging
 
 from ..plan import RequestId, RetryCause
 from ..request import Request
+
+_LOG = logging.getLogger(__name__)
 
 # Of one position. A cold row runs with workers, then without, then with its whole adapter on the
 # device. If that fails too, the request ends.
@@ -33,7 +37,9 @@ class _Separation(enum.Enum):
 class Recovery:
     """Records which rows must be separated from others, until they have been computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
+        """``max_tokens``: of a step, while the device's memory suffices for them."""
+        self.max_tokens = max_tokens
         self._separated: dict[RequestId, _Separation] = {}
 
     def __bool__(self) -> bool:
@@ -46,6 +52,8 @@ class Recovery:
 
         ``was_alone``: its sub-batch had no other rows.
         """
+        if cause is RetryCause.MEMORY:
+            return True  # with fewer tokens: see ``lower_limit``
         is_own = was_alone or cause is RetryCause.DELTAS
         num_retries = request.retried_positions[start]
         if is_own and num_retries >= MAX_RETRIES:
@@ -57,6 +65,16 @@ class Recovery:
         elif cause is not RetryCause.DELTAS:
             self._separated[request.request_id] = _Separation.FROM_ALL
         return True
+
+    def lower_limit(self, num_tokens: int) -> None:
+        """Limit steps: the device has too little memory for a sub-batch of ``num_tokens`` >= 2."""
+        if num_tokens // 2 < self.max_tokens:
+            self.max_tokens = num_tokens // 2
+            _LOG.warning(
+                "the device has too little memory for %d tokens in one step; from now on a step "
+                "has at most %d. A lower --max-num-seqs or --max-num-batched-tokens avoids this",
+                num_tokens, self.max_tokens,
+            )  # fmt: skip
 
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request: a row was computed, or the request has ended."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ..plan import Outcome, RowResult
+from ..plan import Outcome, RequestId, RetryCause, RowResult
 from ..request import Request, RequestStatus
 from .events import FinishReason, RequestEvent, SchedulerCounters, finish_reason_of
 from .recovery import Recovery
@@ -60,6 +60,8 @@ class ResultReader:
                 request, start, result.cause, was_alone=was_alone
             ):
                 self._counters.num_retried_rows += 1
+                if result.cause is RetryCause.MEMORY:
+                    self._recovery.lower_limit(_num_tokens_beside(step, request_id))
                 _roll_back(request, start, later_steps)
             else:
                 error = result.error or "the step gave no reason"
@@ -117,6 +119,12 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
             requests, batch.start_positions, batch.num_tokens, batch.samples,
             (len(requests) == 1,) * len(requests), strict=True,
         )  # fmt: skip
+
+
+def _num_tokens_beside(step: InFlightStep, request_id: RequestId) -> int:
+    """Return the number of tokens in the sub-batch of a request."""
+    (batch,) = (one for one in step.plan.sub_batches if request_id in one.request_ids)
+    return sum(batch.num_tokens)
 
 
 def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]) -> None:

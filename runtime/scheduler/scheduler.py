@@ -91,7 +91,7 @@ class Scheduler:
         )
         self.waiting = self._admission.waiting  # sums over requests
         self._queue_time = QueueTime(config.max_queue_s)
-        self._recovery = Recovery()
+        self._recovery = Recovery(config.max_num_batched_tokens)
         self._results = ResultReader(
             frozenset(eos_token_ids), self._running, self._recovery, self.counters
         )

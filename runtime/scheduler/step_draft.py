@@ -46,7 +46,7 @@ class StepDraft:
         """
         self._recovery = recovery
         self._gap = gap
-        self.num_free_tokens = config.max_num_batched_tokens
+        self.num_free_tokens = recovery.max_tokens
         self._num_free_cold_tokens = config.max_assisted_tokens_per_step
         self._num_free_cold_rows = config.max_assisted_rows_per_step
         self.rows = StepRows(

@@ -133,6 +133,7 @@ class FakeExecutor:
         self.salts: dict[RequestId, str] = {}  # of requests to be announced
         self.outcome_of: OutcomeOf = lambda request_id, start: Outcome.TOKENS
         self.spoils: Spoils = lambda request_id, kind: False
+        self.memory_tokens: int | None = None  # that one sub-batch has room for; None = all
         self.transfer_errors: dict[AdapterId, str] = {}  # loads that fail, in automatic mode
         self.plans: list[StepPlan] = []
         self.transfers: dict[int, Transfer] = {}  # in flight
@@ -353,6 +354,14 @@ class FakeExecutor:
     # Execution.
 
     def execute_batch(self, kind: SubBatchKind, rows: list[_Row]) -> list[RowResult]:
+        num_tokens = sum(row.num_tokens for row in rows)
+        if self.memory_tokens is not None and num_tokens > self.memory_tokens:
+            for row in rows:
+                self._poison(row)
+            return [
+                RowResult(row.request_id, Outcome.RETRY, error="full", cause=RetryCause.MEMORY)
+                for row in rows
+            ]
         if not any(self.spoils(row.request_id, kind) for row in rows):
             return [result for row in rows if (result := self._execute(row)) is not None]
         has_cold = any(row.is_cold for row in rows)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corun.gpu.lora.table import DeviceAdapter
 from corun.profiles.link import Direction
 from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
@@ -174,6 +175,32 @@ def test_an_exception_voids_its_sub_batch_alone(
         assert "MemoryError: no room" in (row.error or "")
     assert "sub-batch of 2 rows failed" in caplog.text
     assert device.run(rows((1, 1, 1, True)))[0].rows[0].outcome is Outcome.TOKENS
+
+
+def test_rows_that_lack_memory_are_not_to_blame(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sub-batch of one token cannot get smaller, so its row may be the cause."""
+    forward = device.runner.forward
+
+    def full(inputs: Any, *others: Any) -> Any:
+        if len(inputs.input_ids.view(-1)) > num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs, *others)
+
+    monkeypatch.setattr(device.runner, "forward", full)
+    num_tokens = 2
+    batch = rows((1, 0, 1, True), (2, 0, 2, True))
+    (result,) = device.run(
+        batch,
+        new_requests=(new(1, (5,)), new(2, (5, 6))),
+        block_updates=(blocks(1, 0), blocks(2, 1)),
+    )
+    assert [row.cause for row in result.rows] == [RetryCause.MEMORY] * 2
+    assert "sub-batch" not in caplog.text  # the scheduler has one line for it
+    assert device.run(rows((2, 0, 2, True)))[0].rows[0].outcome is Outcome.TOKENS
+    num_tokens = 0
+    assert device.run(rows((1, 0, 1, True)))[0].rows[0].cause is RetryCause.FORWARD
 
 
 def test_a_lost_device_is_the_engines_end(

@@ -1,6 +1,8 @@
 """Rows without a result: how they are planned again, and which requests fail."""
 
+import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -244,3 +246,23 @@ def test_a_fault_of_other_rows_never_counts_but_is_not_believed_for_ever() -> No
     assert not scheduler.requests
     assert [event.error for event in events] == ["the others"] * 2
     assert set(num_passes.values()) == {MOST_PASSES}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("memory_tokens", [1, 5])
+def test_steps_get_smaller_until_they_have_enough_memory(
+    memory_tokens: int, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    executor = make_executor(scheduler)
+    executor.memory_tokens = memory_tokens
+    requests = make_requests(8, prompt=9)
+    add_all(scheduler, requests)
+    outputs = outputs_of(run_to_end(scheduler, executor, depth=depth))
+    assert all(is_right(request, outputs[request.request_id]) for request in requests)
+    assert not any(request.retried_positions for request in requests)
+    limits = [int(limit) for limit in re.findall(r"a step has at most (\d+)", caplog.text)]
+    assert limits[0] == 16 and limits[-1] <= memory_tokens
+    assert all(after * 2 <= before for before, after in pairwise(limits))
+    sizes = [sum(batch.num_tokens) for plan in executor.plans for batch in plan.sub_batches]
+    assert sum(size > memory_tokens for size in sizes) <= depth * len(limits)
