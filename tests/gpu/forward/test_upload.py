@@ -162,7 +162,7 @@ def test_passes_read_the_blocks_that_plans_gave(device: OtherMemory) -> None:
     alive: list[int] = []
     for step in range(40):
         new = NewRequest(
-            RequestId(step), (1,) * int(rng.integers(1, 60)), SamplingParams(), BASE_ADAPTER
+            RequestId(step), (1,) * int(rng.integers(1, 65)), SamplingParams(), BASE_ADAPTER
         )
         ended = [i for i in alive if rng.random() < 0.02]
         alive = [*(i for i in alive if i not in ended), step]
