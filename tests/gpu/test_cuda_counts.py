@@ -6,6 +6,7 @@ A change that makes a figure smaller writes the smaller one here. A larger one n
 import json
 
 import pytest
+from support.architectures import ARCHITECTURES
 from support.triton.program import cxx_compiler, run_triton_program
 
 pytest.importorskip("triton")
@@ -58,6 +59,25 @@ def test_launches_of_other_models(model: str, base: int, adapters: int) -> None:
     counted = _count(model)[model]
     launches = counted["base"]["launches"], counted["adapters"]["launches"]
     assert launches == (base, adapters)
+
+
+# Launches of tiny models of two layers, without and with adapters.
+_ARCHITECTURES = {
+    "llama3-rope": (33, 49), "llama-yarn": (33, 49), "mistral": (33, 49), "qwen2": (33, 49),
+    "qwen3": (33, 49), "gemma2": (37, 53), "gemma3": (43, 59), "phi3": (37, 53),
+    "phi3-longrope": (42, 58), "olmo2": (62, 78), "granite": (39, 55), "starcoder2": (42, 58),
+    "cohere": (32, 44), "gpt-neox": (42, 58), "mixtral": (73, 81),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_waits_once(name: str) -> None:
+    """A new release of transformers may add kernels, or a wait, to a model."""
+    counted = _count(name)[name]
+    steps = [counted[step] for step in ("base", "adapters")]
+    assert tuple(step["launches"] for step in steps) == _ARCHITECTURES[name]
+    assert [(step["waits"], step["copies"]) for step in steps] == [(1, 2), (1, 2)]
 
 
 def test_rounds_of_the_longest_program(llama: Figures) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -319,6 +319,7 @@ STEPS = {
     "one long context": [Row(32768), *[Row(512)] * LAST],
     "prompt": [Row(512, 512, adapter=LAST)],
 }
+_TINY_STEPS = ("base", "adapters")
 # Their forward pass is that of "base".
 SAMPLED_STEPS = {
     name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()
@@ -361,7 +362,7 @@ def count_real(gpu: FakeCuda, model: str) -> Figures:
 
 def main(*models: str) -> None:
     """Print the figures of real models, or of tiny ones of the tests' architectures."""
-    tiny = {name: STEPS[name] for name in ("base", "adapters")}
+    tiny = {name: [replace(row, context_len=20) for row in STEPS[name]] for name in _TINY_STEPS}
     with counted_gpu() as gpu:
         counted = {
             model: count_real(gpu, model)
