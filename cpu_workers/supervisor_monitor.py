@@ -12,6 +12,8 @@ import logging
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,11 +25,21 @@ from ..shm.control import Control
 from ..shm.job import WorkerState, WorkerStatus
 from ..shm.mailbox import SupervisorEnd
 from ..shm.words import wrap
-from .ipc import IpcError
-from .messages import DeltasMeasured, Setup, Stop, Tick, WorkerGone, WorkerReady, WorkerSpawned
-from .process_life import kill_and_wait, process_stat
-from .supervisor_process import SupervisorProcess
+from .ipc import IpcError, Link, link_pair
+from .messages import (
+    DeltasMeasured,
+    Descriptors,
+    FromSupervisor,
+    Setup,
+    Stop,
+    Tick,
+    WorkerGone,
+    WorkerReady,
+    WorkerSpawned,
+)
+from .process_life import has_ended, kill_and_wait, process_stat, signals_held
 from .watch import ProgressWatch, Restarts
+from .worker_process import describe_end
 
 _MS = 1_000_000
 _LISTEN_NS = 250 * _MS
@@ -40,6 +52,44 @@ _STOP_TIMEOUT_S = 10.0
 _MAX_FAILURES = 5  # in a row
 
 _LOG = logging.getLogger(__name__)
+
+
+class SupervisorProcess:
+    """A child of this process. The kernel kills it when the calling thread ends."""
+
+    def __init__(self, descriptors: Descriptors) -> None:
+        """Start it with these descriptors. Raises ``OSError`` if it cannot be started."""
+        ours, theirs = link_pair()
+        command = [sys.executable, "-P", "-m", f"{__package__}.supervisor"]
+        command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
+        with theirs, signals_held():
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *descriptors.all()),
+                )
+            except OSError:
+                ours.close()
+                raise
+        self.link: Link[FromSupervisor] = Link(ours, FromSupervisor)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def kill(self) -> str:
+        """Kill it if it has not ended, reap it, and return how it ended."""
+        self._process.kill()
+        return describe_end(self._process.wait())
+
+    def wait_end(self, timeout_s: float) -> bool:
+        """Wait for it to end by itself; False after ``timeout_s``."""
+        return has_ended(self.pidfd, timeout_s)
+
+    def close(self) -> None:
+        """Close the descriptors. It must have been reaped."""
+        assert self._process.returncode is not None
+        self.link.close()
+        os.close(self.pidfd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,18 @@ Owns the pairing of a scheduler with an executor, and the references that open r
 adapter versions. It knows nothing of channels, processes, text or tensors.
 """
 
+import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...profiles.models import MachineModel
 from ..adapter import AdapterFacts, Residency
 from ..adapters.registry import AdapterVersion
-from ..errors import EngineDeadError, OverloadedError
+from ..errors import AdapterChangedError, EngineDeadError, OverloadedError
 from ..memory.loads import HostRoom
 from ..memory.prefix_cache import kv_namespace
 from ..memory.report import Changed, residency, take_changed
@@ -27,20 +29,109 @@ from ..plan import (
     StepPlan,
 )
 from ..request import Request
-from ..scheduler.events import FinishReason, RequestEvent
+from ..sampling import SamplingParams
+from ..scheduler.events import FinishReason, RequestEvent, TimeParts
 from ..scheduler.scheduler import Scheduler
-from .adapter_versions import AdapterVersions, sampling_of
+from ..scheduler.timeline import describe
 from .load_state import OpenWork
 from .messages import (
     AddRequest,
+    ColdStartInfo,
     EngineLoad,
     EngineStats,
     MachineReport,
+    RequestTiming,
     RequestUpdate,
 )
-from .slow_log import SlowLog
 from .stats import CpuStats, StepCounts, engine_stats, machine_report
-from .updates import update_of
+
+
+class AdapterVersions(Protocol):
+    """Resolves adapter names and counts references: the manager, or its registry."""
+
+    def version(self, adapter_id: AdapterId) -> AdapterVersion:
+        """Return a version that a request uses."""
+        ...
+
+    def resolve(self, name: str) -> AdapterVersion:
+        """Return the version for new requests.
+
+        Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
+        """
+        ...
+
+    def acquire(self, adapter_id: AdapterId) -> None:
+        """Take a reference for a request."""
+        ...
+
+    def release(self, adapter_id: AdapterId) -> bool:
+        """Return a request's reference; True = no name refers to the version any more."""
+        ...
+
+
+def sampling_of(message: AddRequest, version: AdapterVersion) -> SamplingParams:
+    """Return the parameters with the adapter's end tokens added to the base's.
+
+    Raises ``AdapterChangedError`` if the prompt was made by other conventions.
+    """
+    conventions, sampling = version.conventions, message.sampling
+    if message.conventions not in (None, conventions.digest):
+        raise AdapterChangedError(
+            f"adapter {version.name!r} was reloaded with another chat template, tokenizer or end "
+            "token after the request's prompt was made; send the request again",
+            param="lora_request",
+        )
+    if sampling.ignore_eos or not conventions.eos_token_ids:
+        return sampling
+    ends = (*sampling.stop_token_ids, *conventions.eos_token_ids)
+    return dataclasses.replace(sampling, stop_token_ids=ends)
+
+
+class SlowLog:
+    """Logs one line for each slow request, even if it failed or was aborted before a token."""
+
+    def __init__(self, threshold_s: float | None) -> None:
+        """``threshold_s``: since the arrival in the engine; None = off."""
+        self._threshold_s = threshold_s
+        self._waiting: dict[int, str] = {}  # descriptions of requests without a first token
+
+    def begin(self, request: AddRequest) -> None:
+        """Add a request."""
+        if self._threshold_s is not None:
+            name = request.name or str(request.request_id)
+            model = request.adapter_name or "the base model"
+            self._waiting[request.request_id] = f"request {name} for {model}"
+
+    def record(self, event: RequestEvent) -> None:
+        """Record an event of the scheduler."""
+        if event.timing is None or self._threshold_s is None:
+            return
+        request = self._waiting.pop(event.request_id)
+        engine_s = sum(event.timing.parts.values())
+        if engine_s <= self._threshold_s:
+            return
+        what = "had its first token" if event.token_ids else f"ended ({event.finish_reason})"
+        _logger.warning("%s %s after %.3g s: %s", request, what, engine_s, describe(event.timing))
+
+
+def update_of(event: RequestEvent) -> RequestUpdate:
+    """Return the message for an event."""
+    if event.timing is None and event.cold_start is None:
+        return RequestUpdate(*event[:-2])
+    start = event.cold_start
+    if start is not None:
+        _logger.info("request %d: cold start: %s: %s", event.request_id, *start)
+    return RequestUpdate(
+        *event[:-2],
+        timing=None if event.timing is None else _timing_of(event.timing),
+        cold_start=None if start is None else ColdStartInfo(*start),
+    )
+
+
+def _timing_of(timing: TimeParts) -> RequestTiming:
+    parts = {part.value: seconds for part, seconds in timing.parts.items()}
+    return RequestTiming(parts, timing.num_predicted_output_tokens, timing.adapter_version)
+
 
 _logger = logging.getLogger(__name__)
 

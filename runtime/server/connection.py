@@ -6,10 +6,12 @@ connections are marked for the application, which refuses them.
 """
 
 import asyncio
+import ipaddress
+import logging
 import re
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 
 from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -21,8 +23,6 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from ..limits import HttpLimits
 from .errors import ErrorReply, HttpError, error_reply
-from .idle_connections import IdleConnections, client_of
-from .minute_log import MinuteLog
 from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
@@ -40,6 +40,91 @@ _MAX_UNPARSED_BYTES = 64 << 10  # beyond them, nothing more is read until they a
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # the characters of RFC 3986, not the syntax
 _IDLE_GRACE_S = 0.25
 _NUM_SURPLUS = 64  # surplus connections that get an answer; more are closed at once
+
+
+_EVERY_S = 60.0
+
+_logger = logging.getLogger(__name__)
+
+
+_C = TypeVar("_C", bound=Hashable)
+
+
+class IdleConnections(Generic[_C]):
+    """The idle connections of one server, by client address, the longest idle one first."""
+
+    def __init__(self, max_per_client: int) -> None:
+        """``max_per_client``: 0 = no limit."""
+        self._max_per_client = max_per_client
+        self._of_client: defaultdict[str, dict[_C, None]] = defaultdict(dict)
+        self._crowded: set[str] = set()  # clients with too many
+
+    def add(self, connection: _C, client: str) -> bool:
+        """Add a connection that becomes idle; return whether its client has too many."""
+        if not self._max_per_client:
+            return False
+        idle = self._of_client[client]
+        idle[connection] = None
+        if len(idle) <= self._max_per_client:
+            return False
+        self._crowded.add(client)
+        return True
+
+    def take_surplus(self, client: str | None = None) -> _C | None:
+        """Remove and return the longest idle connection of a client, if that has too many.
+
+        ``client``: None = any client that has too many.
+        """
+        if client is None:
+            client = next(iter(self._crowded), "")
+        if client not in self._crowded:
+            return None
+        longest_idle = next(iter(self._of_client[client]))
+        self.discard(longest_idle, client)
+        return longest_idle
+
+    def discard(self, connection: _C, client: str) -> None:
+        """Remove a connection if it is idle."""
+        idle = self._of_client.get(client)
+        if idle is not None:
+            idle.pop(connection, None)
+            if len(idle) <= self._max_per_client:
+                self._crowded.discard(client)
+            if not idle:
+                del self._of_client[client]
+
+
+def client_of(host: str) -> str:
+    """Return the client that an address belongs to: an IPv4 address or an IPv6 network."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
+
+
+class MinuteLog:
+    """Logs the first event at once, and those of each following minute in one line."""
+
+    def __init__(self, text: str, *values: object) -> None:
+        """``text``: a format that takes the number of events, and then ``values``."""
+        self._text, self._values = text, values
+        self._num_new = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count one event."""
+        self._num_new += 1
+        if self._timer is None:
+            self._write(loop)
+
+    def _write(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._num_new:
+            _logger.warning(self._text, self._num_new, *self._values)
+            self._num_new = 0
+            self._timer = loop.call_later(_EVERY_S, self._write, loop)
 
 
 class _Flow(FlowControl):

@@ -6,8 +6,8 @@ streams are written without a response object in between.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,6 @@ from .body import HeldBody, read_body
 from .errors import ClientGoneError
 from .gateways import GatewayRequest
 from .generation_request import ParsedRequest
-from .keep_alive import kept_alive
 from .open_record import OpenRecord, PromptRun
 from .open_requests import ended_by_disconnect
 from .request_ids import answer_id
@@ -37,6 +36,30 @@ from .responses import (
 )
 from .sse import ResponseWriter, StreamEncoder
 from .state import ServerState
+
+_COMMENT = b": keep-alive\n\n"
+
+
+@contextmanager
+def kept_alive(writer: ResponseWriter, interval_s: float) -> Iterator[None]:
+    """Write a comment whenever ``writer`` has been silent for ``interval_s``; 0 = never."""
+    if interval_s == 0:
+        yield
+        return
+    task = asyncio.ensure_future(_keep_alive(writer, interval_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _keep_alive(writer: ResponseWriter, interval_s: float) -> None:
+    while True:
+        rest_s = interval_s - writer.silent_s
+        if rest_s > 0:
+            await asyncio.sleep(rest_s)
+        else:
+            await writer.write_events(_COMMENT)
 
 
 class GenerationEndpoint(ABC):

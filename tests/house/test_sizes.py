@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from support.product import ROOT, name_of, nodes_of, product_files
 
-_MAX_FILE_LINES = 400
+_MAX_FILE_LINES = 600
 _MAX_FUNCTION_LINES = 60
 # Kernels and their launchers may be long.
 _KERNEL_FOLDERS = (

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from corun.shm.arena_pages import ArenaPages, huge_page_setting
+from corun.shm.arena import ArenaPages, huge_page_setting
 from corun.shm.huge_pages import HUGE_PAGE_BYTES
 from corun.shm.segment import Segment
 

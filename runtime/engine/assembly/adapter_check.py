@@ -1,24 +1,95 @@
 """``corun check``: whether an adapter fits a model, and its size. Reads no base weights."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....gpu.model.source import ModelSource, check_directory, is_gguf_model
+from ....gpu.model import source as source_module
+from ....gpu.model.source import ModelSource, check_directory, is_gguf_model, warn_of_adapter
+from ...adapters.base_names import ServedBase
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
 from ...adapters.resolved import BaseWeights, RawTensor, ResolvedAdapter
+from ...adapters.target_map import TargetMap
 from ...adapters.values import check_values
 from ...errors import AdapterError
-from .known_base import known_base
+from ...kept_records import read_record, write_record
 
 _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
+
+
+_PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBase:
+    """Facts about a base model that need no weights."""
+
+    target_map: TargetMap
+    dtype: str  # for serving
+    served: ServedBase
+    code: dict[str, str]  # SHA-256 of the files that the facts come from, by path
+
+
+def known_base(source: ModelSource, dtype: str, directory: Path | None) -> KnownBase:
+    """Read the stored facts of a model, or build its modules and store their facts.
+
+    ``dtype``: as for ``--dtype``. ``directory``: of the stored facts; None = not stored. Facts are
+    stored only for models in local directories without code of their own: others can change
+    elsewhere. Raises ``ModelError``.
+    """
+    check_directory(source)
+    path = None
+    if directory is not None and Path(source.path).is_dir() and not source.trust_remote_code:
+        path = directory / f"{_digest(source, dtype)}.base.json"
+        known = read_record(path, KnownBase)
+        if known is not None and _digests(map(Path, known.code)) == known.code:
+            warn_of_adapter(source)
+            return known
+    known = _find(source, dtype)
+    if path is not None:
+        write_record(path, known, "the next check builds the model's modules again")
+    return known
+
+
+def _find(source: ModelSource, dtype: str) -> KnownBase:
+    from ....gpu.model.load import resolve_dtype
+    from ....gpu.model.skeleton import target_map_and_code_of
+    from ....gpu.model.source import load_config
+    from .base_model import read_served_base
+
+    target_map, code = target_map_and_code_of(source)
+    served_dtype = str(resolve_dtype(dtype, load_config(source))).removeprefix("torch.")
+    own = sorted(Path(source_module.__file__).parent.glob("*.py"))  # the source of the facts
+    return KnownBase(target_map, served_dtype, read_served_base(source), _digests((*code, *own)))
+
+
+def _digest(source: ModelSource, dtype: str) -> str:
+    """Return the digest that names a record: the model's path and configuration, and versions."""
+    directory = Path(source.path)
+    versions = [metadata.version(package) for package in _PACKAGES]
+    files = _digests(sorted(directory.glob("config*.json")))
+    question = (source.path, str(directory.resolve()), dtype, versions, files)
+    return hashlib.sha256(repr(question).encode()).hexdigest()
+
+
+def _digests(files: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 of each readable file."""
+    found = {}
+    for file in files:
+        try:
+            found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+        except OSError:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,21 @@ from ...scheduler.scheduler import Scheduler
 from ...scheduler.step_times import ProfiledTimes
 from ..core import CoreConfig, EngineCore
 from ..messages import AddRequest
-from .made_up_adapter import MadeUpAdapter
 
 if TYPE_CHECKING:
     from ....gpu.adapters.arrival import AdapterLoad
     from ....gpu.adapters.host import HostAdapters
     from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, Self
+
+from ...adapters.digest import ContentDigest
+from ...adapters.resolved import RawTensor, ResolvedAdapter, TakeTensor, TargetLora
+
+if TYPE_CHECKING:
+    from ...adapters.target_map import Target, TargetMap
 
 _FEW_ROWS, _MANY_ROWS = 1, 8
 _NUM_TURNS = 32  # for each number of rows
@@ -51,6 +59,50 @@ _TIMEOUT_S = 60.0  # for all turns with one number of rows
 _ADAPTER = "made up"
 _RANK = 8  # the time of its copy does not matter
 _SLAB_ADAPTERS = 8  # the adapter and the buffers of loads, each smaller
+
+
+_TYPE, _ITEM_BYTES = "BF16", 2
+
+
+class MadeUpAdapter:
+    """See the module; an ``AdapterReader``."""
+
+    def __init__(self, target_map: "TargetMap", rank: int) -> None:
+        self.adapter = ResolvedAdapter(tuple(_lora(one, rank) for one in target_map.inside))
+        self.outline = self.adapter
+        self.digest = ContentDigest(b"made up", ())
+
+    def expect(self, digest: ContentDigest) -> None:
+        """See ``AdapterReader``."""
+        assert digest == self.digest, "there is only one content"
+
+    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+        """See ``AdapterReader``."""
+        by_layer = sorted(self.adapter.targets, key=lambda lora: lora.target.layer)
+        for layer, loras in groupby(by_layer, key=lambda lora: lora.target.layer):
+            for lora in loras:
+                for raw in (lora.a, lora.b):
+                    take(raw, memoryview(bytearray(raw.num_bytes)))
+            yield layer
+
+    def close(self) -> None:
+        """There is no file."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _lora(target: "Target", rank: int) -> TargetLora:
+    a = _tensor(f"{target.path}.a", (rank, target.in_features))
+    b = _tensor(f"{target.path}.b", (target.out_features, rank))
+    return TargetLora(target, a, b, rank, 1.0)
+
+
+def _tensor(name: str, shape: tuple[int, int]) -> RawTensor:
+    return RawTensor(name, _TYPE, shape, 0, _ITEM_BYTES * shape[0] * shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from corun.gpu.lora.table import DeviceAdapter
 from corun.profiles.link import Direction
 from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
-from corun.shm.arena_pages import ArenaPages
+from corun.shm.arena import ArenaPages
 from safetensors.torch import load_file
 from support.host_adapters import Host, copied, shared
 from support.loading_engine import HeldLink

@@ -2,7 +2,7 @@
 
 import pytest
 from corun.profiles.measure.effort import EFFORT, Effort
-from corun.profiles.measure.estimate import cut, expected_s
+from corun.profiles.measure.profiler import cut, expected_s
 from corun.profiles.measure.step_shapes import StepShape
 
 _SHAPES = [StepShape((1,), (9,)), StepShape((16,), (0,)), StepShape((64,), (0,))]

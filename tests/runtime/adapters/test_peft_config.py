@@ -12,12 +12,14 @@ import pytest
 from corun.runtime.adapters.lora_spec import LoraSpec
 from corun.runtime.adapters.peft_config import (
     IGNORED_FIELDS,
+    PEFT_DEFAULTS,
+    PEFT_VERSION,
     REFUSAL_REASONS,
     SERVED_FIELDS,
+    TASK_TYPES,
     parse_peft_config,
     read_peft_config,
 )
-from corun.runtime.adapters.peft_defaults import PEFT_DEFAULTS, PEFT_VERSION, TASK_TYPES
 from corun.runtime.errors import AdapterError
 from hypothesis import given
 from hypothesis import strategies as st

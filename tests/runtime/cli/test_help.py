@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from corun.runtime.cli.command_texts import COMMAND_GROUPS, COMMANDS, SHELLS
-from corun.runtime.cli.foreign_flags import FOREIGN_FLAGS
 from corun.runtime.cli.main import main
-from corun.runtime.cli.parser import command_parser
+from corun.runtime.cli.parser import FOREIGN_FLAGS, command_parser
 from corun.runtime.config.cluster import NOT_FOR_CLUSTERS, ClusterConfig
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs

@@ -1,8 +1,8 @@
 """The requests that the slow log explains, and its lines."""
 
 import pytest
+from corun.runtime.engine.core import SlowLog
 from corun.runtime.engine.messages import AddRequest
-from corun.runtime.engine.slow_log import SlowLog
 from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.events import FinishReason, RequestEvent, TimePart, TimeParts

@@ -7,7 +7,7 @@ import tokenizers
 from corun.runtime.adapters.vocabulary import AddedToken, TokenDifferences
 from corun.runtime.engine.tokenizer import load_tokenizer
 from corun.runtime.errors import RequestError
-from corun.runtime.frontend.added_tokens import with_added
+from corun.runtime.frontend.adapter_conventions import with_added
 from corun.runtime.frontend.chat_template import ChatTemplate
 from corun.runtime.frontend.codec import Codec, PlainCodec, TransformersCodec
 from support.fake_core import BOS_ID, EOS_ID, save_tokenizer

@@ -23,8 +23,7 @@ from corun.runtime.errors import (
     StepFailedError,
     UnknownModelError,
 )
-from corun.runtime.frontend.engine import Engine
-from corun.runtime.frontend.loop_thread import THREAD_PREFIX
+from corun.runtime.frontend.engine import THREAD_PREFIX, Engine
 from corun.runtime.frontend.outputs import LoRARequest, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from support import fake_core

@@ -9,7 +9,7 @@ from corun.runtime.adapters.vocabulary import AddedToken as AddedAdapterToken
 from corun.runtime.adapters.vocabulary import TokenDifferences
 from corun.runtime.engine.messages import RequestUpdate
 from corun.runtime.engine.tokenizer import load_tokenizer
-from corun.runtime.frontend.added_tokens import with_added
+from corun.runtime.frontend.adapter_conventions import with_added
 from corun.runtime.frontend.codec import Codec, codec_from_spec, codec_of
 from corun.runtime.frontend.generation import Choice
 from corun.runtime.frontend.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """Which connections are too many for a client address."""
 
 import pytest
-from corun.runtime.server.idle_connections import IdleConnections, client_of
+from corun.runtime.server.connection import IdleConnections, client_of
 
 
 def test_the_longest_idle_of_the_same_client_is_too_many() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from corun.runtime.server.minute_log import MinuteLog
+from corun.runtime.server.connection import MinuteLog
 
 
 class OneTimer:

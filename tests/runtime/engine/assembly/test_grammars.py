@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corun.gpu.model.generation import GenerationDefaults
-from corun.runtime.engine.assembly.grammars import make_grammars
+from corun.runtime.engine.assembly.build import make_grammars
 from corun.runtime.engine.tokenizer import read_tokenizer
 from support.byte_grammars import regex
 from support.tokenizers import save_sample_tokenizer

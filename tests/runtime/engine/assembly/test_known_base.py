@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from corun.gpu.model import skeleton
 from corun.gpu.model.source import ModelSource
-from corun.runtime.engine.assembly.known_base import KnownBase, known_base
+from corun.runtime.engine.assembly.adapter_check import KnownBase, known_base
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES
 

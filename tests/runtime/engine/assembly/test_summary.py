@@ -2,7 +2,7 @@
 
 import msgspec
 from corun.runtime.adapters.info import AdapterInfo
-from corun.runtime.engine.assembly.summary import summary_lines
+from corun.runtime.engine.assembly.build import summary_lines
 from corun.runtime.engine.messages import ModelInfo
 
 MIB = 2**20

@@ -9,10 +9,10 @@ from corun.runtime.request import Request
 from corun.runtime.scheduler.papers.chameleon.cuts import (
     OUTPUT_ONLY_WEIGHTS,
     PAPER_WEIGHTS,
+    Floats,
     QueueCutter,
     SizeWeights,
 )
-from corun.runtime.scheduler.papers.chameleon.kmeans import Floats
 from corun.runtime.scheduler.papers.chameleon.recent import Column, RecentRequests
 from support.scheduling import make_request
 

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from corun.runtime.scheduler.papers.chameleon.kmeans import Clustering, clusterings, elbow
+from corun.runtime.scheduler.papers.chameleon.cuts import Clustering, clusterings, elbow
 from hypothesis import given
 
 
