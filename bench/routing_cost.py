@@ -28,7 +28,7 @@ from corun.runtime.cluster.policy.placement.registry import (
 from corun.runtime.cluster.policy.registry import ROUTERS, RouterFacts, make_router
 from corun.runtime.cluster.policy.reports import RouteRequest, ServerId, ServerReport, Shares
 from corun.runtime.cluster.policy.views import ServerView
-from corun.runtime.sim.cluster_router import costs_of
+from corun.runtime.sim.cluster import costs_of
 from corun.runtime.sim.machines import SimulatedMachine
 from corun.runtime.sim.papers.machines import MACHINES
 

@@ -19,26 +19,201 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...profiles.link import Direction
 from ...runtime.config.environment import MAX_CONNECTIONS
+from ...shm.words import wrap
 from . import cuda_words
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cuda_agent import HostAgent
+from .cuda_copies import Copies
 from .cuda_driver import Driver, load_driver
-from .cuda_gates import Gates
-from .cuda_memory import register_memory
-from .cuda_pacing import Pacing
+from .cuda_memory import Registrations, register_memory
 from .cuda_runtime import Runtime, TorchRuntime
 from .cuda_select import MAX_STREAMS, CudaOptions, Selection
-from .cuda_signals import OutstandingWaits
+from .cuda_signals import OutstandingWaits, Waiter
 from .cuda_streams import EventPool, HostWork, StreamState, StreamTable
-from .cuda_transfers import Transfers
 from .host_memory import DeviceChoices, HostMemory
-from .link import PacedLink
+from .link import LinkTransfer, PacedLink
 
 _LOGGER = logging.getLogger(__name__)
 
 _ABANDONED: list["CudaDevice"] = []
 _GRACE_S = 2.0  # for streams to end once their waits are released
+
+
+class Gates:
+    """``go_words``: one per stream, initially 0, not used otherwise. The host counts them up."""
+
+    def __init__(self, work: HostWork, waiter: Waiter, go_words: list[Word]) -> None:
+        self._work = work
+        self._waiter = waiter
+        self._go_words = go_words
+        self._numbers = [0] * len(go_words)
+
+    def shut(self, state: StreamState) -> tuple[Word, int]:
+        """The stream's word, and the next number, which the caller makes the host store."""
+        index = state.stream.index
+        self._numbers[index] = wrap(self._numbers[index] + 1)
+        return self._go_words[index], self._numbers[index]
+
+    def hold(self, state: StreamState) -> None:
+        """Hold the stream, or the caller if the host waits, until the newest number is stored."""
+        index = state.stream.index
+        self._waiter.wait(state, self._go_words[index], self._numbers[index])
+
+    def hold_for_signals(self, state: StreamState) -> None:
+        """Call before an operation with visible effects: holds it behind the host signals."""
+        owed, state.owed = state.owed, None
+        if owed is None or self._work.are_done((owed,)):
+            return
+        go, number = self.shut(state)
+        # The items of a stream are done in order, so this is behind the signal.
+        self._work.after(state, lambda: cuda_words.store(go.host_address, number), is_signal=True)
+        self.hold(state)
+
+
+class _PacedCopy:
+    """One transfer on the link, driven by the agent."""
+
+    def __init__(
+        self, link: PacedLink, direction: Direction, num_bytes: int, follows: "_PacedCopy | None"
+    ) -> None:
+        self._link = link
+        self._direction = direction
+        self._num_bytes = num_bytes
+        self._follows = follows
+        self._transfer: LinkTransfer | None = None
+        self._end_s: float | None = None
+
+    def due_s(self) -> float:
+        """The expected end of the transfer; the first call starts it."""
+        if self._transfer is None:
+            start_s = None if self._follows is None else self._follows._end_s
+            self._follows = None  # otherwise every copy would keep all earlier ones alive
+            self._transfer = self._link.begin(self._direction, self._num_bytes, start_s=start_s)
+        return self._link.expected_s(self._transfer)
+
+    def finish(self, go: Word, number: int) -> None:
+        """Release the stream."""
+        try:
+            if self._transfer is not None:
+                self._end_s = self._link.finish(self._transfer)
+        finally:
+            cuda_words.store(go.host_address, number)
+
+
+class Pacing:
+    """Paces the copies of streams."""
+
+    def __init__(self, link: PacedLink, work: HostWork, gates: Gates) -> None:
+        self._link = link
+        self._work = work
+        self._gates = gates
+
+    def begin(self, state: StreamState, direction: Direction, num_bytes: int) -> None:
+        """Call before the copy is enqueued."""
+        follows = state.paced
+        assert follows is None or isinstance(follows, _PacedCopy)
+        paced = _PacedCopy(self._link, direction, num_bytes, follows)
+        go, number = self._gates.shut(state)
+        self._work.after(state, lambda: paced.finish(go, number), due_s=paced.due_s, is_signal=True)
+        state.paced = paced
+
+    def end(self, state: StreamState) -> None:
+        """Call after the copy is enqueued: hold the stream until the link has carried it."""
+        self._gates.hold(state)
+
+
+class Transfers:
+    """All copies of a device. Without ``pacing`` the link only counts bytes, not its busy time."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        registrations: Registrations,
+        copies: Copies,
+        *,
+        link: PacedLink,
+        pacing: Pacing | None,
+    ) -> None:
+        self._runtime = runtime
+        self._registrations = registrations
+        self._copies = copies
+        self._link = link
+        self._pacing = pacing
+        # Addresses and sizes of registered memory that uses the link unpaced.
+        self.unpaced: list[tuple[int, int]] = []
+
+    def check(self, destination: torch.Tensor, source: torch.Tensor) -> Direction | None:
+        """The direction of a copy, None within the device.
+
+        Raises ``DeviceError`` for buffers that differ in type or size, are not contiguous, are both
+        on the host, or are on the host and neither registered nor pinned. torch would convert them
+        through pageable memory, wait for the device, or ignore the stream.
+        """
+        if destination.dtype != source.dtype or destination.numel() != source.numel():
+            raise DeviceError(
+                f"a copy from {source.dtype} {tuple(source.shape)} to {destination.dtype} "
+                f"{tuple(destination.shape)}: both must be of one type and size"
+            )
+        if not destination.is_contiguous() or not source.is_contiguous():
+            raise DeviceError("the buffers of a copy must be contiguous")
+        if source.numel() == 0:
+            return None  # such a tensor has no address
+        to_device = self._runtime.is_on_device(destination)
+        from_device = self._runtime.is_on_device(source)
+        if to_device and from_device:
+            return None
+        if not to_device and not from_device:
+            raise DeviceError("a copy on a CUDA stream needs at least one buffer on the device")
+        host = source if to_device else destination
+        if not self._is_registered(host) and not self._runtime.is_pinned(host):
+            raise DeviceError(
+                f"{_num_bytes(host)} bytes at {host.data_ptr():#x} are neither registered nor "
+                "pinned: a copy would wait for the device"
+            )
+        return Direction.TO_DEVICE if to_device else Direction.TO_HOST
+
+    def enqueue(
+        self,
+        state: StreamState,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        direction: Direction | None,
+    ) -> None:
+        """Enqueue a copy in the ``direction`` that ``check`` returned."""
+        if direction is None:
+            state.paced = None
+            self._runtime.copy(state.handle, destination, source)
+        elif self._pacing is None or not self._is_paced(destination, source):
+            self._move(state, destination, source)
+            self._link.finish(self._link.begin(direction, _num_bytes(source)))
+        else:
+            self._pacing.begin(state, direction, _num_bytes(source))
+            try:
+                self._move(state, destination, source)
+            finally:
+                # The agent will store the go word in any case: let it find its wait.
+                self._pacing.end(state)
+
+    def _move(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
+        host = source if self._runtime.is_on_device(destination) else destination
+        if self._is_registered(host):
+            self._copies.copy(state, destination, source)
+        else:
+            self._runtime.copy(state.handle, destination, source)
+
+    def _is_paced(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
+        host = source if self._runtime.is_on_device(destination) else destination
+        address = host.data_ptr()
+        return not any(start <= address < start + size for start, size in self.unpaced)
+
+    def _is_registered(self, host: torch.Tensor) -> bool:
+        return self._registrations.find(host.data_ptr(), _num_bytes(host)) is not None
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def open_cuda_device(

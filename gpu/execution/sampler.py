@@ -6,21 +6,24 @@ that are looked at first.
 """
 
 import math
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ...cpu_workers.affinity import place_thread
 from ...runtime.errors import CorunError, RequestError
 from ...runtime.plan import TokenLogprobs
 from ..forward.upload import upload
 from .draws import Draws, RandomRows
-from .grammar_thread import GrammarThread
 from .logit_inputs import LogitInputs
 from .logprobs import read, reports, score
 from .request_table import RequestState
-from .row_grammar import MakeMatcher, RowGrammar
+from .row_grammar import Filling, MakeMatcher, RowGrammar
 
 _NOT_FINITE = "the model computed logits that are not finite (NaN or inf)"
 _NOTHING_LEFT = (
@@ -28,6 +31,70 @@ _NOTHING_LEFT = (
     "all (that the grammar of structured output allows), or repetition_penalty makes the logits "
     "overflow"
 )
+
+
+_Work = list[tuple[RowGrammar, NDArray[np.int64]]]  # rows, and copies of their outputs
+
+
+class GrammarThread:
+    """Owns the thread. All methods belong to the engine's thread."""
+
+    def __init__(
+        self, make: MakeMatcher, eos_token_ids: Sequence[int], cpus: tuple[int, ...] = ()
+    ) -> None:
+        """``make``: called by the thread; ``cpus``: its cores, () = those of the caller."""
+        self._make = make
+        self._eos_token_ids = eos_token_ids
+        self._cpus = cpus
+        self._work: queue.SimpleQueue[tuple[Filling, _Work] | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="corun-grammars", daemon=True)
+        self._thread.start()
+
+    def begin(self, states: Iterable[RequestState]) -> None:
+        """Begin to make the matchers of new requests."""
+        begun = []
+        for state in states:
+            structured = state.sampling.structured_output
+            if structured is not None:
+                # Tokens of other rows may be forbidden, or their logits are reported.
+                may_force = (
+                    state.sampling.structured_forced_tokens
+                    and state.sampling.logprobs is None
+                    and state.token_rules is None
+                )
+                state.grammar = RowGrammar(
+                    self._make, structured, state.sampling, self._eos_token_ids,
+                    may_force=may_force,
+                )  # fmt: skip
+                begun.append(state)
+        self.fill(begun)
+
+    def fill(self, states: Iterable[RequestState]) -> None:
+        """Begin to fill the masks of the tokens that come next in these rows."""
+        work = [
+            (state.grammar, state.output.copy()) for state in states if state.grammar is not None
+        ]
+        if not work:
+            return
+        filling = Filling()
+        for grammar, _ in work:
+            grammar.filling = filling
+        self._work.put((filling, work))
+
+    def close(self) -> None:
+        """End the thread, without what it has not begun. Idempotent."""
+        self._is_closed = True
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        place_thread(self._cpus)
+        while (taken := self._work.get()) is not None and not self._is_closed:
+            filling, work = taken
+            for grammar, output in work:
+                grammar.fill(output)
+            filling.end()
 
 
 @dataclass(frozen=True, slots=True)

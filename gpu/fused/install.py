@@ -6,21 +6,188 @@ It is replaced only if the kernel gives the same bits, but for the last place of
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...cpu_workers.kernels import fused as kernels
+from ..forward.kernel_threads import num_kernel_threads
+from ..forward.launcher import current_launcher
 from . import triton_backend
-from .activation import ActivationTables, gated_product, is_gated, mlp_candidates
-from .compare import Forward, FusedCounts, FusedKernels, Input, Inputs, agree
-from .norm import FusedNorm, is_weighted_norm, norm_candidates
+from .activation import ActivationTables, GatedProduct, gated_product, is_gated, mlp_candidates
 from .rope import Rotate, is_rotary_embedding, is_servable, rotate, rotation_of, with_rotation
-from .sums import install_sums, let_norms_wait
-from .triton_backend import Normed, TritonNorm, resolved
+from .triton_backend import Normed, Sum, TritonNorm, resolved
+
+Forward = Callable[..., Any]
+
+# Another order of the sums in a norm occasionally moves a value over the boundary between two
+# values of 16 bits; where the result is rounded twice, over two boundaries.
+_MAX_STEPS_APART = 2
+_MIN_EQUAL_SHARE = 0.99
+
+
+@dataclass(slots=True)
+class FusedCounts:
+    """How many modules of a kind were found, and how many use a kernel of corun."""
+
+    found: int = 0
+    replaced: int = 0
+    unknown: set[str] = field(default_factory=set)  # classes of the kind, of another form
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKernels:
+    """The kernels of a device, and the models that they are for."""
+
+    name: str
+    norm: Callable[..., Forward]  # see ``norm_candidates``
+    product: GatedProduct
+    rotate: Rotate
+    dtype: torch.dtype
+    device: torch.device
+
+    def draw(self, shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        """Normal values of this magnitude, the same ones for each shape."""
+        generator = torch.Generator().manual_seed(sum(shape))
+        drawn = torch.randn(shape, generator=generator) * scale
+        return drawn.to(self.device, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Tokens [1, parts * tokens of a part, features]; each part must agree by itself."""
+
+    x: torch.Tensor
+    num_parts: int
+
+
+class Inputs:
+    """Inputs of the comparison: one token of each scale, and many of all scales at once."""
+
+    def __init__(
+        self, num_tokens: tuple[int, int], scales: Sequence[float], kernels: FusedKernels
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._scales = scales
+        self._kernels = kernels
+        self._drawn: dict[int, list[Input]] = {}
+
+    def of(self, features: int) -> list[Input]:
+        """Drawn once for all modules of a width."""
+        if features not in self._drawn:
+            one, many = (
+                [self._kernels.draw((1, num, features), scale) for scale in self._scales]
+                for num in self._num_tokens
+            )
+            parts = Input(torch.cat(many, dim=1), len(many))
+            self._drawn[features] = [*(Input(x, 1) for x in one), parts]
+        return self._drawn[features]
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> bool:
+    """Whether the same numbers are NaN, and the others equal or adjacent.
+
+    Each part, of equal size in memory, must have enough equal numbers.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    is_nan = expected.isnan()
+    if not torch.equal(actual.isnan(), is_nan):
+        return False
+    apart = (_place(actual) - _place(expected)).masked_fill(is_nan, 0).abs()
+    equal_shares = (apart == 0).reshape(num_parts, -1).float().mean(dim=1)
+    return float(equal_shares.min()) >= _MIN_EQUAL_SHARE and int(apart.max()) <= _MAX_STEPS_APART
+
+
+def _place(values: torch.Tensor) -> torch.Tensor:
+    """The index of each value of 16 bits in ascending order; both zeros have the same one."""
+    bits = values.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def let_norms_wait(module: nn.Module, is_pending: bool) -> bool:
+    """Whether a module's own norms wait for their readers; returns whether it has such norms."""
+    norms = [one.forward for one in module.children() if isinstance(one.forward, TritonNorm)]
+    for norm in norms:
+        norm.is_pending = is_pending
+    return bool(norms)
+
+
+def install_sums(model: nn.Module, run: Callable[[], object]) -> FusedCounts:
+    """Have layers pass on sums that wait for the next layer's norm."""
+    counts = FusedCounts()
+    stacks = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    layers = [layer for stack in stacks for layer in stack if let_norms_wait(layer, False)]
+    watched = [_WatchedLayer(layer) for layer in layers]
+    run()
+    for watch in watched:
+        let_norms_wait(watch.layer, True)
+    run()
+    for watch in watched:
+        counts.found += 1
+        counts.replaced += watch.end()
+    return counts
+
+
+class _WatchedLayer:
+    """Calls a layer, and at the second call compares what it computes from a sum that waits."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self._forward: Forward = layer.forward
+        self._first: tuple[torch.Tensor, Any] | None = None  # hidden states and result
+        self._reason = "it is not called with hidden states"
+        layer.forward = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not arguments or not isinstance(arguments[0], torch.Tensor):
+            return self._forward(*arguments, **named)
+        hidden, *others = arguments
+        if self._first is None:
+            self._first = hidden.clone(), self._forward(*arguments, **named)
+            return self._first[1]
+        hidden, expected = self._first
+        try:
+            actual = self._forward(Sum(hidden), *others, **named)
+        except Exception as error:  # any error of the model's code on what is not a tensor
+            self._reason = f"it fails: {type(error).__name__}: {error}"
+            return expected
+        is_equal = agree(*(resolved(_hidden_of(one)) for one in (actual, expected)))
+        self._reason = "" if is_equal else "results differ from the module's own"
+        return expected
+
+    def end(self) -> bool:
+        """Whether the layer passes on sums from now on."""
+        if self._reason:
+            name = type(self.layer).__name__
+            _LOG.info("fused kernels: no sums that wait for %s, because %s", name, self._reason)
+            del self.layer.forward
+            let_norms_wait(self.layer, False)
+            return False
+        self.layer.forward = _SummingLayer(self._forward)
+        return True
+
+
+class _SummingLayer:
+    """The ``forward`` of a layer: it gets a sum, adds to it and passes it on."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __call__(self, hidden: Any, *arguments: Any, **named: Any) -> Any:
+        stream = hidden if isinstance(hidden, Sum) else Sum(resolved(hidden))
+        return self._forward(stream, *arguments, **named)
+
+
+def _hidden_of(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,6 +197,64 @@ _MLP_NUM_TOKENS = (1, 11)  # products of many are slow
 _SCALES = (1.0, 30.0, 1e-3, 1e25, 1e-30, 0.0)
 # Only the structure of gated feed-forwards is unknown; their activations are tables.
 _MLP_SCALES = (1.0, 30.0)
+
+Norm = TypeVar("Norm")
+
+
+class FusedNorm:
+    """Replaces the ``forward`` of an RMS norm: [..., features] -> [..., features]."""
+
+    def __init__(self, factors: torch.Tensor, epsilon: float, *, rounds_twice: bool) -> None:
+        """``factors``: [features], multiplied with the normed row, in float32.
+
+        ``rounds_twice``: the normed row is also rounded before the multiplication.
+        """
+        self._factors = factors.detach().float().contiguous()
+        self._epsilon = np.float32(epsilon)
+        self._rounds_twice = rounds_twice
+        self._features = len(factors)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm each row of bfloat16."""
+        features = self._features
+        assert x.dtype == torch.bfloat16 and x.shape[-1] == features, (x.dtype, x.shape)
+        rows = x if x.is_contiguous() else x.contiguous()
+        launcher = current_launcher()
+        y = launcher.new_output(rows.shape, torch.bfloat16)
+        launcher.launch(
+            kernels.norm, rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
+            rows.numel() // features, features, self._epsilon, self._rounds_twice,
+            num_kernel_threads(),
+        )  # fmt: skip
+        return y
+
+
+def is_weighted_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm by its name, and not one of torch's own."""
+    is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm)
+    return is_norm and any(True for _ in module.parameters(recurse=False))
+
+
+def norm_candidates(
+    module: nn.Module, dtype: torch.dtype, make: Callable[..., Norm]
+) -> Iterator[Norm]:
+    """Possible kernels for a module that looks like an RMS norm; a check decides.
+
+    ``make``: ``FusedNorm``, or a class with the same arguments.
+    """
+    if not is_weighted_norm(module):
+        return
+    # Only of norms: a linear's weight may be packed, and unpacking a model takes half a second.
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(epsilon, float) or not isinstance(weight, torch.Tensor):
+        return
+    if weight.ndim == 1 and weight.dtype == dtype:
+        # Llama and later families; OLMo 2 and gpt-oss; Gemma.
+        yield make(weight, epsilon, rounds_twice=True)
+        yield make(weight, epsilon, rounds_twice=False)
+        yield make(1.0 + weight.float(), epsilon, rounds_twice=False)
+
 
 NUMBA = FusedKernels("numba", FusedNorm, gated_product, rotate, torch.bfloat16, torch.device("cpu"))
 

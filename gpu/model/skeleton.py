@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,12 +30,74 @@ from .fingerprint import code_files
 from .probe import record_attention
 from .source import ModelSource, describe, load_config, warn_of_adapter
 from .stored_quantization import read_stored_quantization
-from .targets import build_target_map, record_calls, with_calls
-from .text_part import leave_out_other_parts, without_other_parts
+from .targets import (
+    LeftOut,
+    build_target_map,
+    embeds_own_tokens,
+    find_layers,
+    record_calls,
+    with_calls,
+)
 
 _T = TypeVar("_T")
 _BIDIRECTIONAL = "use_bidirectional_attention"
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Replace every part beside the text model by a ``LeftOut``; return their paths.
+
+    The text model is the outermost module around the decoder layers that has the text
+    configuration. Embeddings and the output head are not moved.
+    """
+    text_path = _text_model_path(model)
+    kept = (model.get_input_embeddings(), model.get_output_embeddings())
+    left_out = []
+    for holder_path in _holders(text_path):
+        holder = model.get_submodule(holder_path)
+        for name, part in list(holder.named_children()):
+            path = f"{holder_path}.{name}" if holder_path else name
+            is_text = f"{text_path}.".startswith(f"{path}.") or _holds_any(part, kept)
+            is_text |= embeds_own_tokens(part)
+            if not is_text and next(part.parameters(), None) is not None:
+                setattr(holder, name, LeftOut(path, part))
+                left_out.append(path)
+    return tuple(left_out)
+
+
+def without_other_parts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class that makes models without these parts, so that their weights are not read."""
+
+    class TextOnly(model_class):  # type: ignore[misc]
+        def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+            super().__init__(config, *inputs, **kwargs)
+            leave_out_other_parts(self)
+
+    # The library finds the renaming of names on disk by the name of the class and its module.
+    TextOnly.__name__ = model_class.__name__
+    TextOnly.__qualname__ = model_class.__qualname__
+    TextOnly.__module__ = model_class.__module__
+    return TextOnly
+
+
+def _text_model_path(model: PreTrainedModel) -> str:
+    path = find_layers(model).rpartition(".")[0]
+    config_class = type(model.config.get_text_config())
+    for holder_path in (*_holders(path), path):
+        holder = model.get_submodule(holder_path)
+        if isinstance(holder, PreTrainedModel) and type(holder.config) is config_class:
+            return holder_path
+    return path
+
+
+def _holders(path: str) -> list[str]:
+    """The paths of all modules that contain the module at ``path``, from the model ("") on."""
+    names = path.split(".") if path else []
+    return [".".join(names[:end]) for end in range(len(names))]
+
+
+def _holds_any(part: nn.Module, modules: tuple[nn.Module | None, ...]) -> bool:
+    return any(one is module for one in part.modules() for module in modules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,26 @@ of all servers, file copies, arrivals and reports, and polls the servers concern
 deterministic: routers draw from seeded generators, and ties are broken by server index.
 """
 
+import itertools
 import math
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 
-from ..cluster.demand import names_at
-from ..cluster.policy.reports import RouteRequest, ServerReport
+from ..cluster.demand import PlacementSteps, names_at
+from ..cluster.policy.placement.capacity_table import CapacityTable
+from ..cluster.policy.placement.plan import PlacementPolicy, StoreServer
+from ..cluster.policy.placement.registry import PlacementFacts, make_placement
+from ..cluster.policy.registry import RouterFacts, default_slo_tpot_s, make_router
+from ..cluster.policy.reports import RouteRequest, ServerCosts, ServerId, ServerReport, Shares
+from ..cluster.router_state import RouterState
 from ..errors import RequestError
 from ..machine.gc_control import collection_paused
-from .agenda import Agenda
 from .clock import VirtualClock
-from .cluster_placement import placement_of
 from .cluster_replayed import ClusterReplayed
-from .cluster_router import costs_of, router_states_of
 from .cluster_server import ClusterServer, Due, Sent
 from .cluster_spec import ClusterSpec
 from .engine import SimulationOptions, adapter_name
@@ -32,6 +37,135 @@ _MOVES_EVERY_S = 1.0  # by hand: interval at which routers may move waiting requ
 
 # Called periodically with the seconds from the start and all servers, open or not.
 LookAtServers = Callable[[float, Sequence[ClusterServer]], None]
+
+
+Action = Callable[[], None]
+
+
+class SimulatedPlacement:
+    """Placement steps over a fixed set of adapters."""
+
+    def __init__(
+        self, policy: PlacementPolicy, ranks: Mapping[str, int], bytes_per_rank: int,
+        tokens_per_s: Mapping[str, float], *, store_bytes: int, every_s: float,
+    ) -> None:  # fmt: skip
+        """``tokens_per_s``: expected demand before the first request."""
+        self.every_s = every_s
+        self._ranks = ranks
+        self._bytes_per_rank = bytes_per_rank
+        self._store_bytes = store_bytes
+        self._steps = PlacementSteps(policy)
+        self._steps.expect({name: (tokens_per_s[name], 0.0) for name in ranks})
+        self.record = self._steps.record
+        self._has_begun = False
+
+    def step(self, server_ids: Sequence[ServerId]) -> Shares:
+        """Plan the next step for these servers, from the demand of the last step.
+
+        Raises ``ConfigError`` if there is no room for all adapters.
+        """
+        if self._has_begun:
+            self._steps.end_step(self.every_s)
+        self._has_begun = True
+        demand = [
+            self._steps.demand_of(name, rank, rank * self._bytes_per_rank)
+            for name, rank in self._ranks.items()
+        ]
+        servers = [StoreServer(server_id, self._store_bytes) for server_id in server_ids]
+        return self._steps.plan(demand, servers)
+
+
+def placement_of(
+    machine: SimulatedMachine, workload: Workload, spec: ClusterSpec
+) -> SimulatedPlacement | None:
+    """The cluster's placement, which expects each adapter's mean demand in ``workload``.
+
+    None if the cluster has none. Raises ``ConfigError`` if there is none of that name.
+    """
+    if spec.placement is None:
+        return None
+    tokens = Counter[int]()
+    for one in workload.requests:
+        tokens[one.adapter] += one.prompt_tokens + one.output_tokens
+    duration_s = max(workload.requests[-1].arrival_s, spec.placement_every_s)
+    capacity = CapacityTable(dict(spec.capacity)) if spec.capacity else None
+    facts = PlacementFacts(capacity=capacity, seed=spec.seed)
+    return SimulatedPlacement(
+        make_placement(spec.placement, facts),
+        {adapter_name(adapter): rank for adapter, rank in enumerate(workload.ranks)},
+        machine.adapter_bytes_per_rank,
+        {
+            adapter_name(adapter): tokens[adapter] / duration_s
+            for adapter in range(len(workload.ranks))
+        },
+        store_bytes=spec.store_bytes or sum(workload.ranks) * machine.adapter_bytes_per_rank,
+        every_s=spec.placement_every_s,
+    )
+
+
+class Agenda:
+    """Actions by time; ties are broken by order, then by index, then by insertion."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._actions: dict[int, Action] = {}  # by serial number; cancelled ones are removed
+        self._serials = itertools.count()
+        self._expected: dict[tuple[str, int], int] = {}  # serial numbers; may have been taken
+
+    def add(self, at_s: float, order: int, index: int, action: Action) -> int:
+        """Schedule ``action`` at ``at_s``; return its serial number."""
+        serial = next(self._serials)
+        heappush(self._heap, (at_s, order, index, serial))
+        self._actions[serial] = action
+        return serial
+
+    def expect(self, kind: str, index: int, due: tuple[float, int], action: Action) -> None:
+        """Replace the action of this kind and index; ``due``: its time and order.
+
+        A time of inf cancels it.
+        """
+        self._actions.pop(self._expected.pop((kind, index), -1), None)
+        if due[0] < math.inf:
+            self._expected[kind, index] = self.add(*due, index, action)
+
+    def take(self) -> tuple[float, int, Action] | None:
+        """Return the earliest action, with its time and order; None if there is none."""
+        while self._heap:
+            at_s, order, _, serial = heappop(self._heap)
+            action = self._actions.pop(serial, None)
+            if action is not None:
+                return at_s, order, action
+        return None
+
+
+def router_states_of(machine: SimulatedMachine, spec: ClusterSpec) -> list[RouterState]:
+    """The routers of ``spec``. Raises ``ConfigError`` if there is no such router."""
+    slo_tpot_s = spec.slo_tpot_s or default_slo_tpot_s(
+        machine.model, machine.max_num_seqs, machine.num_blocks * machine.block_size
+    )
+    facts = RouterFacts(num_routers=spec.num_routers, slo_tpot_s=slo_tpot_s)
+    router = spec.router
+    return [
+        RouterState(
+            make_router(router, facts) if isinstance(router, str) else router(facts),
+            random.Random(f"{spec.seed} {number}"),  # noqa: S311 - a simulation
+        )
+        for number in range(spec.num_routers)
+    ]
+
+
+def costs_of(machine: SimulatedMachine, peer_bytes_per_s: float) -> ServerCosts:
+    """Costs of a server that simulates ``machine``, as routers know them."""
+    return ServerCosts(
+        model=machine.model,
+        max_num_batched_tokens=machine.max_num_batched_tokens,
+        block_size=machine.block_size,
+        max_num_seqs=machine.max_num_seqs,
+        adapter_bytes_per_rank=machine.adapter_bytes_per_rank,
+        file_bytes_per_s=machine.file_bytes_per_s,
+        peer_bytes_per_s=peer_bytes_per_s,
+        mix_decode_with_prefill=machine.mix_decode_with_prefill,
+    )
 
 
 def replay_cluster(

@@ -14,7 +14,7 @@ from corun.runtime.cluster.agent.report import Leader
 from corun.runtime.cluster.agent.served import ServedAdapters
 from corun.runtime.cluster.agent.store import AdapterFileStore
 from corun.runtime.cluster.http.serving import serve_app
-from corun.runtime.cluster.launch.static import StaticLauncher
+from corun.runtime.cluster.launch.supervisor import StaticLauncher
 from corun.runtime.cluster.wire import AdapterEntry
 from corun.runtime.server.listening import bind, listen, url_of
 

@@ -18,7 +18,7 @@ from corun.runtime.cluster.division import EngineShare, MachineDivision
 from corun.runtime.cluster.http.calls import make_session
 from corun.runtime.cluster.launch.launcher import EngineLauncher
 from corun.runtime.cluster.launch.local import LocalLauncher
-from corun.runtime.cluster.launch.static import StaticLauncher
+from corun.runtime.cluster.launch.supervisor import StaticLauncher
 from corun.runtime.cluster.wire import EngineCard, EngineProfile, EngineStatus
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig

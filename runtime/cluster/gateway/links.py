@@ -5,16 +5,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import aiohttp
+import msgspec
 
+from ...scheduler.step_times import LearnedTimes
 from ...server.answers import ModelCard
 from ...server.errors import HttpError
 from ..engine_types.engine_type import SentRecord, Translation
 from ..engine_types.registry import engine_type_of
 from ..policy.reports import ServerId, ServerReport
 from ..wire import AdapterEntry, EngineCard, EngineProfile, EngineState, Ensured
-from .answer_times import AnswerTimes
 from .counts import EngineCounts
 from .engine_state import ReportedState
 from .health import EXITED, REFUSED, SILENT, EngineHealth
@@ -26,6 +28,48 @@ _PROFILE_EVERY_S = 10.0  # where it is learned and not measured
 _AGAIN_S = 0.2
 
 _logger = logging.getLogger(__name__)
+
+
+MIN_ANSWERS = 200  # before times are used
+
+
+class AnswerTimes:
+    """Step times of one engine.
+
+    The first token of an answer takes a step of its prompt and of the running requests. The tokens
+    after it take steps of the running requests.
+    """
+
+    def __init__(self, max_step_tokens: int) -> None:
+        """``max_step_tokens``: the tokens of the engine's largest step."""
+        self._max_step_tokens = max_step_tokens
+        self._times = LearnedTimes(max_step_tokens)
+        self._num_answers = 0
+
+    def first_token(self, num_prompt_tokens: int, num_running: int, duration_s: float) -> None:
+        """Learn from the first token of a request that did not wait, nor for its adapter.
+
+        Prompts that take several steps are ignored.
+        """
+        num_tokens = num_prompt_tokens + num_running
+        if num_tokens <= self._max_step_tokens:
+            self._times.step_ended(num_tokens, duration_s)
+
+    def other_tokens(self, num_tokens: int, num_running: int, duration_s: float) -> None:
+        """Learn from the end of an answer: ``num_tokens`` came in ``duration_s`` after its first.
+
+        ``num_running``: requests of the engine, this one included.
+        """
+        self._num_answers += 1
+        if num_tokens:
+            self._times.step_ended(num_running, duration_s / num_tokens)
+
+    def applied_to(self, profile: EngineProfile) -> EngineProfile:
+        """Return the engine's profile with the learned times, once there are enough answers."""
+        if self._num_answers < MIN_ANSWERS:
+            return profile
+        step_s = self._times.machine_model().step_s
+        return msgspec.structs.replace(profile, machine=replace(profile.machine, step_s=step_s))
 
 
 class EngineLink:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import aiohttp
 import msgspec
 
 from ...config.engine import EngineConfig
-from ...config.notations import format_cpus
+from ...config.notations import format_cpus, parse_cpu_cores
 from ...config.option import option_specs
 from ...config.serve import ServeConfig
 from ...config.variables import PREFIX
@@ -29,17 +30,34 @@ from ...machine.facts import read_machine_facts
 from ...server.listening import bind, url_of
 from ...tasks import cancel_all
 from ..division import EngineNeeds, EngineShare, MachineDivision, divide_machine
-from ..process import ended, exit_words, spawn
+from ..process import bind_to_parent, ended, exit_words, spawn
 from ..wire import EngineStatus
-from .bound import ANY
 from .launcher import DRAINING, EXITED, READY, STARTING, StatusBoard
 
-_BOUND = "corun.runtime.cluster.launch.bound"
+_BOUND = "corun.runtime.cluster.launch.local"
 _GIB = 2**30
 _LOOK_EVERY_S = 0.1  # for polls whether an engine is ready
 _KILL_AFTER_S = 5.0  # after its time to drain
 
 _logger = logging.getLogger(__name__)
+
+
+ANY = "any"
+
+
+def main() -> None:
+    """Pin this process and execute the command."""
+    cpus, *command = sys.argv[1:]
+    bind_to_parent()
+    if cpus != ANY:
+        # A sandbox may forbid pinning. The engine logs the CPUs on which it runs.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, parse_cpu_cores(cpus, "CPUS"))
+    os.execv(command[0], command)  # noqa: S606 - without a shell
+
+
+if __name__ == "__main__":
+    main()
 
 
 class LocalLauncher:

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -25,7 +27,9 @@ from ...exit_codes import EXIT_FAILED
 from ...server.errors import HttpError
 from ...server.listening import StopSignals
 from ...tasks import cancel_all
+from ..engine_types.registry import engine_type_of
 from ..http.calls import UnreachableError, call, make_session
+from ..process import ended, exit_words, spawn
 from ..settings import (
     AgentSettings,
     ControllerSettings,
@@ -42,10 +46,9 @@ from ..wire import (
     ClusterStatus,
     EngineCard,
     EngineChange,
+    EngineStatus,
 )
-from .child import SupervisedProcess
-from .launcher import EXITED
-from .static import StaticLauncher
+from .launcher import DRAINING, EXITED, READY, StatusBoard
 
 _ASK_EVERY_S = 0.1
 _CONTROLLER_START_S = 30.0
@@ -58,6 +61,143 @@ _CONTROLLER = "corun.runtime.cluster.controller.__main__"
 _AGENT = "corun.runtime.cluster.agent.__main__"
 _NODES = "corun.runtime.cluster.machines.nodes"
 _GATEWAY = "corun.runtime.cluster.gateway.__main__"
+
+_RESTART_AFTER_S = (0.0, 0.5, 1.0, 5.0)  # by restarts in a row
+_LASTING_S = 30.0  # after so long a run delays start over
+
+_LOOK_TIMEOUT_S = 2.0
+
+
+class StaticLauncher:
+    """An ``EngineLauncher`` for engines that run already, and that it does not end."""
+
+    def __init__(
+        self, engines: Mapping[str, EngineCard], session: aiohttp.ClientSession, *,
+        look_every_s: float = 1.0,
+    ) -> None:  # fmt: skip
+        """``engines``: by id."""
+        self._engines = engines
+        self._session = session
+        self._look_every_s = look_every_s
+        self._board = StatusBoard()
+        self._polling: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, engine_id: str) -> None:
+        """Find the engine. Raises ``HttpError`` if the server is not of its engine type."""
+        if engine_id not in self._engines:
+            raise ConfigError(
+                f"engine {engine_id!r} has no URL, and this command does not start it"
+            )
+        if engine_id in self._polling:
+            return
+        card = self._engines[engine_id]
+        await engine_type_of(card.foreign).profile(self._session, card)
+        self._board.set(
+            EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
+        )
+        self._polling[engine_id] = asyncio.ensure_future(self._poll(card))
+
+    async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
+        """Stop polling the engine. The engine goes on."""
+        task = self._polling.pop(engine_id, None)
+        if task is not None:
+            await cancel_all(task)
+        self._board.remove(engine_id)
+
+    def list(self) -> tuple[EngineStatus, ...]:
+        return self._board.list()
+
+    def watch(self) -> AsyncGenerator[EngineStatus, None]:
+        return self._board.watch()
+
+    async def close(self) -> None:
+        """Stop polling all engines."""
+        for engine_id in list(self._polling):
+            await self.stop(engine_id, drain_timeout_s=0.0)
+        self._board.close()
+
+    async def _poll(self, card: EngineCard) -> None:
+        url = card.url + engine_type_of(card.foreign).ready_path
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            state, reason = await self._state_at(url)
+            self._board.change(card.engine_id, state=state, reason=reason)
+
+    async def _state_at(self, url: str) -> tuple[str, str | None]:
+        try:
+            async with (
+                asyncio.timeout(_LOOK_TIMEOUT_S),
+                self._session.get(url) as response,
+            ):
+                is_ready = response.status == HTTPStatus.OK
+                return READY if is_ready else DRAINING, None
+        except TimeoutError:
+            return EXITED, f"silent for {_LOOK_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return EXITED, str(error) or type(error).__name__
+
+
+class SupervisedProcess:
+    """A process of a cluster. On one event loop."""
+
+    def __init__(self, module: str, settings: ProcessSettings) -> None:
+        self._name = settings.process_name
+        self._module = module
+        self._settings = settings
+        self._is_wanted = True
+        self._process: subprocess.Popen[bytes] | None = None
+        self._supervising: asyncio.Task[None] | None = None
+
+    def start(self, on_exit: Callable[[int], bool]) -> None:
+        """Start the process. ``on_exit`` gets the status of an exit; True restarts it."""
+        self._process = self._spawn()
+        self._supervising = asyncio.ensure_future(self._supervise(self._process, on_exit))
+
+    async def end(self, timeout_s: float) -> None:
+        """End the process, and kill it if it takes too long. Idempotent."""
+        self._is_wanted = False
+        if self._supervising is None or self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        done, _ = await asyncio.wait([self._supervising], timeout=timeout_s)
+        if not done:
+            _logger.warning("the %s process does not end; killing it", self._name)
+            self.kill()
+            await self._supervising
+
+    def kill(self) -> None:
+        """Kill the process; ``end`` reaps it."""
+        self._is_wanted = False
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+
+    async def _supervise(
+        self, process: "subprocess.Popen[bytes]", on_exit: Callable[[int], bool]
+    ) -> None:
+        tries = 0
+        while True:
+            started_s = time.monotonic()
+            status = await ended(process)
+            if not self._is_wanted or not on_exit(status):
+                return
+            tries = 0 if time.monotonic() - started_s >= _LASTING_S else tries
+            after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
+            tries += 1
+            _logger.warning(
+                "the %s process ended (%s); restarting it in %g s", self._name, exit_words(status),
+                after_s,
+            )  # fmt: skip
+            await asyncio.sleep(after_s)
+            if not self._is_wanted:
+                return
+            try:
+                process = self._process = self._spawn()
+            except OSError as error:  # a later try may succeed
+                _logger.error("cannot start the %s process (will retry): %s", self._name, error)
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        return spawn(self._module, settings=self._settings)
+
 
 _logger = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ corun's own router. Predicted step times are from Toppings, section 5. Pure.
 
 import math
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from .fleet import Fleet, Floats, Padding
 from .reports import RouteRequest, ServerId
 from .router import Router
-from .sessions import Sessions
 from .views import ServerView
 
 # Weights of a second, relative to a second before the first token.
@@ -20,6 +20,56 @@ _DECODE_WEIGHT = 0.1
 _COLD_WEIGHT = 0.2  # even a hidden load uses the link and evicts others
 _NUM_DRAWN = 3
 _MEAN_SHARE = 0.02  # weight of a new request in the running means
+
+
+_MAX_SESSIONS = 10_000  # the least recently used one is dropped
+_MAX_BEGINNINGS = 100_000
+
+# Prefixes are kept per adapter: KV depends on the adapter.
+_Name = str | None
+
+
+class Sessions:
+    """The record of one router: by text of prompts, or by session if texts are unknown."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[tuple[_Name, str], tuple[ServerId, int]] = OrderedDict()
+        self._beginnings: OrderedDict[tuple[_Name, int], set[ServerId]] = OrderedDict()
+
+    def record(self, request: RouteRequest, server_id: ServerId) -> None:
+        """Record that ``request`` was sent to a server. O(beginnings)."""
+        name, kept = request.adapter_name, self._beginnings
+        if request.beginnings is not None:
+            for one, _ in request.beginnings:
+                kept.setdefault((name, one), set()).add(server_id)
+                kept.move_to_end((name, one))
+            while len(kept) > _MAX_BEGINNINGS:
+                kept.popitem(last=False)
+            return
+        if request.session is None:
+            return
+        num_tokens = request.num_prompt_tokens + int(request.predicted_output_tokens)
+        self._sessions[name, request.session] = (server_id, num_tokens)
+        self._sessions.move_to_end((name, request.session))
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def find(self, request: RouteRequest) -> Mapping[ServerId, int]:
+        """Return servers with a cached prefix and its tokens, at most all but one of the prompt.
+
+        Servers may have left, or lost the prefix.
+        """
+        name, most = request.adapter_name, request.num_prompt_tokens - 1
+        if request.beginnings is None:
+            if request.session is None or (name, request.session) not in self._sessions:
+                return {}
+            server_id, num_tokens = self._sessions[name, request.session]
+            return {server_id: min(num_tokens, most)}
+        found: dict[ServerId, int] = {}
+        for one, num_tokens in request.beginnings:  # longer beginnings come later and overwrite
+            servers = self._beginnings.get((name, one), ())
+            found.update(dict.fromkeys(servers, min(num_tokens, most)))
+        return found
 
 
 class PredictedRouter(Router):

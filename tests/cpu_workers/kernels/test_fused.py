@@ -3,7 +3,7 @@
 import pytest
 import torch
 from corun.gpu.fused.activation import ActivationTables, gated_product
-from corun.gpu.fused.norm import FusedNorm
+from corun.gpu.fused.install import FusedNorm
 from corun.gpu.fused.residual import add
 from corun.gpu.fused.rope import rotate
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb

@@ -1,7 +1,7 @@
 """Random numbers by (seed, position)."""
 
 import numpy as np
-from corun.gpu.execution.random import uniform
+from corun.gpu.execution.draws import uniform
 
 
 def numbers(seeds: list[int], positions: list[int]) -> np.ndarray:

@@ -11,7 +11,7 @@ import transformers
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.execution.threshold_probe import ThresholdVerdict, judge_thresholds
 from corun.gpu.model import attention_hook
-from corun.gpu.model.mask import Sight
+from corun.gpu.model.attention_hook import Sight
 from support.architectures import make_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

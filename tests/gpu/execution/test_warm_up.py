@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 from corun.gpu.execution import assemble
-from corun.gpu.execution.warm_up import warm_up
+from corun.gpu.execution.assemble import warm_up
 from support.architectures import save_model
 from support.executor_device import ExecutorDevice
 from support.triton.program import run_triton_program

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 from corun.gpu.fused.activation import ActivationTables, FusedGatedMlp, GateUpGatedMlp
-from corun.gpu.fused.install import install_fused_kernels, select_fused_kernels
-from corun.gpu.fused.norm import FusedNorm
+from corun.gpu.fused.install import FusedNorm, install_fused_kernels, select_fused_kernels
 from support.architectures import make_model
 from torch import nn
 from transformers import PreTrainedModel

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from corun.gpu.model.mask import MaskFunction, Sight, read_mask
+from corun.gpu.model.attention_hook import MaskFunction, Sight, read_mask
 from corun.runtime.errors import ModelError
 from transformers.masking_utils import (
     and_masks,

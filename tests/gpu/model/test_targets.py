@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.model.skeleton import leave_out_other_parts
 from corun.gpu.model.targets import (
     Calls,
     build_target_map,
@@ -13,7 +14,6 @@ from corun.gpu.model.targets import (
     record_calls,
     with_calls,
 )
-from corun.gpu.model.text_part import leave_out_other_parts
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import ModelError
 from support.architectures import ARCHITECTURES, make_model

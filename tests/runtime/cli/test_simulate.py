@@ -344,7 +344,7 @@ def test_operating_points_for_a_cluster(
             ["simulate", "--rps", "1", "--compare", "scheduling-policy=a,b"],
             "is 'a', must be one of",
         ),
-        (["simulate", "--rps", "1", "--compare", "queues"], "expected OPTION=A,B"),
+        (["simulate", "--rps", "1", "--compare", "router"], "expected OPTION=A,B"),
         (["simulate", "--rps", "1", "--out", "/proc/none"], "cannot be written"),
         (["simulate", "--rps", "1", "--servers", "0"], "--servers is 0, must be at least 1"),
         (["simulate", "--rps", "1", "--servers", "1001"], "--servers is 1001, must be at most"),

@@ -2,7 +2,7 @@
 
 import math
 
-from corun.runtime.sim.agenda import Agenda
+from corun.runtime.sim.cluster import Agenda
 
 
 def taken(agenda: Agenda) -> list[tuple[float, int]]:

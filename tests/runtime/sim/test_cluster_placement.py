@@ -9,8 +9,7 @@ from corun.runtime.cluster.policy.placement.plan import (
     StoreServer,
 )
 from corun.runtime.cluster.policy.reports import ServerId, Shares
-from corun.runtime.sim.cluster import replay_cluster
-from corun.runtime.sim.cluster_placement import SimulatedPlacement
+from corun.runtime.sim.cluster import SimulatedPlacement, replay_cluster
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions
 from corun.runtime.sim.papers.machines import MACHINES

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from corun.runtime.sim.draw_inputs import Drawn
-from corun.runtime.sim.sessions import CONTENT_TOKENS, shared_contents, with_follow_ups
 from corun.runtime.sim.workload_spec import SessionSpec
+from corun.runtime.sim.workloads import CONTENT_TOKENS, shared_contents, with_follow_ups
 
 
 def drawn(arrival_s: list[float]) -> Drawn:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from corun.gpu.fused import install, sums
+from corun.gpu.fused import install
 from corun.gpu.fused import triton_kernels as fused_kernels
 from corun.gpu.fused.install import install_fused_kernels, triton_kernels
 from corun.gpu.model.probe import ProbeRow, record_attention
@@ -37,7 +37,6 @@ def main(architecture: str) -> None:
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(install, "agree", return_value=True),  # nothing is computed
-        mock.patch.object(sums, "agree", return_value=True),
         torch.inference_mode(),
     ):
         model = make_model(architecture).bfloat16()

@@ -25,8 +25,7 @@ from corun.gpu.execution.sampler import SampledRow, Sampler
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model import attention_hook
-from corun.gpu.model.attention_hook import PagedAttentionHook
-from corun.gpu.model.mask import MaskFunction, Sight, read_mask
+from corun.gpu.model.attention_hook import MaskFunction, PagedAttentionHook, Sight, read_mask
 from corun.gpu.model.skeleton import build_skeleton
 from corun.gpu.model.source import ModelSource
 from corun.runtime.config.engine import EngineConfig

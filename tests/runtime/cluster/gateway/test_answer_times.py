@@ -1,6 +1,6 @@
 """Costs of an engine that reports none, from its answers."""
 
-from corun.runtime.cluster.gateway.answer_times import MIN_ANSWERS, AnswerTimes
+from corun.runtime.cluster.gateway.links import MIN_ANSWERS, AnswerTimes
 from support.fake_cluster import profile_of
 
 

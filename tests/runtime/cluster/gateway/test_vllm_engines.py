@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession
-from corun.runtime.cluster.gateway import answer_times, links
+from corun.runtime.cluster.gateway import links
 from corun.runtime.cluster.gateway.run import run_gateway
 from corun.runtime.cluster.http.calls import make_session
 from corun.runtime.cluster.settings import GatewaySettings
@@ -267,7 +267,7 @@ def test_a_drained_engine_goes_when_its_requests_have_ended(tmp_path: Path) -> N
 
 
 def test_costs_are_learned_from_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_times, "MIN_ANSWERS", 3)
+    monkeypatch.setattr(links, "MIN_ANSWERS", 3)
     monkeypatch.setattr(links, "_PROFILE_EVERY_S", 0.05)
 
     async def predicted_s(front: Front) -> float:

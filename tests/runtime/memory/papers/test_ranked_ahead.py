@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from corun.runtime.memory.papers.ranked_ahead import RankedAhead
+from corun.runtime.memory.papers.libra import RankedAhead
 from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.policies.policy import MemoryItem
 from support.memory_items import Item
