@@ -1,8 +1,6 @@
-"""An adapter as the engine's policies see it, and where it is: plain data."""
+"""An adapter as the engine's policies see it: plain data from its registration."""
 
 from dataclasses import dataclass
-
-import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +34,3 @@ class AdapterOutline:
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
     left_out: tuple[str, ...] = ()  # as in ``AdapterFacts``
-
-
-class Residency(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The level of a version, its memory, and its history."""
-
-    level: str = "disk"  # one of ``adapters.info.LEVELS``
-    num_groups: int = 0  # layer groups of the load under way
-    num_groups_loaded: int = 0  # of these, on the device
-    device_bytes: int = 0
-    host_bytes: int = 0
-    kv_device_bytes: int = 0  # of cached prefixes, shared by versions with the same content
-    kv_host_bytes: int = 0
-    num_references: int = 0  # running requests
-    num_waiting: int = 0  # requests
-    num_uses: int = 0  # requests that began to run
-    last_use_unix_s: float | None = None
-    loads: dict[str, tuple[int, float]] = {}  # number and seconds, by transition
-    evictions: dict[str, dict[str, int]] = {}  # by level and reason

@@ -84,3 +84,21 @@ class EngineProfile(Wire, frozen=True):
     kv_bytes_per_token: int
     machine: MachineModel
     is_measured: bool = True  # False: learned from steps, and sent again later
+
+
+class Residency(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The level of a version, its memory, and its history."""
+
+    level: str = "disk"  # one of ``adapters.info.LEVELS``
+    num_groups: int = 0  # layer groups of the load under way
+    num_groups_loaded: int = 0  # of these, on the device
+    device_bytes: int = 0
+    host_bytes: int = 0
+    kv_device_bytes: int = 0  # of cached prefixes, shared by versions with the same content
+    kv_host_bytes: int = 0
+    num_references: int = 0  # running requests
+    num_waiting: int = 0  # requests
+    num_uses: int = 0  # requests that began to run
+    last_use_unix_s: float | None = None
+    loads: dict[str, tuple[int, float]] = {}  # number and seconds, by transition
+    evictions: dict[str, dict[str, int]] = {}  # by level and reason

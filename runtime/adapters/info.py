@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..adapter import Residency
+from ..engine_state import Residency
 from .conventions import AdapterConventions
 from .names import READY
 

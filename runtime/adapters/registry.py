@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
-from ..adapter import AdapterFacts, AdapterOutline, Residency
+from ..adapter import AdapterFacts, AdapterOutline
+from ..engine_state import Residency
 from ..errors import UnknownModelError
 from ..plan import AdapterId
 from .content import AdapterContent, FileStamp

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..adapter import AdapterFacts, Residency
+from ..adapter import AdapterFacts
 from ..adapters.registry import AdapterVersion
+from ..engine_state import Residency
 from ..memory.loads import HostRoom
 from ..memory.report import Changed
 from ..plan import AdapterId, HostPlaceId

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...profiles.models import MachineModel
-from ..adapter import AdapterFacts, Residency
+from ..adapter import AdapterFacts
 from ..adapters.registry import AdapterVersion
+from ..engine_state import Residency
 from ..errors import AdapterChangedError, EngineDeadError, OverloadedError
 from ..memory.loads import HostRoom
 from ..memory.prefix_cache import kv_namespace

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..adapter import AdapterFacts, Residency
+from ..adapter import AdapterFacts
+from ..engine_state import Residency
 from ..plan import AdapterId
 from .adapter_cache import AdapterState
 from .adapter_log import EvictionReason, LoadTotals, Transition

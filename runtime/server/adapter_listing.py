@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from ..adapter import Residency
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from ..adapters.info import LEVEL_ALIASES, LEVELS, AdapterInfo, DrainingVersion
+from ..engine_state import Residency
 from .errors import HttpError
 
 MAX_PAGE = 1000

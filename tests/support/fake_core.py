@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from corun.runtime.adapter import Residency
 from corun.runtime.adapters.conventions import NO_CONVENTIONS
 from corun.runtime.adapters.dir_changes import WatchState
 from corun.runtime.adapters.info import AdapterInfo
@@ -33,6 +32,7 @@ from corun.runtime.engine.messages import (
     RequestUpdate,
     TokenizerSpec,
 )
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
     AdapterError,
     EngineDeadError,

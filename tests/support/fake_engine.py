@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 import msgspec
-from corun.runtime.adapter import Residency
 from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.names import taken_name
 from corun.runtime.engine.hang_watch import HangWatch
 from corun.runtime.engine.heartbeat import LoopActivity, Signs
 from corun.runtime.engine.messages import EngineStats, LinkUsage, MachineReport, ModelInfo
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
     AdapterError,
     CorunError,

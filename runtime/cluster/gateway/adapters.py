@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapter import Residency
 from ...adapters.allowed_dirs import allowed_path
 from ...adapters.info import LEVELS, AdapterInfo
+from ...engine_state import Residency
 from ...server.adapter_listing import adapter_json, parse_page
 from ...server.body import parse_body, read_body
 from ...server.errors import HttpError

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, AdapterOutline, Residency
+from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.names import check_adapter_name
@@ -12,6 +12,7 @@ from corun.runtime.adapters.registry import (
     LoadId,
     Registered,
 )
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
     AdapterError,
     AdapterFailedError,

@@ -5,10 +5,10 @@ import threading
 
 import msgspec
 import pytest
-from corun.runtime.adapter import Residency
 from corun.runtime.adapters.info import AdapterInfo, DrainingVersion
 from corun.runtime.cli.adapters import summary, table
 from corun.runtime.cli.main import main
+from corun.runtime.engine_state import Residency
 from corun.runtime.server.adapter_listing import adapter_json
 
 pytestmark = pytest.mark.usefixtures("own_logging")

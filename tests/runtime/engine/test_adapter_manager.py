@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, AdapterOutline, Residency
+from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.registry import AdapterVersion
@@ -24,6 +24,7 @@ from corun.runtime.engine.messages import (
     ReadAdapter,
     RemoveAdapter,
 )
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
     AdapterError,
     AdapterExistsError,

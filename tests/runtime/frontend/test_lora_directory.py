@@ -3,9 +3,10 @@
 from itertools import count
 
 import pytest
-from corun.runtime.adapter import AdapterFacts, Residency
+from corun.runtime.adapter import AdapterFacts
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.registry import AdapterRegistry
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import AdapterUnavailableError, RequestError, UnknownModelError
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.plan import AdapterId

@@ -5,9 +5,9 @@ from typing import Any
 
 import httpx
 import pytest
-from corun.runtime.adapter import Residency
 from corun.runtime.adapters.info import DrainingVersion
 from corun.runtime.cli.main import main
+from corun.runtime.engine_state import Residency
 from corun.runtime.errors import EngineDeadError
 from corun.runtime.server.access import Access, Keys
 from support.fake_engine import make_adapter

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from corun.runtime.adapter import Residency
 from corun.runtime.engine.messages import CpuWorkerStats, EngineStats, LoadStats
+from corun.runtime.engine_state import Residency
 from prometheus_client.parser import text_string_to_metric_families
 from support.fake_engine import make_adapter
 from support.product import ROOT

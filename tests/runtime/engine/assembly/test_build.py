@@ -149,7 +149,7 @@ def test_an_adapter_that_was_named_must_be_servable(
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_rows_that_decode_are_kept_apart_on_cuda(
+def test_rows_that_decode_are_in_the_pass_of_a_chunk(
     options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine runs on the CPU: only the scheduler assumes a GPU."""
@@ -184,10 +184,7 @@ def test_rows_that_decode_are_kept_apart_on_cuda(
     finally:
         assembly.close()
     (both,) = [plan for plan in plans if sorted(num_tokens(plan)) == [1, 2]]
-    kinds = [batch.kind for batch in both.sub_batches]
-    assert kinds == {
-        "cpu": [SubBatchKind.MIXED], "cuda": [SubBatchKind.DECODE, SubBatchKind.MIXED],
-    }[where]  # fmt: skip
+    assert [batch.kind for batch in both.sub_batches] == [SubBatchKind.MIXED]
 
 
 def test_a_step_publishes_its_layers(options: dict[str, Any]) -> None:
