@@ -40,6 +40,8 @@ _GIVEN = (
 )  # settings that give huge pages
 
 
+# With pages of 4 KiB a product over matrices spends part of its time on address translation, so
+# huge pages are requested before the first touch, if the kernel offers them for shared memory.
 def huge_page_setting(path: Path = _SETTING) -> str:
     """The kernel's setting for huge pages in shared memory; "never" if it does not support them."""
     try:

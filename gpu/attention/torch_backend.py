@@ -14,6 +14,8 @@ from .base import AttentionParams
 _MAX_TILE_SCORES = 1 << 24
 
 
+# Implements masks, soft-capping and sinks as plain tensor operations, on any device and dtype.
+# Independent of blocks, rows and metadata.
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which scores and weighted sums of ``dtype`` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

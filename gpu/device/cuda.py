@@ -72,6 +72,14 @@ class Gates:
         self.hold(state)
 
 
+# Around the copy: the host agent notices that the stream has reached it, starts the transfer on the
+# link, and stores a go word at its end; behind the copy the stream waits for that word. The copy
+# itself runs meanwhile, so a paced copy takes the longer of the two times.
+#
+# Accuracy: the agent polls, so it is some 100 us late on a quiet machine, and the wait adds its own
+# latency. A copy that directly follows another on its stream starts, on the link, where that one
+# ended, so the delay does not accumulate over chunks. Where the host waits for words, the calling
+# thread is held until the copy's end.
 class _PacedCopy:
     """One transfer on the link, driven by the agent."""
 

@@ -58,6 +58,10 @@ _MAX_RESIDENT_ADAPTERS = 2048  # rows of the kernels' table, a few dozen bytes p
 _PREFILL_TOKENS = 64  # of one row
 
 
+# A kernel that is compiled, or even loaded, while serving delays all requests. A variant depends
+# on the model and on the shape of a pass: whether every row decodes, whether it has many tokens,
+# and how long the longest context is. So a few passes of the model itself use all variants, with
+# the strides and addresses of serving.
 def warm_up(
     runner: ModelRunner, table: LoraTable, backend: LoraBackend, targets: Sequence[Target],
     max_model_len: int, on_progress: Callable[[str], None],

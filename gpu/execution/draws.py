@@ -29,6 +29,8 @@ _MULTIPLIER_B = np.uint64(0x94D049BB133111EB)
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
+# A request draws the same numbers whether it runs alone, in a batch, after a preemption or in
+# another process; there is no generator state that a batch could share.
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position): float64 of the same shape.
 
@@ -143,7 +145,7 @@ class Draws:
     def complete(self, is_complete: Sequence[float], failed: Container[int]) -> bool:
         """Draw rows that needed more candidates from the whole vocabulary; False = there are none.
 
-        ``is_complete``: its values. ``failed``: rows whose tokens do not matter.
+        ``is_complete``: its values. ``failed``: rows with an error; their tokens are not used.
         """
         open_rows = [
             index

@@ -36,6 +36,8 @@ _NOTHING_LEFT = (
 _Work = list[tuple[RowGrammar, NDArray[np.int64]]]  # rows, and copies of their outputs
 
 
+# A row's mask depends only on its tokens so far. So it is filled from the end of one step on, and
+# awaited when the next one samples the row.
 class GrammarThread:
     """Owns the thread. All methods belong to the engine's thread."""
 
@@ -259,7 +261,7 @@ class Sampler:
 def _add_errors(
     errors: dict[int, SampledRow], before: Sequence[float], after: Sequence[float]
 ) -> None:
-    """Add the rows whose largest logit is not finite, before the adjustments or after them."""
+    """Add an error for each row without a finite largest logit, before or after adjustments."""
     for row, (one, other) in enumerate(zip(before, after, strict=True)):
         if not math.isfinite(one):
             errors[row] = _NOT_FINITE_ROW

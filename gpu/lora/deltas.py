@@ -11,6 +11,8 @@ from .matrix_layout import unpack
 from .table import LoraTable
 
 
+# With torch, on any device: few adapters change them, and an embedding reads one column of A for
+# each token.
 def add_embedding_deltas(
     table: LoraTable, token_ids: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
 ) -> None:

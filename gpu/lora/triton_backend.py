@@ -213,7 +213,7 @@ class TritonLora:
 def _in_rows(
     ys: Sequence[torch.Tensor], target_indices: Sequence[int]
 ) -> list[tuple[torch.Tensor, tuple[_Part, ...]]]:
-    """Tensors, and the targets whose ys are columns of their rows: of fused linears all of them."""
+    """Output tensors, and the targets that have columns of each: fused linears share one."""
     first = min(ys, key=torch.Tensor.data_ptr)
     together, alone = list[_Part](), list[tuple[torch.Tensor, tuple[_Part, ...]]]()
     for member, (y, index) in enumerate(zip(ys, target_indices, strict=True)):

@@ -45,6 +45,8 @@ _NUM_PERIODS = 4  # periods of a window or chunk with evaluated edges
 _MAX_POSITION_BITS = 24
 
 
+# No mask is built: the function is evaluated at indices on both sides of every edge, so the length
+# of a window or a chunk costs nothing.
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which earlier tokens a causal layer sees."""

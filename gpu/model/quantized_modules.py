@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class QuantizedModules:
-    """The linears of one model whose modules are those of its format's library.
+    """The linears of one model that the library of its format computes.
 
     It has the interface of ``QuantizedLinears``, but makes nothing and stores nothing.
     """

@@ -44,6 +44,8 @@ _BIDIRECTIONAL = "use_bidirectional_attention"
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
+# A model without these parts gives the same answers to text. One that needs them for text fails in
+# the first pass, because a removed part refuses to be called.
 def leave_out_other_parts(model: PreTrainedModel) -> tuple[str, ...]:
     """Replace every part beside the text model by a ``LeftOut``; return their paths.
 

@@ -48,6 +48,8 @@ _MAX_KEPT = 32  # cached headers
 _MAX_KEPT_BYTES = 1 << 20  # of each; longer ones are not cached
 
 
+# Read separately from the tensors, so that their bytes can be read directly to their destination.
+# As strict as the library: tensors cover the data without gaps or overlaps.
 class HeaderError(ValueError):
     """The header is invalid; the message has the reason."""
 

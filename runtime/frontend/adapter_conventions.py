@@ -31,6 +31,8 @@ _MAX_TEMPLATES = 1024
 _MAX_TOKENIZERS = 8  # one for each set of added tokens, each with its own vocabulary
 
 
+# ``tokenizers`` gives new tokens the next free ids. The adapter may use other ids, so ids are
+# translated in both directions.
 class AddedTokensCodec:
     """See ``Codec``."""
 

@@ -37,6 +37,8 @@ _Result = TypeVar("_Result")
 _logger = logging.getLogger(__name__)
 
 
+# Knows nothing of what runs on it. It changes no global state: no signal handlers, no asyncio
+# policy, no other event loop.
 class LoopThread:
     """Runs coroutines for any thread until ``close``."""
 

@@ -50,6 +50,8 @@ _logger = logging.getLogger(__name__)
 _C = TypeVar("_C", bound=Hashable)
 
 
+# Bookkeeping without I/O. IPv6 addresses with the same first 64 bits are one client, which usually
+# has all of them.
 class IdleConnections(Generic[_C]):
     """The idle connections of one server, by client address, the longest idle one first."""
 

@@ -28,7 +28,7 @@ each vector register's worth of float32:
   the high halves; scales float32 [lanes]
 
 The values of groups are uint8 [out / lanes, in / group, lanes]: zero points of 4 bits, if they are
-not 8 everywhere, or the exponents of ``MXFP4``, whose blocks have no scales.
+not 8 everywhere, or the exponents of ``MXFP4``, which has no scales in its blocks.
 
 Codes of ``NF4`` and ``MXFP4`` name levels. [group / 8, lanes, 4] are words of eight codes: the even
 ones in the low half, the odd ones in the high half, so that a shift aligns each pair. Codes are

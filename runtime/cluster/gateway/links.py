@@ -33,6 +33,8 @@ _logger = logging.getLogger(__name__)
 MIN_ANSWERS = 200  # before times are used
 
 
+# Before enough answers are in, every such engine has the same assumed costs, so that routers which
+# compare costs send a request where the fewest tokens are.
 class AnswerTimes:
     """Step times of one engine.
 

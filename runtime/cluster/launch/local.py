@@ -45,6 +45,8 @@ _logger = logging.getLogger(__name__)
 ANY = "any"
 
 
+# CPUS is a list such as 2-7,10, or "any". The command ends with its launcher. The kernel keeps both
+# settings over ``exec``.
 def main() -> None:
     """Pin this process and execute the command."""
     cpus, *command = sys.argv[1:]

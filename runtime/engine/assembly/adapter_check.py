@@ -29,6 +29,8 @@ _DEVICE_DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
 _PACKAGES = ("torch", "transformers")
 
 
+# They come from ``gpu/model/skeleton.py``, as for a start, and are stored with digests of
+# everything they depend on: the configuration, the files of the model's classes, and versions.
 @dataclass(frozen=True, slots=True)
 class KnownBase:
     """Facts about a base model that need no weights."""

@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 NAME = "layer.weight"
 # Made and dequantised on a CPU by bitsandbytes 0.50.2, compressed-tensors 0.20.0, and (fp8,
 # mxfp4 of experts) transformers 5.23.0. Those of bitsandbytes in 4 bits are in test_four_bit.
-# Those whose codes the kernels compute with, by the beginnings of their names.
+# Checkpoints that stay in few bits, by the beginnings of their names.
 AS_STORED = ("int-quantized, 8 bits by channel, bfloat16", "pack-quantized, 4 bits", "mxfp4-pack")
 RECORDED = json.loads((Path(__file__).parents[2] / "support/recorded_quantized.json").read_text())
 

@@ -37,7 +37,7 @@ _KERNELS = {
 
 
 class _Counted:
-    """A kernel whose launches are counted."""
+    """Counts the launches of a kernel."""
 
     def __init__(self, kernel: Any, name: str, launches: Counter[str]) -> None:
         self._kernel = kernel

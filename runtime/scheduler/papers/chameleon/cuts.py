@@ -43,6 +43,8 @@ _SMALL_SHARE = 0.1
 _SMALL_GAIN = 0.2  # ... or if one more lowers the WCSS by less than this share.
 
 
+# Source: Chameleon, section 4.2 (Determining the Number of Queues). The paper chooses the K with
+# the smallest WCSS (sum of squared distances within clusters), which is always the largest K.
 @dataclass(frozen=True, slots=True)
 class Clustering:
     """The clustering with the smallest sum of squares."""
